@@ -1,0 +1,60 @@
+"""Time. Durations come from a monotonic clock; wall time is for certificates and display only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds, wall seconds, and the two ways to wait."""
+
+    def monotonic(self) -> float: ...
+
+    def wall(self) -> float: ...
+
+    def pause(self, seconds: float) -> None:
+        """Block this thread. Never called on the event loop."""
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ManualClock:
+    """A clock that moves only when told to: ``advance`` is the test's hand on it."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now += seconds
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def wall(self) -> float:
+        return self._now
+
+    def pause(self, seconds: float) -> None:
+        self._now += seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        await asyncio.sleep(0)

@@ -1,0 +1,84 @@
+"""Files. The state directory and the tiers that live on disk reach it through here, so that a simulated
+disk can lose, tear and refuse writes. The simulated twin comes with the NVMe tier."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol
+
+from kvstore.errors import Unavailable
+
+
+class Disk(Protocol):
+    """Positional I/O on file descriptors, plus what makes it durable."""
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int: ...
+
+    def close(self, descriptor: int) -> None: ...
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int) -> int: ...
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int: ...
+
+    def sync(self, descriptor: int) -> None: ...
+
+    def sync_directory(self, path: Path) -> None: ...
+
+    def allocate(self, descriptor: int, byte_count: int) -> None: ...
+
+    def lock(self, descriptor: int) -> bool:
+        """Take the file's exclusive lock without waiting. False when another process holds it."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create ``path`` with its parents; the leaf is 0700. Raises Unavailable naming the path."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; absent is fine."""
+
+
+class SystemDisk:
+    """The operating system's files."""
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [buffer], offset)
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        return os.pwritev(descriptor, [buffer], offset)
+
+    def sync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def allocate(self, descriptor: int, byte_count: int) -> None:
+        os.posix_fallocate(descriptor, 0, byte_count)
+
+    def lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def make_directory(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise Unavailable(f"cannot create directory {path}: {error.strerror}", path=str(path)) from error
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)

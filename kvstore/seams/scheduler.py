@@ -1,0 +1,66 @@
+"""Threads that move bytes. Copies, checksums and pre-faulting run here, in code that releases the GIL,
+never on the event loop. Simulation runs the same calls inline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Workers(Protocol):
+    """A bounded set of byte movers."""
+
+    @property
+    def count(self) -> int:
+        """How many run at once; what a caller cuts its batches by."""
+
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]: ...
+
+    def close(self) -> None:
+        """Stop taking work, finish what was taken, then return. Idempotent."""
+
+
+class WorkerThreads:
+    """Daemon-free pool threads; at most ``count`` calls run at once."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+        return self._pool.submit(function, *args)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=False)
+
+
+class InlineWorkers:
+    """Runs each call at once, in the caller's thread: the deterministic twin."""
+
+    count = 1
+
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+        future: Future[Result] = Future()
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        return None
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread for a loop that blocks in the kernel for its whole life (a socket watcher)."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,26 @@
+"""Whose cache it is. A ``ModelSpec`` names the model, the weights and the geometry; with a ``CacheKind``
+and the format version it becomes a *fingerprint* (``kvstore.keys``). Two caches that must never mix differ
+here. A spec names meaning, never how bytes are encoded or where they lie."""
+
+from kvstore.spec.dtypes import DTYPES, item_size
+from kvstore.spec.model import (
+    CacheKind,
+    Exactness,
+    LayerKind,
+    LayerSpec,
+    ModelSpec,
+    Provenance,
+    RopeSpec,
+)
+
+__all__ = [
+    "DTYPES",
+    "CacheKind",
+    "Exactness",
+    "LayerKind",
+    "LayerSpec",
+    "ModelSpec",
+    "Provenance",
+    "RopeSpec",
+    "item_size",
+]

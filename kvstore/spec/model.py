@@ -1,0 +1,251 @@
+"""ModelSpec: the identity and geometry of a model's cache, validated when it is made."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec.dtypes import item_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYER_COUNT_MAX = 1024
+HEAD_COUNT_MAX = 1024
+DIM_MAX = 65536
+CHUNK_TOKENS_MAX = 65536
+
+
+class CacheKind(StrEnum):
+    """What a chunk holds. KV or MLA follows from the spec; E is hidden states entering one layer."""
+
+    KV = "kv"
+    E = "e"
+    MLA = "mla"
+    ENCODER = "encoder"
+
+
+class Provenance(StrEnum):
+    """How the cache was computed: after its whole prefix, or alone from position 0."""
+
+    IN_CONTEXT = "in_context"
+    STANDALONE = "standalone"
+
+
+class Exactness(StrEnum):
+    """EXACT: the model's own computation. DERIVED: built on KV that was not exact; never served as exact."""
+
+    EXACT = "exact"
+    DERIVED = "derived"
+
+
+class LayerKind(StrEnum):
+    """What a layer keeps per token. NONE keeps nothing and has no slab."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    RECURRENT = "recurrent"
+    CROSS = "cross"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer's cache geometry. For MLA: ``kv_heads`` 1, ``k_dim`` the latent, ``v_dim`` the rope part."""
+
+    kind: LayerKind = LayerKind.FULL
+    kv_heads: int = 0
+    k_dim: int = 0
+    v_dim: int = 0
+    window: int = 0
+    group: int = 0
+
+    @property
+    def has_slab(self) -> bool:
+        return self.kind is not LayerKind.NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """The rotation K was stored under. ``factors`` are the scaling's parameters, sorted by name."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    rotary_dim: int = 0
+    factors: tuple[tuple[str, float], ...] = ()
+    mrope: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Names whose cache it is.
+
+    ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
+    identity by name; the two never mix. ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
+
+    Raises: InvalidRequest naming the field that is wrong.
+    """
+
+    model_id: str
+    weights_digest: str
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    vocab_size: int
+    cache_dtype: str
+    rope: RopeSpec = RopeSpec()
+    chunk_tokens: int = 256
+    adapter_id: str = ""
+    mla: bool = False
+    scales: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_identity(self)
+        _check_sizes(self)
+        for index, layer in enumerate(self.layers):
+            _check_layer(self, index, layer)
+
+    @classmethod
+    def dense(
+        cls,
+        model_id: str,
+        weights_digest: str,
+        *,
+        layer_count: int,
+        kv_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        vocab_size: int,
+        cache_dtype: str = "bfloat16",
+        rope: RopeSpec | None = None,
+        chunk_tokens: int = 256,
+        adapter_id: str = "",
+    ) -> ModelSpec:
+        """A decoder whose layers are all alike: full attention, K and V of one head dim."""
+        if not 0 < layer_count <= LAYER_COUNT_MAX:
+            raise InvalidRequest(f"layer_count {layer_count} must be in 1..{LAYER_COUNT_MAX}")
+        layer = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
+        return cls(
+            model_id=model_id,
+            weights_digest=weights_digest,
+            layers=(layer,) * layer_count,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            cache_dtype=cache_dtype,
+            rope=rope or RopeSpec(rotary_dim=head_dim),
+            chunk_tokens=chunk_tokens,
+            adapter_id=adapter_id,
+        )
+
+    @classmethod
+    def from_transformers(
+        cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = ""
+    ) -> ModelSpec:
+        """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
+        (a model, a state dict, or a digest string). Needs torch when weights are tensors."""
+        from kvstore.spec.from_transformers import spec_from_transformers
+
+        build: Callable[..., ModelSpec] = spec_from_transformers
+        return build(config, weights, chunk_tokens, adapter_id)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kind(self) -> CacheKind:
+        """The kind of this model's attention cache."""
+        return CacheKind.MLA if self.mla else CacheKind.KV
+
+    @property
+    def item_size(self) -> int:
+        return item_size(self.cache_dtype)
+
+    @cached_property
+    def slab_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep something, in order."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.has_slab)
+
+    @cached_property
+    def canonical(self) -> bytes:
+        """The spec as canonical JSON: the bytes that are digested, sent and compared."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, canonical: bytes) -> ModelSpec:
+        """Read ``canonical`` back. Raises InvalidRequest for anything but a spec this version would write."""
+        try:
+            fields = json.loads(canonical)
+            spec = cls(**_revive(fields))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(f"not a model spec: {error}") from error
+        if spec.canonical != canonical:
+            raise InvalidRequest("not a model spec in canonical form")
+        return spec
+
+
+def _revive(fields: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(fields["rope"])
+    rope["factors"] = tuple((name, value) for name, value in rope["factors"])
+    rope["mrope"] = tuple(rope["mrope"])
+    layers = tuple(LayerSpec(**{**layer, "kind": LayerKind(layer["kind"])}) for layer in fields["layers"])
+    scales = tuple((k, v) for k, v in fields["scales"])
+    return {**fields, "rope": RopeSpec(**rope), "layers": layers, "scales": scales}
+
+
+def _check_identity(spec: ModelSpec) -> None:
+    if not isinstance(spec.model_id, str) or not 0 < len(spec.model_id) <= 512:
+        raise InvalidRequest("model_id must be a name of 1..512 characters")
+    if not isinstance(spec.adapter_id, str) or len(spec.adapter_id) > 512:
+        raise InvalidRequest("adapter_id must be a name of at most 512 characters")
+    digest = spec.weights_digest
+    unverified = digest.startswith("unverified:") and len(digest) > len("unverified:")
+    hexadecimal = 32 <= len(digest) <= 128 and all(c in "0123456789abcdef" for c in digest)
+    if not (unverified or hexadecimal) or len(digest) > 512:
+        raise InvalidRequest(
+            f"weights_digest {digest[:40]!r} must be 32..128 lower-case hex digits, or 'unverified:<name>'"
+        )
+
+
+def _integer(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    item_size(spec.cache_dtype)
+    if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
+        raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
+    if not _integer(spec.hidden_size, 1, DIM_MAX * 16):
+        raise InvalidRequest(f"hidden_size {spec.hidden_size} must be positive")
+    if not _integer(spec.vocab_size, 1, 2**32):
+        raise InvalidRequest(f"vocab_size {spec.vocab_size} must be in 1..2**32")
+    if not isinstance(spec.layers, tuple) or not 0 < len(spec.layers) <= LAYER_COUNT_MAX:
+        raise InvalidRequest(f"layers must be a tuple of 1..{LAYER_COUNT_MAX} LayerSpec")
+    if not any(layer.has_slab for layer in spec.layers):
+        raise InvalidRequest("no layer keeps a cache: every layer is of kind 'none'")
+    if not math.isfinite(spec.rope.theta) or spec.rope.theta <= 0:
+        raise InvalidRequest(f"rope theta {spec.rope.theta} must be positive and finite")
+    if spec.scales and len(spec.scales) != len(spec.layers):
+        raise InvalidRequest(f"scales must be empty or one pair per layer ({len(spec.layers)})")
+
+
+def _check_layer(spec: ModelSpec, index: int, layer: LayerSpec) -> None:
+    if layer.kind is LayerKind.NONE:
+        return
+    if layer.kind is LayerKind.RECURRENT:
+        raise InvalidRequest(
+            f"layer {index} is recurrent: it needs a state snapshot at each chunk's end, not supported yet"
+        )
+    if not _integer(layer.kv_heads, 1, HEAD_COUNT_MAX):
+        raise InvalidRequest(f"layer {index}: kv_heads {layer.kv_heads} must be in 1..{HEAD_COUNT_MAX}")
+    if not _integer(layer.k_dim, 1, DIM_MAX) or not _integer(layer.v_dim, 1, DIM_MAX):
+        raise InvalidRequest(f"layer {index}: k_dim and v_dim must be in 1..{DIM_MAX}")
+    if layer.kind is LayerKind.SLIDING_WINDOW and not _integer(layer.window, 1, 2**31):
+        raise InvalidRequest(f"layer {index}: a sliding window needs window >= 1")
+    if spec.mla and layer.kv_heads != 1:
+        raise InvalidRequest(f"layer {index}: MLA keeps one latent, kv_heads must be 1, got {layer.kv_heads}")
