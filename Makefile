@@ -1,0 +1,48 @@
+# Every target makes .venv by itself; nothing needs root.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test check bench proto proto-baseline format clean
+
+help: ## What there is to make
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("kvstore needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip check
+	touch $(STAMP)
+
+setup: $(STAMP) ## Install everything into .venv
+
+demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
+	$(BIN)/kvstore demo
+
+test: $(STAMP) ## All tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format, lint, types, wire contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m kvstore_ops.lint
+	$(BIN)/python -m mypy
+	$(BIN)/python -m kvstore_ops.contract check
+
+bench: $(STAMP) ## All benchmarks, quick
+	$(BIN)/kvstore bench all --quick
+
+proto: $(STAMP) ## Generate the stubs in kvstore/v1alpha from proto/
+	$(BIN)/python -m kvstore_ops.contract generate
+
+proto-baseline: $(STAMP) ## Accept the contract as it stands as the one later changes may not break
+	$(BIN)/python -m kvstore_ops.contract baseline
+
+format: $(STAMP) ## Format and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove what was made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
