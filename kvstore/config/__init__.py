@@ -1,0 +1,27 @@
+"""What can be set. One tree of frozen leaves; a component is given its leaf, never the tree.
+
+Defaults < TOML file < environment (``KVSTORE__ARENA__CAPACITY_BYTES``) < command-line flags. An unknown key or
+an unreadable value stops the start and names where it came from. Every value remembers its origin, which
+``kvstore config`` prints.
+"""
+
+from kvstore.config.load import LoadedSettings, load
+from kvstore.config.settings import (
+    ArenaSettings,
+    ControllerSettings,
+    LimitSettings,
+    PolicySettings,
+    ServerSettings,
+    Settings,
+)
+
+__all__ = [
+    "ArenaSettings",
+    "ControllerSettings",
+    "LimitSettings",
+    "LoadedSettings",
+    "PolicySettings",
+    "ServerSettings",
+    "Settings",
+    "load",
+]

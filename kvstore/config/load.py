@@ -1,0 +1,151 @@
+"""Reads the settings from their sources, in order, and remembers where each came from."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from kvstore.config.memory import memory_limit_bytes
+from kvstore.config.settings import Settings, dependent_defaults, derived_defaults
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.units import parse_bytes, parse_duration
+
+PREFIX = "KVSTORE__"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSettings:
+    """The tree, and per ``section.field`` where its value came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def is_default(self, name: str) -> bool:
+        return self.origins[name] == DEFAULT
+
+    def rows(self) -> list[tuple[str, object, str]]:
+        """(setting, value, origin) for each setting, in the tree's order."""
+        return [
+            (name, getattr(getattr(self.settings, section), leaf), origin)
+            for name, origin in self.origins.items()
+            for section, leaf in [name.split(".")]
+        ]
+
+
+def _schema() -> dict[str, dict[str, Any]]:
+    sections = get_type_hints(Settings)
+    return {name: get_type_hints(leaf, include_extras=True) for name, leaf in sections.items()}
+
+
+def _read(text: object, hint: Any) -> object:
+    """One value as its field's type. Raises ValueError or InvalidRequest."""
+    if get_origin(hint) is Annotated:
+        return parse_bytes(text) if get_args(hint)[1] == "size" else parse_duration(text)  # type: ignore[arg-type]  # both reject what they cannot read
+    if hint is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        return text if isinstance(text, bool) else words[str(text).lower()]
+    if hint is int:
+        if isinstance(text, bool) or isinstance(text, float):
+            raise ValueError(text)
+        return int(str(text))
+    if hint is Path:
+        return Path(str(text)).expanduser()
+    if not isinstance(text, str):
+        raise ValueError(text)
+    return text
+
+
+class _Sources:
+    """Values gathered so far, each with its origin."""
+
+    def __init__(self) -> None:
+        self.schema = _schema()
+        self.values: dict[str, dict[str, object]] = {section: {} for section in self.schema}
+        self.origins: dict[str, str] = {}
+
+    def put(self, section: str, name: str, text: object, origin: str) -> None:
+        known = self.schema.get(section)
+        if known is None:
+            raise InvalidRequest(f"{origin}: unknown section [{section}]{_closest(section, self.schema)}")
+        if name not in known:
+            raise InvalidRequest(f"{origin}: unknown setting {section}.{name}{_closest(name, known)}")
+        hint = known[name]
+        try:
+            self.values[section][name] = _read(text, hint)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{origin}: {section}.{name}: {error.message}") from error
+        except (ValueError, KeyError) as error:
+            kind = getattr(hint, "__name__", str(hint))
+            raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} cannot be read as {kind}") from error
+        self.origins[f"{section}.{name}"] = origin
+
+    def fill(self, defaults: dict[str, dict[str, object]]) -> None:
+        for section, leaf in defaults.items():
+            for name, value in leaf.items():
+                self.values[section].setdefault(name, value)
+                self.origins.setdefault(f"{section}.{name}", DEFAULT)
+
+
+def _closest(word: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path}: not valid TOML: {error}") from error
+
+
+def load(
+    path: Path | None = None,
+    environment: Mapping[str, str] = types.MappingProxyType({}),
+    flags: Mapping[str, object] = types.MappingProxyType({}),
+) -> LoadedSettings:
+    """Gather the settings. ``flags`` maps "section.field" to a value; None means not given.
+
+    Raises: InvalidRequest naming the source and the setting.
+    """
+    sources = _Sources()
+    for section, leaf in (_toml(path) if path else {}).items():
+        if not isinstance(leaf, dict):
+            raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
+        for name, text in leaf.items():
+            sources.put(section, name, text, f"{path}")
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(PREFIX):
+            section, _, name = variable[len(PREFIX) :].lower().partition("__")
+            sources.put(section, name, text, variable)
+    for flag, value in flags.items():
+        if value is not None:
+            section, _, name = flag.partition(".")
+            sources.put(section, name, value, f"--{name.replace('_', '-')}")
+    sources.fill(derived_defaults(environment, memory_limit_bytes()))
+    state, capacity = sources.values["server"]["state_directory"], sources.values["arena"]["capacity_bytes"]
+    assert isinstance(state, Path)
+    assert isinstance(capacity, int)
+    sources.fill(dependent_defaults(environment, state, capacity))
+    return _build(sources)
+
+
+def _build(sources: _Sources) -> LoadedSettings:
+    leaves: dict[str, Any] = {}
+    for section, leaf in get_type_hints(Settings).items():
+        try:
+            leaves[section] = leaf(**sources.values[section])
+        except KVStoreError as error:
+            setting = str(error.fields.get("setting", ""))
+            raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
+    settings = Settings(**leaves)
+    names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
+    origins = {name: sources.origins.get(name, DEFAULT) for name in names}
+    return LoadedSettings(settings=settings, origins=origins)

@@ -1,0 +1,139 @@
+"""The settings tree. The type of a field says how it is read: Size and Duration accept units."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from kvstore.errors import InvalidRequest
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE_BYTES = 4096
+
+Size = Annotated[int, "size"]
+Duration = Annotated[float, "duration"]
+
+
+def _require(condition: bool, setting: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where the service lives and how it speaks to its operator."""
+
+    state_directory: Path
+    socket_directory: Path
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 9464
+    log_level: str = "info"
+    log_format: str = "json"
+    shutdown_grace_s: Duration = 10.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.metrics_port <= 65535, "server.metrics_port", self.metrics_port, "use 0..65535")
+        levels = ("debug", "info", "warning", "error")
+        _require(self.log_level in levels, "server.log_level", self.log_level, f"use one of {levels}")
+        _require(self.log_format in ("json", "text"), "server.log_format", self.log_format, "use json or text")
+        _require(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "use >= 0")
+        socket = str(self.socket_directory / "kvstore.sock")
+        _require(len(socket) < 100, "server.socket_directory", socket, "a socket path has at most 99 characters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaSettings:
+    """The node-local memory tier. Capacity is a hard cap, headers included."""
+
+    capacity_bytes: Size
+    region_bytes: Size = 256 * MIB
+    prefault: bool = True
+
+    def __post_init__(self) -> None:
+        region, capacity = self.region_bytes, self.capacity_bytes
+        fits = region % PAGE_BYTES == 0 and region >= PAGE_BYTES
+        _require(fits, "arena.region_bytes", region, f"use a multiple of {PAGE_BYTES}")
+        _require(capacity >= PAGE_BYTES * 2, "arena.capacity_bytes", capacity, "use at least 8 KiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitSettings:
+    """What one session, and all together, may hold."""
+
+    session_count_max: int = 64
+    staging_bytes_max: Size = 512 * MIB
+    staging_bytes_total_max: Size = 4 * GIB
+    reservation_count_max: int = 256
+    reservation_age_s_max: Duration = 60.0
+    leased_bytes_max: Size
+    lease_age_s_max: Duration = 60.0
+    lease_count_max: int = 4096
+    stream_count_max: int = 64
+    token_count_max: int = 1 << 20
+    model_count_max: int = 256
+    pin_bytes_max: Size
+    message_bytes_max: Size = 16 * MIB
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _require(value >= 0, f"limits.{name}", value, "use 0 or more")
+        _require(self.message_bytes_max >= 4096, "limits.message_bytes_max", self.message_bytes_max, "use >= 4 KiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """What leaves first when room is needed."""
+
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        _require(self.eviction == "lru", "policy.eviction", self.eviction, "use 'lru'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSettings:
+    """How long a call may take when its caller names no deadline."""
+
+    deadline_s: Duration = 10.0
+
+    def __post_init__(self) -> None:
+        _require(self.deadline_s > 0, "controller.deadline_s", self.deadline_s, "use more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The whole tree. Only start-up sees it."""
+
+    server: ServerSettings
+    arena: ArenaSettings
+    limits: LimitSettings
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    controller: ControllerSettings = field(default_factory=ControllerSettings)
+
+
+def derived_defaults(environment: Mapping[str, str], memory_bytes: int) -> dict[str, dict[str, object]]:
+    """Defaults that depend on the machine: directories, and an arena of min(25 % of memory, 4 GiB)."""
+    home = Path(environment.get("HOME") or os.path.expanduser("~"))
+    state_home = environment.get("XDG_STATE_HOME")
+    state = (Path(state_home) if state_home else home / ".local" / "state") / "kvstore"
+    capacity = min(memory_bytes // 4, 4 * GIB) // PAGE_BYTES * PAGE_BYTES
+    return {
+        "server": {"state_directory": state},
+        "arena": {"capacity_bytes": max(capacity, 2 * PAGE_BYTES)},
+    }
+
+
+def dependent_defaults(
+    environment: Mapping[str, str], state_directory: Path, capacity_bytes: int
+) -> dict[str, dict[str, object]]:
+    """Defaults that follow from other settings."""
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    sockets = Path(runtime) / "kvstore" if runtime else state_directory / "run"
+    return {
+        "server": {"socket_directory": sockets},
+        "limits": {"leased_bytes_max": capacity_bytes, "pin_bytes_max": capacity_bytes // 2},
+    }

@@ -1,0 +1,52 @@
+"""Sizes and durations as people write them. Parsed once, at the edge; inside, bytes and seconds are numbers."""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import InvalidRequest
+
+_BYTES = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "kib": 1 << 10,
+    "m": 1000**2, "mb": 1000**2, "mib": 1 << 20,
+    "g": 1000**3, "gb": 1000**3, "gib": 1 << 30,
+    "t": 1000**4, "tb": 1000**4, "tib": 1 << 40,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def _parse(text: str, units: dict[str, int] | dict[str, float], what: str, example: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    factor = units.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise InvalidRequest(f"{text!r} is not a {what}; write it like {example!r}")
+    return float(match[1]) * factor
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes from "64 GiB", "1.5 GB" or a plain number. Raises InvalidRequest for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{value!r} is not a size; write it like '64 GiB'")
+    return round(_parse(value, _BYTES, "size", "64 GiB"))
+
+
+def parse_duration(value: str | float) -> float:
+    """Seconds from "30 s", "250 ms", "5 min" or a plain number. Raises InvalidRequest for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{value!r} is not a duration; write it like '30 s'")
+    return _parse(value, _SECONDS, "duration", "30 s")
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count == int(count) else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
