@@ -1,0 +1,84 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ArenaStats(_message.Message):
+    __slots__ = ("capacity_bytes", "prefaulted_bytes", "used_bytes", "leased_bytes", "pinned_bytes", "region_count", "chunk_count", "reserved_bytes")
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFAULTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REGION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    prefaulted_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    pinned_bytes: int
+    region_count: int
+    chunk_count: int
+    reserved_bytes: int
+    def __init__(self, capacity_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., region_count: _Optional[int] = ..., chunk_count: _Optional[int] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("session_count", "reservation_count", "lease_count", "staging_bytes", "stream_count")
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    session_count: int
+    reservation_count: int
+    lease_count: int
+    staging_bytes: int
+    stream_count: int
+    def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ...) -> None: ...
+
+class ModelStats(_message.Message):
+    __slots__ = ("model_id", "fingerprint", "chunk_count", "byte_count")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    fingerprint: bytes
+    chunk_count: int
+    byte_count: int
+    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_PID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    uptime_seconds: float
+    server_pid: int
+    tenant: str
+    arena: ArenaStats
+    sessions: SessionStats
+    models: _containers.RepeatedCompositeFieldContainer[ModelStats]
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -1,0 +1,202 @@
+"""The wire contract's keeper: generates the stubs, lints the protos, and refuses a breaking change.
+
+The baseline is a committed descriptor set (``proto/baseline.binpb``). A change breaks when it removes or renames
+a service, method, message, field, enum or enum value, or changes a field's number, type or label, or a method's
+types. A removed field's number and name must be ``reserved``. ``v1alpha`` may be rebased on purpose:
+``make proto-baseline``.
+
+    python -m kvstore_ops.contract generate | check | baseline
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTO = ROOT / "proto"
+BASELINE = PROTO / "baseline.binpb"
+STUBS = Path("kvstore/v1alpha")
+
+_PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
+_SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+def _sources() -> list[str]:
+    return [str(path.relative_to(PROTO)) for path in sorted(PROTO.rglob("*.proto"))]
+
+
+def _protoc(*arguments: str) -> None:
+    if protoc.main(["protoc", f"-I{PROTO}", *arguments, *_sources()]) != 0:
+        raise SystemExit("protoc refused the contract")
+
+
+def _descriptors() -> descriptor_pb2.FileDescriptorSet:
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory) / "set.binpb"
+        _protoc(f"--descriptor_set_out={target}", "--include_source_info")
+        return descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes())
+
+
+def generate(target: Path = ROOT) -> None:
+    """Write the stubs under ``target``."""
+    (target / STUBS).mkdir(parents=True, exist_ok=True)
+    _protoc(f"--python_out={target}", f"--pyi_out={target}", f"--grpc_python_out={target}")
+
+
+def stale_stubs() -> list[str]:
+    """Committed stubs that differ from what the contract generates."""
+    with tempfile.TemporaryDirectory() as directory:
+        generate(Path(directory))
+        fresh = {path.name: path.read_bytes() for path in (Path(directory) / STUBS).iterdir()}
+    held = {path.name: path.read_bytes() for path in (ROOT / STUBS).glob("*_pb2*.py*")}
+    return sorted(name for name in fresh.keys() | held.keys() if fresh.get(name) != held.get(name))
+
+
+# ------------------------------------------------------------------ lint
+
+
+def lint(files: descriptor_pb2.FileDescriptorSet) -> list[str]:
+    """House rules: package named by its folder and version; PascalCase types, snake_case fields; enum values carry
+    the enum's name and start at UNSPECIFIED; requests and responses named by their method."""
+    found = []
+    for file in files.file:
+        if file.package != str(Path(file.name).parent).replace("/", "."):
+            found.append(f"{file.name}: package {file.package} does not match its folder")
+        for message in file.message_type:
+            found += _lint_message(file.name, message)
+        for enum in file.enum_type:
+            found += _lint_enum(file.name, enum)
+        for service in file.service:
+            found += _lint_service(file.name, service)
+    return found
+
+
+def _lint_message(place: str, message: descriptor_pb2.DescriptorProto) -> Iterator[str]:
+    if not _PASCAL.fullmatch(message.name):
+        yield f"{place}: message {message.name} is not PascalCase"
+    for field in message.field:
+        if not _SNAKE.fullmatch(field.name):
+            yield f"{place}: field {message.name}.{field.name} is not snake_case"
+    for nested in message.nested_type:
+        if not nested.options.map_entry:
+            yield from _lint_message(place, nested)
+
+
+def _lint_enum(place: str, enum: descriptor_pb2.EnumDescriptorProto) -> Iterator[str]:
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
+    for value in enum.value:
+        if not value.name.startswith(prefix):
+            yield f"{place}: enum value {value.name} must begin with {prefix}"
+    if enum.value[0].number != 0 or enum.value[0].name != prefix + "UNSPECIFIED":
+        yield f"{place}: enum {enum.name} must start with {prefix}UNSPECIFIED = 0"
+
+
+def _lint_service(place: str, service: descriptor_pb2.ServiceDescriptorProto) -> Iterator[str]:
+    if not service.name.endswith("Service"):
+        yield f"{place}: service {service.name} must end in Service"
+    for method in service.method:
+        for kind, name in (("Request", method.input_type), ("Response", method.output_type)):
+            if name.rsplit(".", 1)[-1] != method.name + kind:
+                yield f"{place}: {service.name}.{method.name} must use {method.name}{kind}, not {name}"
+
+
+# ------------------------------------------------------------------ breaking changes
+
+
+def _surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
+    """Everything a peer relies on: qualified name -> what must not change about it."""
+    surface: dict[str, str] = {}
+
+    def add_message(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
+        name = f"{prefix}.{message.name}"
+        surface[f"message {name}"] = ""
+        for field in message.field:
+            surface[f"field {name}.{field.name}"] = f"{field.number} {field.type} {field.label} {field.type_name}"
+        for nested in message.nested_type:
+            add_message(name, nested)
+        for enum in message.enum_type:
+            add_enum(name, enum)
+
+    def add_enum(prefix: str, enum: descriptor_pb2.EnumDescriptorProto) -> None:
+        surface[f"enum {prefix}.{enum.name}"] = ""
+        for value in enum.value:
+            surface[f"enum value {prefix}.{enum.name}.{value.name}"] = str(value.number)
+
+    for file in files.file:
+        for message in file.message_type:
+            add_message(file.package, message)
+        for enum in file.enum_type:
+            add_enum(file.package, enum)
+        for service in file.service:
+            for method in service.method:
+                streams = f"{method.client_streaming} {method.server_streaming}"
+                surface[f"method {file.package}.{service.name}.{method.name}"] = (
+                    f"{method.input_type} {method.output_type} {streams}"
+                )
+    return surface
+
+
+def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
+    """Fields that were removed in good order: both number and name are reserved."""
+    kept: set[str] = set()
+    for file in files.file:
+        for message in file.message_type:
+            numbers = {n for span in message.reserved_range for n in range(span.start, min(span.end, span.start + 1000))}
+            for name in message.reserved_name:
+                kept |= {f"field {file.package}.{message.name}.{name} {number}" for number in numbers}
+    return kept
+
+
+def breaking(
+    before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet
+) -> list[str]:
+    """What a peer built against ``before`` would trip over in ``after``."""
+    old, new, reserved = _surface(before), _surface(after), _reserved(after)
+    found = []
+    for name, shape in old.items():
+        if name not in new:
+            if f"{name} {shape.split(' ')[0]}" not in reserved:
+                found.append(f"{name} was removed (reserve its number and name)")
+        elif new[name] != shape:
+            found.append(f"{name} changed: {shape} -> {new[name]}")
+    return found
+
+
+def check() -> int:
+    """All findings on stdout; 0 when there are none."""
+    files = _descriptors()
+    found = lint(files)
+    found += [f"{STUBS / name} is stale: run `make proto`" for name in stale_stubs()]
+    baseline = descriptor_pb2.FileDescriptorSet.FromString(BASELINE.read_bytes())
+    found += [f"breaking: {line}" for line in breaking(baseline, files)]
+    print("\n".join(found) or f"contract: {len(_surface(files))} names, none broken")
+    return 1 if found else 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of generate, check, baseline."""
+    if arguments == ["check"]:
+        return check()
+    if arguments == ["generate"]:
+        generate()
+        return 0
+    if arguments == ["baseline"]:
+        with tempfile.TemporaryDirectory() as directory:
+            target = Path(directory) / "set.binpb"
+            _protoc(f"--descriptor_set_out={target}")
+            shutil.copyfile(target, BASELINE)
+        return 0
+    print(__doc__)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
