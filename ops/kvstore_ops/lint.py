@@ -1,0 +1,168 @@
+"""House rules that ruff cannot say: what may be touched where, who may import whom, and how long a thing may be.
+
+Seams: outside ``kvstore/seams`` no clock, no randomness, no bare thread, no stray task. Hostile bytes: nowhere a
+reader that can run code. Imports point one way. A line may carry ``# seam: <reason>`` where a rule must yield.
+
+    python -m kvstore_ops.lint
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+
+SEAMED_MODULES = {"time", "random", "secrets", "uuid"}
+SEAMED_CALLS = {
+    "os.urandom",
+    "threading.Thread",
+    "threading.Timer",
+    "asyncio.create_task",
+    "asyncio.ensure_future",
+    "loop.create_task",
+}
+HOSTILE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "tarfile"}
+HOSTILE_CALLS = {"torch.load", "yaml.load", "eval", "exec"}
+
+# Layers of the service, outermost first. A room imports only from layers below its own.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"server"}),
+    frozenset({"controller"}),
+    frozenset({"catalog", "policy", "tiers"}),
+    frozenset({"arena", "chunk", "keys", "wire", "telemetry"}),
+    frozenset({"spec", "config", "v1alpha"}),
+    frozenset({"errors", "units", "seams"}),
+)
+SAME_LAYER = {("catalog", "policy"), ("chunk", "keys"), ("wire", "chunk"), ("wire", "keys"), ("arena", "chunk"), ("seams", "errors"), ("units", "errors")}  # fmt: skip
+CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "wire", "errors", "units", "seams", "v1alpha"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken rule at one line."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def check_source(path: str, text: str) -> list[Finding]:
+    """All findings in one file. ``path`` is relative to the repository and decides which rules hold."""
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    seamed = path.startswith(("kvstore/", "clients/")) and not path.startswith("kvstore/seams/")
+    found = list(_hostile(path, tree))
+    if seamed:
+        found += _seams(path, tree)
+    if path.startswith(("kvstore/", "clients/")):
+        found += _imports(path, tree)
+    found = [finding for finding in found if "# seam: " not in lines[finding.line - 1]]
+    return found + list(_lengths(path, tree, len(lines)))
+
+
+def _called(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.lineno, node.module
+
+
+def _seams(path: str, tree: ast.AST) -> Iterator[Finding]:
+    for line, module in _imported(tree):
+        if module.split(".")[0] in SEAMED_MODULES:
+            yield Finding(path, line, f"imports {module}: take it from kvstore.seams")
+    for line, name in _called(tree):
+        if name in SEAMED_CALLS or name.endswith(".create_task") and not name.startswith(("group.", "tasks.")):
+            yield Finding(path, line, f"calls {name}: use kvstore.seams, or a TaskGroup named group or tasks")
+
+
+def _hostile(path: str, tree: ast.AST) -> Iterator[Finding]:
+    for line, module in _imported(tree):
+        if module.split(".")[0] in HOSTILE_MODULES:
+            yield Finding(path, line, f"imports {module}: it can run code from the bytes it reads")
+    for line, name in _called(tree):
+        if name in HOSTILE_CALLS:
+            yield Finding(path, line, f"calls {name}: it can run code from the bytes it reads")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                yield Finding(path, node.value.lineno, "allow_pickle: it can run code from the bytes it reads")
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "kvstore" and len(parts) > 1 else ""
+
+
+def _layer(room: str) -> int:
+    return next((index for index, rooms in enumerate(LAYERS) if room in rooms), -1)
+
+
+def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
+    client = path.startswith("clients/")
+    own = Path(path).with_suffix("").parts[1] if path.startswith("kvstore/") else ""
+    for line, module in _imported(tree):
+        room = _room(module)
+        if not room or room == own:
+            continue
+        if client:
+            if room not in CLIENT_MAY_IMPORT:
+                yield Finding(path, line, f"the client imports kvstore.{room}: it must not need the server's rooms")
+        elif own in ("", "__init__") or (own, room) in SAME_LAYER:
+            continue
+        elif _layer(own) < 0 or _layer(room) < 0:
+            yield Finding(path, line, f"kvstore.{own} -> kvstore.{room}: give both a layer in kvstore_ops.lint")
+        elif _layer(room) <= _layer(own):
+            yield Finding(path, line, f"kvstore.{own} imports kvstore.{room}: imports point one way, downwards")
+
+
+def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
+    if path.startswith("tests/"):
+        return
+    if line_count > FILE_LINES_MAX:
+        yield Finding(path, 1, f"{line_count} lines, at most {FILE_LINES_MAX}: a room is missing")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield Finding(path, node.lineno, f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}")
+
+
+def check_tree(root: Path = ROOT) -> list[Finding]:
+    """All findings in the repository."""
+    found: list[Finding] = []
+    for top in ("kvstore", "clients", "kernels", "ops", "tests"):
+        for file in sorted((root / top).rglob("*.py")):
+            path = file.relative_to(root).as_posix()
+            if not path.startswith("kvstore/v1alpha/"):
+                found += check_source(path, file.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> int:
+    """Print the findings; 0 when there are none."""
+    found = check_tree()
+    for finding in found:
+        print(finding)
+    print(f"lint: {len(found)} findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
