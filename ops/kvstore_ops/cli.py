@@ -1,0 +1,143 @@
+"""The ``kvstore`` command. Errors are one clear line; ``--json`` on what prints a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import __version__
+from kvstore.config import LoadedSettings, load
+from kvstore.errors import InvalidRequest, KVStoreError
+
+app = typer.Typer(
+    help="A memory for LLM inference: KV caches kept beside any engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+SocketOption = Annotated[str | None, typer.Option("--socket", help="The sidecar's socket (default: the user's).")]
+
+
+def _load(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
+    return load(config, os.environ, flags or {})
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    state_directory: Annotated[Path | None, typer.Option(help="Where the service keeps its state.")] = None,
+    socket_directory: Annotated[Path | None, typer.Option(help="Where its sockets are made.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="Arena size, like '8 GiB'.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Port of the metrics page.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json or text.")] = None,
+) -> None:
+    """Run the sidecar until it is told to stop."""
+    from kvstore.server import serve as run
+
+    flags: dict[str, object] = {
+        "server.state_directory": state_directory,
+        "server.socket_directory": socket_directory,
+        "arena.capacity_bytes": capacity,
+        "server.metrics_port": metrics_port,
+        "server.log_format": log_format,
+    }
+    raise typer.Exit(run(_load(config, flags)))
+
+
+@app.command("config")
+def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting, its value and where it came from."""
+    rows = _load(config).rows()
+    if as_json:
+        print(json.dumps({name: {"value": str(value), "origin": origin} for name, value, origin in rows}, indent=2))
+        return
+    table = Table("setting", "value", "from")
+    for name, value, origin in rows:
+        table.add_row(name, str(value), origin, style=None if origin == "default" else "bold")
+    Console().print(table)
+
+
+@app.command()
+def status(socket: SocketOption = None, as_json: JsonOption = False) -> None:
+    """What the sidecar holds and has done."""
+    from kvstore_client import connect
+    from kvstore_ops.status import as_dict, render
+
+    with connect(f"unix://{socket}" if socket else None) as client:
+        stats = client.stats()
+    if as_json:
+        print(json.dumps(as_dict(stats), indent=2))
+    else:
+        Console().print(render(stats))
+
+
+def _benchmarks() -> list[str]:
+    import kvstore_ops.bench as bench
+
+    return sorted(
+        module.name.replace("_", "-") for module in pkgutil.iter_modules(bench.__path__) if module.name not in bench.SHARED
+    )
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark, or 'all'; 'list' names them.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Same definitions, fewer bytes: within 45 s.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A few seconds: proves that it runs.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Measure, beside the limit measured in the same run. The last line is JSON."""
+    known = _benchmarks()
+    if name == "list":
+        print("\n".join(known))
+        return
+    if name != "all" and name not in known:
+        raise InvalidRequest(f"no benchmark {name!r}; known: {', '.join(known)}")
+    scale = "tiny" if tiny else "quick" if quick else "full"
+    results: list[dict[str, Any]] = []
+    for each in known if name == "all" else [name]:
+        module = importlib.import_module(f"kvstore_ops.bench.{each.replace('-', '_')}")
+        result = module.run(scale).as_dict()
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    if json_path:
+        json_path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def demo() -> None:
+    """A repeated prompt in front of a real model, cold and warm."""
+    from kvstore_ops.demo import main as run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """The console entry point."""
+    try:
+        app()
+    except KVStoreError as error:
+        print(f"kvstore: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
