@@ -87,7 +87,7 @@ class ModelSpec:
     """Names whose cache it is.
 
     ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
-    identity by name; the two never mix. ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
+    identity by name; the two never mix. ``hidden_dtype`` is the dtype of E. ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
 
     Raises: InvalidRequest naming the field that is wrong.
     """
@@ -98,6 +98,7 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     cache_dtype: str
+    hidden_dtype: str = "bfloat16"
     rope: RopeSpec = RopeSpec()
     chunk_tokens: int = 256
     adapter_id: str = ""
@@ -122,6 +123,7 @@ class ModelSpec:
         hidden_size: int,
         vocab_size: int,
         cache_dtype: str = "bfloat16",
+        hidden_dtype: str = "bfloat16",
         rope: RopeSpec | None = None,
         chunk_tokens: int = 256,
         adapter_id: str = "",
@@ -137,6 +139,7 @@ class ModelSpec:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             cache_dtype=cache_dtype,
+            hidden_dtype=hidden_dtype,
             rope=rope or RopeSpec(rotary_dim=head_dim),
             chunk_tokens=chunk_tokens,
             adapter_id=adapter_id,
@@ -218,6 +221,7 @@ def _integer(value: object, low: int, high: int) -> bool:
 
 def _check_sizes(spec: ModelSpec) -> None:
     item_size(spec.cache_dtype)
+    item_size(spec.hidden_dtype)
     if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
         raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
     if not _integer(spec.hidden_size, 1, DIM_MAX * 16):

@@ -1,0 +1,149 @@
+"""The chunk header: which chunk this is, how it is laid out, and the checksum of every strip.
+
+Layout, little-endian, padded with zeros to a multiple of 4 KiB:
+
+      0  magic "KVSCHUNK", format version u16, minimum reader u16, header bytes u32
+     16  body bytes u64, feature bits u64
+     32  kind, provenance, exactness, encoding, envelope kind, tag bytes (u8 each), 2 zero bytes
+     40  token count u32, strip count u32, E layer i32, zero u32, first position u64
+     64  namespace 32, fingerprint 32, storage key 32, parent 32, chain digest 32, token digest 32
+    256  tenant digest 16, rope digest 16, write id 16, envelope key id 16
+    320  zeros, header checksum 16 at 368
+    384  strip table: per strip offset u64, stored bytes u32, zero u32, checksum 16
+         envelope tags, when there is an envelope
+
+The header's checksum is XXH3-128 of its bytes with the checksum field zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+import xxhash
+
+from kvstore.chunk.checksum import CHECKSUM_BYTES, Checksums
+from kvstore.chunk.layout import CHUNK_BYTES_MAX, FIXED_HEADER_BYTES, PAGE_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
+from kvstore.errors import DataLoss
+from kvstore.keys import FORMAT_VERSION
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, Exactness, Provenance
+
+MAGIC = b"KVSCHUNK"
+READER_VERSION = 1
+KNOWN_FEATURES = 0
+HEADER_BYTES_MAX = 64 << 20
+
+_KINDS = (CacheKind.KV, CacheKind.E, CacheKind.MLA, CacheKind.ENCODER)
+_PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
+_EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
+ENCODINGS = ("raw",)
+_FIXED = struct.Struct("<8sHHIQQ6B2xIIiIQ32s32s32s32s32s32s16s16s16s16s48x16s")
+_CHECKSUM_AT = 368
+_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("zero", "<u4"), ("checksum", "u1", 16)])
+assert _FIXED.size == FIXED_HEADER_BYTES
+assert _ENTRY.itemsize == STRIP_ENTRY_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkHeader:
+    """A chunk's identity, and its strips' checksums [strips, 16]."""
+
+    kind: CacheKind
+    e_layer: int = -1
+    provenance: Provenance = Provenance.IN_CONTEXT
+    exactness: Exactness = Exactness.EXACT
+    encoding: str = "raw"
+    token_count: int
+    namespace: bytes
+    fingerprint: bytes
+    storage_key: bytes
+    parent: bytes
+    chain_digest: bytes
+    token_digest: bytes
+    tenant_digest: bytes
+    first_position: int
+    rope_digest: bytes
+    write_id: bytes
+    checksums: Checksums = field(repr=False, compare=False)
+
+
+def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
+    """The header's bytes, ``layout.header_bytes`` of them."""
+    assert header.checksums.shape == (layout.strip_count, CHECKSUM_BYTES)
+    fixed = _FIXED.pack(
+        MAGIC, FORMAT_VERSION, READER_VERSION, layout.header_bytes, layout.body_bytes, 0,
+        _KINDS.index(header.kind), _PROVENANCES.index(header.provenance), _EXACTNESSES.index(header.exactness),
+        ENCODINGS.index(header.encoding), 0, 0,
+        header.token_count, layout.strip_count, header.e_layer, 0, header.first_position,
+        header.namespace, header.fingerprint, header.storage_key, header.parent, header.chain_digest,
+        header.token_digest, header.tenant_digest, header.rope_digest, header.write_id, bytes(16), bytes(16),
+    )  # fmt: skip
+    table = np.zeros(layout.strip_count, _ENTRY)
+    table["offset"] = layout.strip_offsets
+    table["length"] = layout.strip_lengths
+    table["checksum"] = header.checksums
+    packed = bytearray(fixed + table.tobytes())
+    packed.extend(bytes(layout.header_bytes - len(packed)))
+    packed[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = xxhash.xxh3_128_digest(packed)
+    return bytes(packed)
+
+
+def _bad(reason: str) -> NoReturn:
+    raise DataLoss(f"chunk header: {reason}", reason=reason)
+
+
+def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> ChunkHeader:
+    """Read a header and, given the layout its spec implies, check that it describes exactly that layout.
+
+    ``data`` begins with the header and may be longer. Trusts nothing; allocates no more than ``data`` holds.
+    Raises: DataLoss whose ``reason`` field says what is wrong.
+    """
+    raw = bytes(data[:FIXED_HEADER_BYTES])
+    if len(raw) < FIXED_HEADER_BYTES:
+        _bad("truncated")
+    (magic, version, reader, header_bytes, body_bytes, features, kind, provenance, exactness, encoding, envelope,
+     tag_bytes, token_count, strip_count, e_layer, zero, first_position, namespace, fingerprint, storage_key, parent,
+     chain_digest, token_digest, tenant_digest, rope_digest, write_id, _key_id, checksum) = _FIXED.unpack(raw)  # fmt: skip
+    if magic != MAGIC:
+        _bad("no chunk begins here")
+    if reader > FORMAT_VERSION or version < 1 or features & ~KNOWN_FEATURES:
+        _bad(f"format version {version} with minimum reader {reader}, features {features:#x}; this reads {FORMAT_VERSION}")
+    table_end = FIXED_HEADER_BYTES + strip_count * STRIP_ENTRY_BYTES
+    sized = header_bytes % PAGE_BYTES == 0 and table_end <= header_bytes <= min(len(data), HEADER_BYTES_MAX)
+    if not sized or header_bytes - table_end >= PAGE_BYTES or body_bytes > CHUNK_BYTES_MAX:
+        _bad("its length does not fit its strips")
+    whole = bytearray(bytes(data[:header_bytes]))
+    whole[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
+    if xxhash.xxh3_128_digest(whole) != checksum:
+        _bad("checksum does not match")
+    codes = kind < len(_KINDS) and provenance < 2 and exactness < 2 and encoding < len(ENCODINGS)
+    if not codes or envelope or tag_bytes or zero:
+        _bad("unknown kind, encoding or envelope")
+    table = np.frombuffer(bytes(whole[FIXED_HEADER_BYTES:table_end]), _ENTRY)
+    if layout is not None:
+        _check_layout(layout, _KINDS[kind], token_count, header_bytes, body_bytes, table)
+    return ChunkHeader(
+        kind=_KINDS[kind], e_layer=e_layer, provenance=_PROVENANCES[provenance], exactness=_EXACTNESSES[exactness],
+        encoding=ENCODINGS[encoding], token_count=token_count, namespace=namespace, fingerprint=fingerprint,
+        storage_key=storage_key, parent=parent, chain_digest=chain_digest, token_digest=token_digest,
+        tenant_digest=tenant_digest, first_position=first_position, rope_digest=rope_digest, write_id=write_id,
+        checksums=table["checksum"],
+    )  # fmt: skip
+
+
+def _check_layout(
+    layout: ChunkLayout, kind: CacheKind, token_count: int, header_bytes: int, body_bytes: int, table: np.ndarray
+) -> None:
+    same = (
+        kind is layout.kind
+        and token_count == layout.token_count
+        and header_bytes == layout.header_bytes
+        and body_bytes == layout.body_bytes
+        and len(table) == layout.strip_count
+        and not table["zero"].any()
+    )
+    if not same or (table["offset"] != layout.strip_offsets).any() or (table["length"] != layout.strip_lengths).any():
+        _bad("its strips do not lie where this model's do")

@@ -1,0 +1,139 @@
+"""Where each strip of a chunk lies. Derived from the spec alone, computed once per geometry and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import CacheKind, ModelSpec, item_size
+
+PAGE_BYTES = 4096
+STRIP_ALIGNMENT = 64
+BLOCK_TOKENS = 64
+"""Tokens per strip where a layer has no heads to cut by: MLA and E."""
+CHUNK_BYTES_MAX = 1 << 40
+FIXED_HEADER_BYTES = 384
+STRIP_ENTRY_BYTES = 32
+
+
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One layer of a chunk. ``offset`` counts from the body's start; strips are numbered over the chunk."""
+
+    layer: int
+    offset: int
+    byte_count: int
+    strip_first: int
+    strip_count: int
+    heads: int
+    dims: tuple[int, ...]
+    """Elements per token of each part of a strip: (k_dim, v_dim), or (hidden,) for E."""
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The geometry of one chunk. ``total_bytes`` = header + body; pieces are what an arena may place apart."""
+
+    kind: CacheKind
+    token_count: int
+    item_size: int
+    blocked: bool
+    header_bytes: int
+    body_bytes: int
+    slabs: tuple[Slab, ...]
+    strip_offsets: NDArray[np.uint64]
+    strip_lengths: NDArray[np.uint32]
+    strip_layers: NDArray[np.int32]
+    strip_heads: NDArray[np.int32]
+
+    @property
+    def strip_count(self) -> int:
+        return len(self.strip_offsets)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.header_bytes + self.body_bytes
+
+    @cached_property
+    def piece_bytes(self) -> tuple[int, ...]:
+        """(header, slab, slab, ...): the sizes of the pieces; each is a multiple of 4 KiB."""
+        return (self.header_bytes, *(slab.byte_count for slab in self.slabs))
+
+    @cached_property
+    def slab_of_layer(self) -> dict[int, int]:
+        """Layer -> index of its slab. Layers that keep nothing are absent."""
+        return {slab.layer: index for index, slab in enumerate(self.slabs)}
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of strips, without alignment and header."""
+        return int(self.strip_lengths.sum(dtype=np.uint64))
+
+
+@lru_cache(maxsize=512)
+def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | None = None) -> ChunkLayout:
+    """The layout of a chunk of ``token_count`` tokens (fewer than ``spec.chunk_tokens`` for a partial tail).
+
+    Raises: InvalidRequest for a token count or an E layer the spec does not have.
+    """
+    if not 0 < token_count <= spec.chunk_tokens:
+        raise InvalidRequest(f"a chunk of this model has 1..{spec.chunk_tokens} tokens, not {token_count}")
+    if kind is CacheKind.E:
+        if layer is None or not 0 <= layer < spec.layer_count:
+            raise InvalidRequest(f"hidden states of layer {layer}: the model has layers 0..{spec.layer_count - 1}")
+        return _build(kind, token_count, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
+    if kind is not spec.kind:
+        raise InvalidRequest(f"this model's cache is of kind {spec.kind}, not {kind}")
+    rows = [
+        (index, spec.layers[index].kv_heads, (spec.layers[index].k_dim, spec.layers[index].v_dim))
+        for index in spec.slab_layers
+    ]
+    return _build(kind, token_count, spec.item_size, rows)
+
+
+def _build(
+    kind: CacheKind, token_count: int, size: int, rows: list[tuple[int, int, tuple[int, ...]]]
+) -> ChunkLayout:
+    blocked = kind is not CacheKind.KV
+    slabs, offsets, lengths, layers, heads = [], [], [], [], []
+    offset = strip_first = 0
+    for layer, head_count, dims in rows:
+        row_bytes = sum(dims) * size
+        strips = [
+            min(BLOCK_TOKENS, token_count - start) * row_bytes for start in range(0, token_count, BLOCK_TOKENS)
+        ] if blocked else [token_count * row_bytes] * head_count  # fmt: skip
+        place = 0
+        for head, length in enumerate(strips):
+            offsets.append(offset + place)
+            lengths.append(length)
+            layers.append(layer)
+            heads.append(head)
+            place += _align(length, STRIP_ALIGNMENT)
+        slab_bytes = _align(place, PAGE_BYTES)
+        slabs.append(Slab(layer, offset, slab_bytes, strip_first, len(strips), head_count, dims))
+        offset += slab_bytes
+        strip_first += len(strips)
+        if offset > CHUNK_BYTES_MAX or max(strips) >= 1 << 32:
+            raise InvalidRequest(f"a chunk of {token_count} tokens of this model is too large; lower chunk_tokens")
+    header_bytes = _align(FIXED_HEADER_BYTES + STRIP_ENTRY_BYTES * strip_first, PAGE_BYTES)
+    return ChunkLayout(
+        kind=kind,
+        token_count=token_count,
+        item_size=size,
+        blocked=blocked,
+        header_bytes=header_bytes,
+        body_bytes=offset,
+        slabs=tuple(slabs),
+        strip_offsets=np.array(offsets, np.uint64),
+        strip_lengths=np.array(lengths, np.uint32),
+        strip_layers=np.array(layers, np.int32),
+        strip_heads=np.array(heads, np.int32),
+    )

@@ -1,0 +1,132 @@
+"""Digests that name things: chains of tokens, fingerprints of models, storage keys of tenants.
+
+All are BLAKE3 (32 bytes), separated by domain through a fixed prefix, the same on every host and version; the
+tests hold golden vectors.
+
+- *chain digest* of a chunk = H(parent digest, its tokens as u32 little-endian, the extras inside it). The client
+  computes it; the memory catalog is indexed by it.
+- *content digest* of a segment = H(tokens, extras), for caches computed alone, from position 0.
+- *fingerprint* = H(spec, kind, layer of E, format version): the namespace a chunk lives in.
+- *storage key* = keyed by the tenant's secret, H(fingerprint, provenance, exactness, chain digest): the name of a
+  chunk outside this process. No client can compute another tenant's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import CacheKind, Exactness, ModelSpec, Provenance
+
+FORMAT_VERSION = 1
+DIGEST_BYTES = 32
+ROOT_DIGEST = bytes(DIGEST_BYTES)
+EXTRA_BYTES_MAX = 1 << 20
+
+Tokens = NDArray[np.uint32]
+
+_PREFIX = b"kvstore/prefix/1\0"
+_CONTENT = b"kvstore/content/1\0"
+_TOKENS = b"kvstore/tokens/1\0"
+_FINGERPRINT = b"kvstore/fingerprint/1\0"
+_STORAGE = b"kvstore/storage/1\0"
+_PROVENANCES = {Provenance.IN_CONTEXT: b"\0", Provenance.STANDALONE: b"\1"}
+_EXACTNESSES = {Exactness.EXACT: b"\0", Exactness.DERIVED: b"\1"}
+
+
+@dataclass(frozen=True, order=True)
+class Extra:
+    """What changes a cache beside its tokens: an image's hash at its position, a cache salt at position 0."""
+
+    position: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.position, int) or self.position < 0:
+            raise InvalidRequest(f"an extra's position must be 0 or more, not {self.position!r}")
+        if not isinstance(self.data, bytes) or len(self.data) > EXTRA_BYTES_MAX:
+            raise InvalidRequest(f"an extra's data must be at most {EXTRA_BYTES_MAX} bytes")
+
+
+def token_array(tokens: Any, vocab_size: int) -> Tokens:
+    """Tokens as a one-dimensional u32 array, copied only when it must be.
+
+    Raises: InvalidRequest when ``tokens`` is not one run of whole numbers in 0..vocab_size-1.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise InvalidRequest(f"tokens must be one run of numbers, not an array of shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.uint32)
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"tokens must be whole numbers, not {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(f"token {wrong} is out of range: the vocabulary has {vocab_size} entries")
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+def _extras(extras: Iterable[Extra], start: int) -> bytes:
+    parts = []
+    for extra in extras:
+        parts.append(struct.pack("<QI", extra.position - start, len(extra.data)) + extra.data)
+    return struct.pack("<I", len(parts)) + b"".join(parts)
+
+
+def prefix_digest(parent: bytes, tokens: Tokens, extras: Sequence[Extra] = (), start: int = 0) -> bytes:
+    """The chain digest of one chunk. ``start`` is the position of its first token; extras lie inside it."""
+    data = _PREFIX + parent + struct.pack("<I", tokens.size) + tokens.tobytes()
+    return blake3(data + _extras(extras, start)).digest()
+
+
+def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
+    """One digest per chunk: the full chunks, then the partial tail if there is one."""
+    digests: list[bytes] = []
+    parent = ROOT_DIGEST
+    ordered = sorted(extras)
+    for start in range(0, tokens.size, chunk_tokens):
+        stop = start + chunk_tokens
+        inside = [extra for extra in ordered if start <= extra.position < stop] if ordered else ()
+        parent = prefix_digest(parent, tokens[start:stop], inside, start)
+        digests.append(parent)
+    return digests
+
+
+def tail_digest(tokens: Tokens, start: int, stop: int, parent: bytes, extras: Sequence[Extra] = ()) -> bytes:
+    """The chain digest of the partial chunk ``tokens[start:stop]`` after ``parent``."""
+    inside = sorted(extra for extra in extras if start <= extra.position < stop)
+    return prefix_digest(parent, tokens[start:stop], inside, start)
+
+
+def token_digest(tokens: Tokens) -> bytes:
+    """The digest of a run of tokens alone: confirms that a candidate is the text it is taken for."""
+    return blake3(_TOKENS + tokens.tobytes()).digest()
+
+
+def content_digest(tokens: Tokens, extras: Sequence[Extra] = ()) -> bytes:
+    """The key of a segment whose cache was computed alone, from position 0."""
+    data = _CONTENT + struct.pack("<I", tokens.size) + tokens.tobytes()
+    return blake3(data + _extras(sorted(extras), 0)).digest()
+
+
+def fingerprint(spec: ModelSpec, kind: CacheKind, layer: int | None = None) -> bytes:
+    """The namespace of one kind of cache of one model. E has a namespace per layer it enters."""
+    assert (kind is CacheKind.E) == (layer is not None)
+    head = struct.pack("<Iq", FORMAT_VERSION, -1 if layer is None else layer) + kind.value.encode() + b"\0"
+    return blake3(_FINGERPRINT + head + spec.canonical).digest()
+
+
+def storage_key(
+    secret: bytes, namespace: bytes, provenance: Provenance, exactness: Exactness, chain_digest: bytes
+) -> bytes:
+    """A chunk's name outside this process, keyed by the tenant's 32-byte secret."""
+    data = _STORAGE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness] + chain_digest
+    return blake3(data, key=secret).digest()
