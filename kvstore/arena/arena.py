@@ -1,0 +1,145 @@
+"""The arena: regions, extents, generations."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena.placement import Extent, Placement
+from kvstore.arena.region import Region
+from kvstore.errors import InvalidRequest
+from kvstore.seams import FaultPoints, Memory
+
+PAGE_BYTES = 4096
+CHUNK_BYTES_MIN = 2 * PAGE_BYTES
+"""No chunk is smaller: a header page and a slab page. Bounds the number of generation slots."""
+SLOT_COUNT_MAX = 1 << 22
+
+
+class Arena:
+    """Hands out extents of shared regions, up to ``capacity_bytes``.
+
+    Raises: Unavailable when the machine refuses to share memory.
+    """
+
+    def __init__(
+        self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int
+    ) -> None:
+        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self.region_bytes = min(region_bytes, self.capacity_bytes)
+        self._memory = memory
+        self._faults = faults
+        self.regions: list[Region] = []
+        slot_count = max(1, min(self.capacity_bytes // CHUNK_BYTES_MIN, SLOT_COUNT_MAX))
+        self.generations_bytes = -(-slot_count * 8 // PAGE_BYTES) * PAGE_BYTES
+        self.generations = memory.read_only_to_others("kvstore-generations", self.generations_bytes)
+        self._values: NDArray[np.uint64] = self.generations.bytes.view(np.uint64)
+        self._values[:slot_count] = 1
+        self._slots = list(range(slot_count - 1, -1, -1))
+        self.used_bytes = 0
+        self.chunk_count = 0
+
+    @property
+    def prefaulted_bytes(self) -> int:
+        return sum(region.usable for region in self.regions)
+
+    def grow(self, byte_count_max: int) -> tuple[Region, int, int] | None:
+        """The next run that is not usable yet: (region, offset, byte_count), or None when all is.
+
+        Opens a region when it must. The caller pre-faults the run and then calls ``region.extend``.
+        """
+        region = self.regions[-1] if self.regions else None
+        if region is None or region.usable == region.byte_count:
+            opened = sum(each.byte_count for each in self.regions)
+            size = min(self.region_bytes, self.capacity_bytes - opened)
+            if size <= 0:
+                return None
+            mapping = self._memory.read_only_to_others(f"kvstore-region-{len(self.regions)}", size)
+            region = Region(len(self.regions), mapping, size)
+            self.regions.append(region)
+        return region, region.usable, min(byte_count_max, region.byte_count - region.usable)
+
+    def allocate(self, piece_bytes: tuple[int, ...]) -> Placement | None:
+        """Room for a chunk's pieces, or None when there is none: contiguous if that fits, else split.
+
+        Memory that was never touched is used only when nothing touched is free: its first write is slow.
+        Raises: InvalidRequest when the chunk could never fit.
+        """
+        total = sum(piece_bytes)
+        if total > self.capacity_bytes or max(piece_bytes) > self.region_bytes:
+            raise InvalidRequest(
+                f"a chunk of {total} bytes does not fit the arena: raise arena.capacity_bytes "
+                f"({self.capacity_bytes}) or arena.region_bytes ({self.region_bytes}), or lower chunk_tokens",
+                byte_count=total,
+            )
+        if not self._slots:
+            return None
+        while True:
+            extents = self._contiguous(total) or self._split(piece_bytes)
+            if extents:
+                return self._place(extents, piece_bytes)
+            if self.capacity_bytes - self.used_bytes < total:
+                return None
+            grown = self.grow(max(total, self.region_bytes // 16))
+            if grown is None:
+                return None
+            grown[0].extend(grown[2])
+
+    def _contiguous(self, total: int) -> list[Extent]:
+        for region in self.regions:
+            offset = region.take(total)
+            if offset is not None:
+                return [Extent(region.index, offset, total)]
+        return []
+
+    def _split(self, piece_bytes: tuple[int, ...]) -> list[Extent]:
+        extents: list[Extent] = []
+        first = 0
+        for region in self.regions:
+            while first < len(piece_bytes):
+                found = region.take_run(piece_bytes[first:])
+                if found is None:
+                    break
+                offset, count = found
+                extents.append(Extent(region.index, offset, sum(piece_bytes[first : first + count])))
+                first += count
+        if first == len(piece_bytes):
+            return extents
+        for extent in extents:
+            self.regions[extent.region].give_back(extent.offset, extent.byte_count)
+        return []
+
+    def _place(self, extents: list[Extent], piece_bytes: tuple[int, ...]) -> Placement:
+        slot = self._slots.pop()
+        pieces, index = [], 0
+        for extent in extents:
+            data = self.regions[extent.region].mapping.bytes
+            offset, end = extent.offset, extent.offset + extent.byte_count
+            while offset < end:
+                pieces.append(data[offset : offset + piece_bytes[index]])
+                offset += piece_bytes[index]
+                index += 1
+        placement = Placement(slot, int(self._values[slot]), tuple(extents), tuple(pieces))
+        self.used_bytes += placement.byte_count
+        self.chunk_count += 1
+        return placement
+
+    def free(self, placement: Placement) -> None:
+        """Give a chunk's bytes away. Its generation changes first: from here on every reader sees a miss."""
+        assert int(self._values[placement.slot]) == placement.generation, "freed twice"
+        self._values[placement.slot] += np.uint64(1)
+        self._faults.reach("arena.free.bumped")
+        for extent in placement.extents:
+            region = self.regions[extent.region]
+            region.mapping.forget(extent.offset, extent.byte_count)
+            region.give_back(extent.offset, extent.byte_count)
+        self._slots.append(placement.slot)
+        self.used_bytes -= placement.byte_count
+        self.chunk_count -= 1
+
+    def close(self) -> None:
+        """Unmap everything. Clients keep their own mappings until they notice that the server went."""
+        self._values = np.empty(0, np.uint64)
+        self.generations.close()
+        for region in self.regions:
+            region.mapping.close()

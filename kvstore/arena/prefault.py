@@ -1,0 +1,71 @@
+"""Backs the arena with pages in the background, in steps, within what memory and the control group allow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.arena.arena import Arena
+from kvstore.errors import Exhausted
+from kvstore.seams import Clock, Workers
+
+STEP_BYTES = 16 << 20
+RESERVE_SHARE = 0.05
+"""Share of available memory that pre-faulting leaves alone."""
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+_log = logging.getLogger("kvstore.arena")
+
+
+def available_memory_bytes() -> int:
+    """What this process may still take: MemAvailable, or what is left under the control group's limit."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no /proc: free pages are the best estimate left
+    for limit, used in _CGROUPS:
+        try:
+            limit_text, used_text = Path(limit).read_text().strip(), Path(used).read_text().strip()
+        except OSError:
+            continue
+        if limit_text.isdigit():
+            available = min(available, int(limit_text) - int(used_text))
+    return available
+
+
+async def prefault(
+    arena: Arena, workers: Workers, clock: Clock, available_bytes: Callable[[], int] = available_memory_bytes
+) -> None:
+    """Make the whole capacity usable, step by step. Ends early, and says so once, when memory is short."""
+    while True:
+        if available_bytes() * (1 - RESERVE_SHARE) < STEP_BYTES * 2:
+            _log.warning("pre-faulting stopped: memory is short; lower arena.capacity_bytes", extra=_state(arena))
+            return
+        step = arena.grow(STEP_BYTES)
+        if step is None:
+            _log.info("arena pre-faulted", extra=_state(arena))
+            return
+        region, offset, byte_count = step
+        try:
+            await asyncio.wrap_future(workers.submit(region.mapping.prefault, offset, byte_count))
+        except Exhausted as error:
+            _log.warning(error.message, extra=_state(arena))
+            return
+        # An allocation may have taken the run meanwhile, not backed yet: then it is usable already.
+        missing = offset + byte_count - region.usable
+        if missing > 0:
+            region.extend(missing)
+        await clock.sleep(0)
+
+
+def _state(arena: Arena) -> dict[str, object]:
+    return {"prefaulted_bytes": arena.prefaulted_bytes, "capacity_bytes": arena.capacity_bytes}

@@ -1,0 +1,84 @@
+"""One region: a mapping and the list of its free runs. First fit, sorted by offset, coalescing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from kvstore.seams.memory import Mapping
+
+
+class Region:
+    """``usable`` bytes from its start may be handed out; the rest is not backed by pages yet."""
+
+    def __init__(self, index: int, mapping: Mapping, byte_count: int) -> None:
+        self.index = index
+        self.mapping = mapping
+        self.byte_count = byte_count
+        self.usable = 0
+        self.free_bytes = 0
+        self._offsets: list[int] = []
+        self._sizes: list[int] = []
+
+    def extend(self, byte_count: int) -> None:
+        """``byte_count`` more bytes are usable."""
+        assert self.usable + byte_count <= self.byte_count
+        self.give_back(self.usable, byte_count)
+        self.usable += byte_count
+
+    def take(self, byte_count: int) -> int | None:
+        """The offset of the first free run that holds ``byte_count`` bytes, or None."""
+        if byte_count > self.free_bytes:
+            return None
+        for index, size in enumerate(self._sizes):
+            if size >= byte_count:
+                return self._cut(index, byte_count)
+        return None
+
+    def take_run(self, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+        """(offset, how many of ``sizes`` fit there) in the first run that holds at least the first of them."""
+        if sizes[0] > self.free_bytes:
+            return None
+        for index, size in enumerate(self._sizes):
+            if size >= sizes[0]:
+                count = used = 0
+                for wanted in sizes:
+                    if used + wanted > size:
+                        break
+                    used += wanted
+                    count += 1
+                return self._cut(index, used), count
+        return None
+
+    def _cut(self, index: int, byte_count: int) -> int:
+        offset = self._offsets[index]
+        if self._sizes[index] == byte_count:
+            del self._offsets[index], self._sizes[index]
+        else:
+            self._offsets[index] += byte_count
+            self._sizes[index] -= byte_count
+        self.free_bytes -= byte_count
+        return offset
+
+    def give_back(self, offset: int, byte_count: int) -> None:
+        """Return a run; it joins its free neighbours."""
+        index = bisect_left(self._offsets, offset)
+        before = index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset
+        after = index < len(self._offsets) and offset + byte_count == self._offsets[index]
+        assert index == 0 or self._offsets[index - 1] + self._sizes[index - 1] <= offset, "freed twice"
+        assert index == len(self._offsets) or offset + byte_count <= self._offsets[index], "freed twice"
+        self.free_bytes += byte_count
+        if before and after:
+            self._sizes[index - 1] += byte_count + self._sizes[index]
+            del self._offsets[index], self._sizes[index]
+        elif before:
+            self._sizes[index - 1] += byte_count
+        elif after:
+            self._offsets[index] = offset
+            self._sizes[index] += byte_count
+        else:
+            self._offsets.insert(index, offset)
+            self._sizes.insert(index, byte_count)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(offset, byte_count) of each free run, in order."""
+        return list(zip(self._offsets, self._sizes, strict=True))

@@ -1,0 +1,43 @@
+"""Counters since start, by name. Names are lower_snake and say their unit; the metrics page adds ``_total``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+DESCRIPTIONS: dict[str, str] = {
+    "lookup_calls": "Lookups answered",
+    "lookup_hit_chunks": "Chunks found by lookups",
+    "lookup_miss_chunks": "Chunks asked for and not found by lookups",
+    "fetch_calls": "Fetches answered",
+    "fetch_hit_chunks": "Chunks handed out by fetches",
+    "fetch_miss_chunks": "Chunks asked for and not found by fetches",
+    "fetch_bytes": "Bytes of chunks handed out by fetches",
+    "store_reservations": "Reservations made",
+    "store_committed_chunks": "Chunks that became visible",
+    "store_committed_bytes": "Bytes that became visible",
+    "store_verified_bytes": "Bytes checksummed on their way into the arena",
+    "store_refused_chunks": "Chunks refused for want of room or by a limit",
+    "store_aborted_reservations": "Reservations aborted by their client or its death",
+    "store_expired_reservations": "Reservations aborted for their age",
+    "evicted_chunks": "Chunks evicted",
+    "evicted_bytes": "Bytes evicted",
+    "leases_revoked": "Leases taken back under pressure",
+    "sessions_opened": "Sessions opened",
+    "sessions_refused": "Connections refused at the hand-off",
+    "quarantined_chunks": "Chunks set aside because their bytes failed a check",
+    "requests_failed": "Calls that ended in an error",
+}
+
+
+class Counters:
+    """A dict of whole numbers that only grow."""
+
+    def __init__(self) -> None:
+        self._values: Counter[str] = Counter(dict.fromkeys(DESCRIPTIONS, 0))
+
+    def add(self, name: str, count: int = 1) -> None:
+        assert name in DESCRIPTIONS, name
+        self._values[name] += count
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._values)
