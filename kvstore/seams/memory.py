@@ -85,8 +85,8 @@ class _MemfdMapping:
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise Exhausted("no memory to pre-fault the arena; lower arena.capacity_bytes") from error
-            # Before Linux 5.14: touch one byte of each page. The range holds nothing yet.
-            self.bytes[offset : offset + byte_count : mmap.PAGESIZE] = 0
+            # Before Linux 5.14: read one byte of each page. A write could meet an early allocation's bytes.
+            self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
 
     def forget(self, offset: int, byte_count: int) -> None:
         return None

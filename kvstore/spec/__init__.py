@@ -12,15 +12,22 @@ from kvstore.spec.model import (
     Provenance,
     RopeSpec,
 )
+from kvstore.spec.states import ChunkState, Durability, Encoding, MissReason, StoreState, Tier
 
 __all__ = [
     "DTYPES",
     "CacheKind",
+    "ChunkState",
+    "Durability",
+    "Encoding",
     "Exactness",
     "LayerKind",
     "LayerSpec",
+    "MissReason",
     "ModelSpec",
     "Provenance",
     "RopeSpec",
+    "StoreState",
+    "Tier",
     "item_size",
 ]

@@ -1,0 +1,63 @@
+"""What a chunk's place and fate are called. The numbers are the wire contract's; a test holds them equal."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ChunkState(IntEnum):
+    """What a lookup says of one chunk."""
+
+    HIT = 1
+    PENDING = 2
+    MISS = 3
+
+
+class MissReason(IntEnum):
+    """Why a chunk is not there. NONE: it is."""
+
+    NONE = 0
+    COLD = 1
+    EVICTED = 2
+    STALE = 3
+    CORRUPT = 4
+    OVERLOADED = 5
+    UNAVAILABLE = 6
+
+
+class Tier(IntEnum):
+    """Where a chunk lies."""
+
+    NONE = 0
+    HBM = 1
+    DRAM = 2
+    NVME = 3
+    S3 = 4
+
+
+class Encoding(IntEnum):
+    """How a residency's strips are encoded."""
+
+    NONE = 0
+    RAW = 1
+
+
+class StoreState(IntEnum):
+    """What became of one chunk of a reservation."""
+
+    WANTED = 1
+    PRESENT = 2
+    PENDING = 3
+    REFUSED = 4
+    COMMITTED = 5
+    ABORTED = 6
+
+
+class Durability(IntEnum):
+    """What a stored chunk survives. NONE: it was not stored; MEMORY: nothing but its client."""
+
+    NONE = 0
+    MEMORY = 1
+    LOCAL = 2
+    SHARED = 3
+    OBJECT = 4
