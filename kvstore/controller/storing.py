@@ -1,0 +1,375 @@
+"""Stores: reserve, fill, commit, abort. A chunk is visible when every strip of it was filled, checksummed and
+committed, and its parent is visible. One writer per chunk: the others wait for how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvstore.arena import Arena, Placement
+from kvstore.catalog import Catalog, Namespace, Record
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, pack_header, strip_seeds
+from kvstore.chunk.checksum import Checksums
+from kvstore.config import LimitSettings
+from kvstore.controller.capacity import Capacity
+from kvstore.controller.fetching import parts_of
+from kvstore.controller.moving import Move, batches, move
+from kvstore.controller.sessions import Session, Sessions
+from kvstore.controller.values import Fill, ReserveRequest, StoreResult
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from kvstore.keys import ROOT_DIGEST, storage_key
+from kvstore.policy import EvictionPolicy
+from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
+from kvstore.spec import Durability, MissReason, StoreState
+from kvstore.telemetry import Counters
+
+
+@dataclass(eq=False)
+class Entry:
+    """One chunk of a reservation. WANTED entries own a placement until they are committed or aborted."""
+
+    namespace: Namespace
+    digest: bytes
+    parent: bytes
+    state: StoreState
+    ended: asyncio.Future[None] | None = None
+    """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
+    layout: ChunkLayout | None = None
+    placement: Placement | None = None
+    header: ChunkHeader | None = None
+    seeds: list[int] = field(default_factory=list)
+    filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them."""
+
+    reservation_id: int
+    session: Session
+    entries: list[Entry]
+    part_count: int
+    born_s: float
+    refusal: str = ""
+    busy: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False
+
+
+class Storing:
+    """The stores of one tenant."""
+
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        catalog: Catalog,
+        policy: EvictionPolicy[Record],
+        capacity: Capacity,
+        sessions: Sessions,
+        limits: LimitSettings,
+        clock: Clock,
+        random: Random,
+        workers: Workers,
+        keys: TenantKeys,
+        faults: FaultPoints,
+        counters: Counters,
+        deadline_s: float,
+    ) -> None:
+        self._arena = arena
+        self._catalog = catalog
+        self._policy = policy
+        self._capacity = capacity
+        self._sessions = sessions
+        self._limits = limits
+        self._clock = clock
+        self._random = random
+        self._workers = workers
+        self._keys = keys
+        self._faults = faults
+        self._counters = counters
+        self._deadline_s = deadline_s
+        self.reserved_bytes = 0
+
+    # ------------------------------------------------------------ reserve
+
+    def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
+        chunk without its parent is of no use. Raises Exhausted past limits.reservation_count_max."""
+        query = request.query
+        parts = parts_of(self._catalog, query)
+        spec = parts[0].spec
+        if len(session.reservations) >= self._limits.reservation_count_max:
+            raise Exhausted(
+                f"this session holds {len(session.reservations)} reservations: raise limits.reservation_count_max"
+            )
+        if not query.digests or len(request.token_digests) != len(query.digests):
+            raise InvalidRequest("a store names at least one chunk, and one token digest per chunk")
+        if not 0 <= request.tail_token_count < spec.chunk_tokens:
+            raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
+        reservation = Reservation(self._sessions.next_id(), session, [], len(parts), self._clock.monotonic())
+        session.reservations[reservation.reservation_id] = reservation
+        try:
+            self._claim_all(reservation, request, parts)
+        except BaseException:
+            self._end(reservation)
+            raise
+        self._counters.add("store_reservations")
+        states = tuple(entry.state for entry in reservation.entries)
+        return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal)
+
+    def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
+        digests = request.query.digests
+        wanted = set(digests)
+        keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
+        for index, digest in enumerate(digests):
+            parent = digests[index - 1] if index else ROOT_DIGEST
+            last = index == len(digests) - 1
+            tokens = request.tail_token_count if last and request.tail_token_count else parts[0].spec.chunk_tokens
+            for part in parts:
+                entry = Entry(part, digest, parent, StoreState.REFUSED)
+                reservation.entries.append(entry)
+                if not reservation.refusal:
+                    position = request.first_position + index * part.spec.chunk_tokens
+                    self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
+
+    def _claim(
+        self, reservation: Reservation, entry: Entry, token_count: int, position: int, token_digest: bytes,
+        keep: frozenset[Record],
+    ) -> None:  # fmt: skip
+        part = entry.namespace
+        if entry.digest in part.index:
+            entry.state = StoreState.PRESENT
+            return
+        other = part.pending.get(entry.digest)
+        if isinstance(other, Entry):
+            entry.state, entry.ended = StoreState.PENDING, other.ended
+            return
+        layout = layout_of(part.spec, part.kind, token_count, part.layer)
+        placement = self._capacity.allocate(layout.piece_bytes, keep)
+        if placement is None:
+            reservation.refusal = (
+                "no room: what is left is pinned, leased or being stored; raise arena.capacity_bytes "
+                f"({self._arena.capacity_bytes})"
+            )
+            part.depart(entry.digest, MissReason.OVERLOADED)
+            self._counters.add("store_refused_chunks")
+            return
+        self.reserved_bytes += placement.byte_count
+        entry.state, entry.layout, entry.placement = StoreState.WANTED, layout, placement
+        entry.ended = asyncio.get_running_loop().create_future()
+        entry.filled = np.zeros(layout.strip_count, np.bool_)
+        entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
+        entry.seeds = strip_seeds(entry.header.storage_key, layout, entry.header.write_id)
+        part.pending[entry.digest] = entry
+
+    def _header(
+        self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int
+    ) -> ChunkHeader:
+        part = entry.namespace
+        checksums: Checksums = np.zeros((strip_count, 16), np.uint8)
+        return ChunkHeader(
+            kind=part.kind,
+            e_layer=-1 if part.layer is None else part.layer,
+            provenance=part.provenance,
+            exactness=part.exactness,
+            token_count=token_count,
+            namespace=part.fingerprint,
+            fingerprint=part.fingerprint,
+            storage_key=storage_key(
+                self._keys.secret, part.fingerprint, part.provenance, part.exactness, entry.digest
+            ),
+            parent=entry.parent,
+            chain_digest=entry.digest,
+            token_digest=token_digest,
+            tenant_digest=self._keys.digest,
+            first_position=position,
+            rope_digest=blake3(repr(part.spec.rope).encode()).digest(16),
+            write_id=self._random.bytes(16),
+            checksums=checksums,
+        )
+
+    # ------------------------------------------------------------ fill
+
+    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+        """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
+        reservation's, lies outside its staging, or was filled before."""
+        reservation = self._reservation(session, reservation_id)
+        moves: list[Move] = []
+        claimed: list[tuple[Entry, int, int]] = []
+        try:
+            for each in fills:
+                moves += self._moves(reservation, each, claimed)
+        except BaseException:
+            for entry, first, count in claimed:
+                entry.filled[first : first + count] = False
+            raise
+        if not moves:
+            return
+        reservation.busy += 1
+        reservation.idle.clear()
+        try:
+            jobs = [self._workers.submit(move, job) for job in batches(moves, self._workers.count)]
+            moved = await asyncio.gather(*(asyncio.wrap_future(job) for job in jobs))
+        finally:
+            reservation.busy -= 1
+            if not reservation.busy:
+                reservation.idle.set()
+        self._counters.add("store_verified_bytes", sum(moved))
+        self._faults.reach("store.filled")
+
+    def _moves(self, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]) -> list[Move]:
+        if not 0 <= fill.chunk < len(reservation.entries):
+            raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
+        entry = reservation.entries[fill.chunk]
+        layout, placement, header = entry.layout, entry.placement, entry.header
+        if entry.state is not StoreState.WANTED or layout is None or placement is None or header is None:
+            raise InvalidRequest(f"chunk {fill.chunk} of the reservation is {entry.state.name}, it takes no bytes")
+        stop = fill.strip_first + fill.strip_count
+        if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:
+            raise InvalidRequest(f"strips {fill.strip_first}..{stop} of a chunk of {layout.strip_count}")
+        if entry.filled[fill.strip_first : stop].any():
+            raise InvalidRequest(f"strips {fill.strip_first}..{stop} were filled before")
+        base = int(layout.strip_offsets[fill.strip_first])
+        end = int(layout.strip_offsets[stop - 1]) + int(layout.strip_lengths[stop - 1])
+        source = session_run(reservation.session, fill.staging_id, fill.staging_offset, end - base)
+        entry.filled[fill.strip_first : stop] = True
+        claimed.append((entry, fill.strip_first, fill.strip_count))
+        moves = []
+        for index, slab in enumerate(layout.slabs):
+            first = max(fill.strip_first, slab.strip_first)
+            last = min(stop, slab.strip_first + slab.strip_count)
+            if first < last:
+                start = int(layout.strip_offsets[first]) - base
+                moves.append(
+                    Move(layout, index, first - slab.strip_first, last - first, source[start:],
+                         placement.pieces[1 + index], entry.seeds, header.checksums)
+                )  # fmt: skip
+        return moves
+
+    # ------------------------------------------------------------ commit and abort
+
+    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> StoreResult:
+        """Do the fills that came along, then publish every complete chunk whose parent is visible, and tell how
+        far the chain is resident now. Waits for other writers' chunks of the chain, at most the deadline."""
+        await self.fill(session, reservation_id, fills)
+        reservation = self._reservation(session, reservation_id)
+        others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
+        if others:
+            await asyncio.wait(others, timeout=self._deadline_s)
+        await self._wait_idle(reservation)
+        if reservation.has_ended:
+            raise InvalidRequest(f"reservation {reservation_id} ended while it was committed")
+        self._faults.reach("store.commit")
+        for entry in reservation.entries:
+            if entry.state is StoreState.WANTED:
+                self._publish(entry)
+        self._end(reservation)
+        return self._outcome(reservation)
+
+    def _publish(self, entry: Entry) -> None:
+        part = entry.namespace
+        parent = None if entry.parent == ROOT_DIGEST else part.index.get(entry.parent)
+        if not entry.filled.all() or (parent is None and entry.parent != ROOT_DIGEST):
+            return
+        assert entry.layout is not None
+        assert entry.placement is not None
+        assert entry.header is not None
+        packed = pack_header(entry.header, entry.layout)
+        np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
+        record = Record(
+            part, entry.digest, parent, entry.header.token_count, entry.placement, entry.header.storage_key,
+            slabs=(1 << len(entry.layout.slabs)) - 1,
+        )  # fmt: skip
+        del part.pending[entry.digest]
+        self.reserved_bytes -= entry.placement.byte_count
+        superseded = self._catalog.publish(record)
+        self._policy.used([record])
+        for tail in superseded:
+            if not tail.is_held:
+                self._capacity.remove(tail, MissReason.STALE)
+        entry.state, entry.placement = StoreState.COMMITTED, None
+        self._counters.add("store_committed_chunks")
+        self._counters.add("store_committed_bytes", record.placement.byte_count)
+
+    def _outcome(self, reservation: Reservation) -> StoreResult:
+        """Truth, not intention: what the catalog holds now."""
+        for entry in reservation.entries:
+            here = entry.digest in entry.namespace.index
+            if entry.state is StoreState.PENDING:
+                entry.state = StoreState.PRESENT if here else StoreState.ABORTED
+        count = 0
+        for start in range(0, len(reservation.entries), reservation.part_count):
+            chunk = reservation.entries[start : start + reservation.part_count]
+            if not all(entry.digest in entry.namespace.index for entry in chunk):
+                break
+            count += 1
+        parts = [reservation.entries[part].namespace for part in range(reservation.part_count)]
+        for number, part in enumerate(parts):
+            chain = reservation.entries[number :: reservation.part_count][:count]
+            self._policy.used([part.index[entry.digest] for entry in chain])
+        states = tuple(entry.state for entry in reservation.entries)
+        level = Durability.MEMORY if count else Durability.NONE
+        return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal)
+
+    async def abort(self, session: Session, reservation_id: int) -> None:
+        """Drop a reservation. Unknown ids are fine: it ended before."""
+        reservation = session.reservations.get(reservation_id)
+        if reservation is not None:
+            self._counters.add("store_aborted_reservations")
+            await self.abandon(reservation)
+
+    async def abandon(self, reservation: Reservation) -> None:
+        """End a reservation once no byte mover works for it."""
+        await self._wait_idle(reservation)
+        self._end(reservation)
+
+    async def expire(self) -> None:
+        """Abort reservations older than limits.reservation_age_s_max."""
+        born_before = self._clock.monotonic() - self._limits.reservation_age_s_max
+        for session in self._sessions:
+            for reservation in list(session.reservations.values()):
+                if reservation.born_s <= born_before and not reservation.busy:
+                    self._counters.add("store_expired_reservations")
+                    await self.abandon(reservation)
+
+    async def _wait_idle(self, reservation: Reservation) -> None:
+        """The movers' jobs are finite copies in memory; they end without outside help."""
+        while reservation.busy:
+            try:
+                await asyncio.wait_for(reservation.idle.wait(), self._deadline_s)
+            except TimeoutError:
+                raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
+
+    def _end(self, reservation: Reservation) -> None:
+        """Free what was not committed and wake who waited."""
+        reservation.has_ended = True
+        reservation.session.reservations.pop(reservation.reservation_id, None)
+        for entry in reservation.entries:
+            if entry.placement is not None:
+                entry.namespace.pending.pop(entry.digest, None)
+                self.reserved_bytes -= entry.placement.byte_count
+                self._arena.free(entry.placement)
+                entry.placement = None
+                entry.state = StoreState.ABORTED
+            if entry.state in (StoreState.COMMITTED, StoreState.ABORTED) and entry.ended and not entry.ended.done():
+                entry.ended.set_result(None)
+
+    def _reservation(self, session: Session, reservation_id: int) -> Reservation:
+        try:
+            return session.reservations[reservation_id]
+        except KeyError:
+            raise InvalidRequest(
+                f"this session has no reservation {reservation_id}: it ended, or was aborted for its age "
+                "(limits.reservation_age_s_max)"
+            ) from None
+
+
+def session_run(session: Session, staging_id: int, offset: int, byte_count: int) -> np.ndarray:
+    """A run of a session's staging, checked against its bounds."""
+    return session.staging(staging_id).run(offset, byte_count)

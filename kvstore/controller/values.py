@@ -1,0 +1,121 @@
+"""What goes into the controller and comes out. Plain values; the wire's messages mirror them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.arena import Placement
+from kvstore.catalog.catalog import Run
+from kvstore.spec import Durability, Exactness, MissReason, StoreState, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChainQuery:
+    """Which chunks: a chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its
+    attention cache (unless ``hidden_only``) and the E of each hidden layer; it hits when all of them are there."""
+
+    fingerprint: bytes
+    digests: list[bytes]
+    hidden_layers: tuple[int, ...] = ()
+    exactness: Exactness = Exactness.EXACT
+    hidden_only: bool = False
+
+
+class Tail(NamedTuple):
+    """A partial chunk after the last hit: the client compares the digest with that of its own tokens."""
+
+    token_count: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """``runs`` cover the whole chain; the first ``hit_count`` chunks are resident."""
+
+    hit_count: int
+    runs: tuple[Run, ...]
+    tails: tuple[Tail, ...]
+
+
+class Resident(NamedTuple):
+    """One resident part of a chunk: chain index, part, tokens, and where it lies."""
+
+    index: int
+    part: int
+    token_count: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """The resident prefix, leased until released. ``lease_id`` 0: nothing hit, nothing leased."""
+
+    lease_id: int
+    hit_count: int
+    tier: Tier
+    reason: MissReason
+    chunks: tuple[Resident, ...]
+    tails: tuple[Tail, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Room for a chain. ``tail_token_count`` 0: the last chunk is full."""
+
+    query: ChainQuery
+    token_digests: list[bytes]
+    tail_token_count: int = 0
+    first_position: int = 0
+
+
+class Fill(NamedTuple):
+    """A run of strips in staging, laid out as in the chunk's body from its first strip on."""
+
+    chunk: int
+    strip_first: int
+    strip_count: int
+    staging_id: int
+    staging_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """One state per (chunk, part); ``committed_count`` leading chunks of the chain are resident."""
+
+    reservation_id: int
+    states: tuple[StoreState, ...]
+    committed_count: int = 0
+    durability: Durability = Durability.NONE
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCount:
+    """What one model occupies."""
+
+    model_id: str
+    fingerprint: bytes
+    chunk_count: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of what the service holds."""
+
+    capacity_bytes: int
+    prefaulted_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    region_count: int
+    chunk_count: int
+    session_count: int
+    reservation_count: int
+    lease_count: int
+    stream_count: int
+    staging_bytes: int
+    models: tuple[ModelCount, ...]
+    counters: dict[str, int]
