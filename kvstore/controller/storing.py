@@ -21,7 +21,7 @@ from kvstore.controller.fetching import parts_of
 from kvstore.controller.moving import Move, batches, move
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import Fill, ReserveRequest, StoreResult
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from kvstore.errors import DeadlineExceeded, Exhausted, Internal, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, storage_key
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
@@ -213,15 +213,21 @@ class Storing:
             return
         reservation.busy += 1
         reservation.idle.clear()
-        try:
-            jobs = [self._workers.submit(move, job) for job in batches(moves, self._workers.count)]
-            moved = await asyncio.gather(*(asyncio.wrap_future(job) for job in jobs))
-        finally:
-            reservation.busy -= 1
-            if not reservation.busy:
-                reservation.idle.set()
-        self._counters.add("store_verified_bytes", sum(moved))
+        jobs = [asyncio.wrap_future(self._workers.submit(move, job)) for job in batches(moves, self._workers.count)]
+        moving = asyncio.gather(*jobs, return_exceptions=True)
+        moving.add_done_callback(lambda _: self._moved(reservation))
+        # Shielded: a caller that gives up must not make the bytes look still while they move.
+        moved = await asyncio.shield(moving)
+        failed = [each for each in moved if isinstance(each, BaseException)]
+        if failed:
+            raise Internal(f"copying from staging failed: {failed[0]}") from failed[0]
+        self._counters.add("store_verified_bytes", sum(each for each in moved if isinstance(each, int)))
         self._faults.reach("store.filled")
+
+    def _moved(self, reservation: Reservation) -> None:
+        reservation.busy -= 1
+        if not reservation.busy:
+            reservation.idle.set()
 
     def _moves(self, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]) -> list[Move]:
         if not 0 <= fill.chunk < len(reservation.entries):

@@ -1,0 +1,163 @@
+"""The server's life: settings in, doors open, signal, doors closed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore import __version__
+from kvstore.arena import Arena, prefault
+from kvstore.config import LoadedSettings
+from kvstore.controller import Controller
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.seams import (
+    FaultPoints,
+    SystemClock,
+    SystemDisk,
+    SystemMemory,
+    SystemRandom,
+    TenantKeys,
+    WorkerThreads,
+)
+from kvstore.server.handoff import Handoff
+from kvstore.server.metrics import start_metrics
+from kvstore.server.rpc import register
+from kvstore.server.services import AdminService, CacheService
+from kvstore.server.state import DATA_SOCKET, GRPC_SOCKET, claim_socket, listen, prepare
+from kvstore.telemetry import Counters, configure_logging
+from kvstore.units import format_bytes
+from kvstore.v1alpha import admin_pb2, cache_pb2
+
+MOVER_COUNT = 2
+SWEEP_INTERVAL_S = 1.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long a byte mover may hold the interpreter while the event loop waits."""
+PR_SET_DUMPABLE = 4
+_log = logging.getLogger("kvstore.server")
+
+
+def serve(loaded: LoadedSettings) -> int:
+    """Run the service until SIGTERM or SIGINT. Returns the exit status.
+
+    Raises: KVStoreError when it cannot start; the message names the setting and the remedy.
+    """
+    settings = loaded.settings
+    configure_logging(settings.server.log_level, settings.server.log_format)
+    os.umask(0o077)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    disk = SystemDisk()
+    lock = prepare(settings.server, disk)
+    try:
+        asyncio.run(_run(loaded, disk))
+    except* KVStoreError as group:
+        raise group.exceptions[0] from group
+    finally:
+        disk.close(lock)
+    return 0
+
+
+async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
+    settings = loaded.settings
+    clock, memory, faults = SystemClock(), SystemMemory(), FaultPoints()
+    workers = WorkerThreads(MOVER_COUNT, "mover")
+    background = WorkerThreads(1, "prefault")
+    arena = Arena(
+        memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=settings.arena.region_bytes
+    )
+    controller = Controller(
+        arena=arena,
+        policy=LeastRecentlyUsed(),
+        limits=settings.limits,
+        clock=clock,
+        random=SystemRandom(),
+        memory=memory,
+        workers=workers,
+        keys=TenantKeys(),
+        faults=faults,
+        counters=Counters(),
+        deadline_s=settings.controller.deadline_s,
+    )
+    sockets = settings.server.socket_directory
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    for name in (GRPC_SOCKET, DATA_SOCKET):
+        claim_socket(sockets / name, disk)
+    page = start_metrics(loaded, controller, loop)
+    server, health_service = _grpc_server(controller, clock, loaded)
+    try:
+        async with asyncio.TaskGroup() as group:
+            listener = listen(sockets / DATA_SOCKET)
+            tasks = [group.create_task(Handoff(controller).serve(listener, group))]
+            if server.add_insecure_port(f"unix:{sockets / GRPC_SOCKET}") == 0:
+                raise Unavailable(f"cannot listen on {sockets / GRPC_SOCKET}")
+            await server.start()
+            for name in (cache_pb2, admin_pb2):
+                for service in name.DESCRIPTOR.services_by_name.values():
+                    await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
+            os.chmod(sockets / GRPC_SOCKET, 0o600)
+            if settings.arena.prefault:
+                tasks.append(group.create_task(prefault(arena, background, clock)))
+            tasks.append(group.create_task(controller.sweep(SWEEP_INTERVAL_S)))
+            _announce(loaded, page)
+            await stopping.wait()
+            _log.info("stopping")
+            await health_service.enter_graceful_shutdown()
+            await controller.drain(settings.server.shutdown_grace_s)
+            await server.stop(1.0)
+            listener.close()
+            for task in tasks:
+                task.cancel()
+            for session in controller.sessions:
+                await controller.close_session(session)
+            raise _Stopped
+    except* _Stopped:
+        pass
+    finally:
+        for name in (GRPC_SOCKET, DATA_SOCKET):
+            disk.remove(sockets / name)
+        workers.close()
+        background.close()
+        arena.close()
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error: it ends the task group, connections included
+    """The service was told to stop."""
+
+
+def _grpc_server(controller: Controller, clock: SystemClock, loaded: LoadedSettings) -> tuple[Any, Any]:
+    limit = loaded.settings.limits.message_bytes_max
+    server = grpc.aio.server(
+        options=[("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)],
+    )
+    cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
+    admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+    register(server, cache, CacheService(controller), controller.counters)
+    register(server, admin, AdminService(controller, clock, os.getpid()), controller.counters)
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection(
+        (cache.full_name, admin.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+         reflection.SERVICE_NAME), server,
+    )  # fmt: skip
+    return server, health_service
+
+
+def _announce(loaded: LoadedSettings, page: str) -> None:
+    settings = loaded.settings
+    path = settings.server.socket_directory / GRPC_SOCKET
+    capacity = format_bytes(settings.arena.capacity_bytes)
+    print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, arena {capacity}, {page})", flush=True)
+    _log.info("ready", extra={"socket": str(path), "pid": os.getpid(), "metrics": page})

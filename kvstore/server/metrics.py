@@ -1,0 +1,73 @@
+"""The Prometheus page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.config import LoadedSettings
+from kvstore.controller import Controller, Stats
+from kvstore.errors import Unavailable
+from kvstore.telemetry.counters import DESCRIPTIONS
+
+COLLECT_TIMEOUT_S = 5.0
+_GAUGES = {
+    "arena_capacity_bytes": ("capacity_bytes", "Hard cap of the arena"),
+    "arena_prefaulted_bytes": ("prefaulted_bytes", "Arena bytes backed by pages"),
+    "arena_used_bytes": ("used_bytes", "Arena bytes handed out, headers included"),
+    "arena_leased_bytes": ("leased_bytes", "Arena bytes under leases"),
+    "arena_pinned_bytes": ("pinned_bytes", "Arena bytes pinned"),
+    "arena_reserved_bytes": ("reserved_bytes", "Arena bytes of stores in flight"),
+    "arena_chunks": ("chunk_count", "Chunks in the arena"),
+    "sessions": ("session_count", "Open sessions"),
+    "reservations": ("reservation_count", "Stores in flight"),
+    "leases": ("lease_count", "Leases held"),
+    "streams": ("stream_count", "Fetch streams open"),
+    "staging_bytes": ("staging_bytes", "Staging of all sessions"),
+}
+_log = logging.getLogger("kvstore.metrics")
+
+
+class _Collector(Collector):
+    """Asks the controller on its own thread; the page is served from another."""
+
+    def __init__(self, controller: Controller, loop: asyncio.AbstractEventLoop) -> None:
+        self._controller = controller
+        self._loop = loop
+
+    async def _stats(self) -> Stats:
+        return self._controller.stats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = asyncio.run_coroutine_threadsafe(self._stats(), self._loop).result(COLLECT_TIMEOUT_S)
+        for name, (field, description) in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvstore_{name}", description, value=getattr(stats, field))
+        for name, value in stats.counters.items():
+            yield CounterMetricFamily(f"kvstore_{name}", DESCRIPTIONS[name], value=value)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def start_metrics(loaded: LoadedSettings, controller: Controller, loop: asyncio.AbstractEventLoop) -> str:
+    """Serve the page and return its address. A default port that is taken is replaced by a free one; a configured
+    one that is taken stops the start with Unavailable."""
+    settings = loaded.settings.server
+    registry = CollectorRegistry()
+    registry.register(_Collector(controller, loop))
+    try:
+        server, _ = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+    except OSError as error:
+        if not loaded.is_default("server.metrics_port"):
+            raise Unavailable(
+                f"metrics port {settings.metrics_port} on {settings.metrics_host} cannot be had ({error.strerror}): "
+                "set server.metrics_port to a free one"
+            ) from error
+        server, _ = start_http_server(0, settings.metrics_host, registry)
+        _log.warning("the default metrics port is taken, using another", extra={"port": server.server_port})
+    return f"http://{settings.metrics_host}:{server.server_port}/metrics"

@@ -1,0 +1,148 @@
+"""Messages to the controller's values and back. Checks what the wire cannot: digest sizes, enum ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore import __version__
+from kvstore.controller import (
+    ChainQuery,
+    FetchResult,
+    Fill,
+    LookupResult,
+    ReserveRequest,
+    Stats,
+    StoreResult,
+    Tail,
+)
+from kvstore.errors import InvalidRequest
+from kvstore.keys import DIGEST_BYTES
+from kvstore.spec import ChunkState, Encoding, Exactness, Tier
+from kvstore.v1alpha import admin_pb2, cache_pb2 as pb
+
+_EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
+
+
+def _digests(data: bytes, what: str) -> list[bytes]:
+    if len(data) % DIGEST_BYTES:
+        raise InvalidRequest(f"{what}: {len(data)} bytes are no run of {DIGEST_BYTES}-byte digests")
+    return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+
+
+def parse_query(message: pb.ChainQuery) -> ChainQuery:
+    """Raises InvalidRequest for anything malformed."""
+    exactness = _EXACTNESS.get(message.exactness)
+    if exactness is None:
+        raise InvalidRequest(f"exactness {message.exactness} is unknown to this version")
+    return ChainQuery(
+        message.fingerprint,
+        _digests(message.digests, "digests"),
+        tuple(message.hidden_layers),
+        exactness,
+        message.hidden_only,
+    )
+
+
+def parse_reserve(message: pb.Reserve) -> ReserveRequest:
+    return ReserveRequest(
+        parse_query(message.query),
+        _digests(message.token_digests, "token_digests"),
+        message.tail_token_count,
+        message.first_position,
+    )
+
+
+def parse_fills(messages: Iterable[pb.Fill]) -> list[Fill]:
+    return [
+        Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset)
+        for each in messages
+    ]
+
+
+def _tails(tails: tuple[Tail, ...]) -> list[pb.PartialTail]:
+    return [pb.PartialTail(token_count=tail.token_count, digest=tail.digest) for tail in tails]
+
+
+def render_lookup(result: LookupResult) -> pb.LookupResponse:
+    runs = []
+    for count, state, reason in result.runs:
+        hit = state is ChunkState.HIT
+        runs.append(
+            pb.ChunkRun(
+                count=count,
+                state=int(state),  # type: ignore[arg-type]  # enum numbers are plain ints at run time
+                tier=int(Tier.DRAM) if hit else 0,  # type: ignore[arg-type]
+                encoding=int(Encoding.RAW) if hit else 0,  # type: ignore[arg-type]
+                reason=int(reason),  # type: ignore[arg-type]
+            )
+        )
+    return pb.LookupResponse(hit_count=result.hit_count, runs=runs, tails=_tails(result.tails))
+
+
+def render_fetch(result: FetchResult) -> pb.FetchResponse:
+    response = pb.FetchResponse(
+        lease_id=result.lease_id,
+        hit_count=result.hit_count,
+        tier=int(result.tier),  # type: ignore[arg-type]
+        reason=int(result.reason),  # type: ignore[arg-type]
+        tails=_tails(result.tails),
+    )
+    for index, part, token_count, placement in result.chunks:
+        response.chunks.add(
+            index=index,
+            part=part,
+            token_count=token_count,
+            extents=[
+                pb.Extent(region=extent.region, offset=extent.offset, byte_count=extent.byte_count)
+                for extent in placement.extents
+            ],
+            generation_slot=placement.slot,
+            generation=placement.generation,
+        )
+    return response
+
+
+def render_store(result: StoreResult) -> pb.StoreResponse:
+    return pb.StoreResponse(
+        reservation_id=result.reservation_id,
+        states=[int(state) for state in result.states],  # type: ignore[misc]
+        durability=int(result.durability),  # type: ignore[arg-type]
+        committed_count=result.committed_count,
+        refusal=result.refusal,
+    )
+
+
+def render_stats(stats: Stats, tenant: str, uptime_seconds: float, server_pid: int) -> admin_pb2.StatsResponse:
+    return admin_pb2.StatsResponse(
+        version=__version__,
+        uptime_seconds=uptime_seconds,
+        server_pid=server_pid,
+        tenant=tenant,
+        arena=admin_pb2.ArenaStats(
+            capacity_bytes=stats.capacity_bytes,
+            prefaulted_bytes=stats.prefaulted_bytes,
+            used_bytes=stats.used_bytes,
+            leased_bytes=stats.leased_bytes,
+            pinned_bytes=stats.pinned_bytes,
+            region_count=stats.region_count,
+            chunk_count=stats.chunk_count,
+            reserved_bytes=stats.reserved_bytes,
+        ),
+        sessions=admin_pb2.SessionStats(
+            session_count=stats.session_count,
+            reservation_count=stats.reservation_count,
+            lease_count=stats.lease_count,
+            staging_bytes=stats.staging_bytes,
+            stream_count=stats.stream_count,
+        ),
+        models=[
+            admin_pb2.ModelStats(
+                model_id=model.model_id,
+                fingerprint=model.fingerprint,
+                chunk_count=model.chunk_count,
+                byte_count=model.byte_count,
+            )
+            for model in stats.models
+        ],
+        counters=stats.counters,
+    )

@@ -1,0 +1,90 @@
+"""The boundary of every call: undecodable messages, errors to status, and nothing escapes unseen."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from kvstore.errors import Internal, InvalidRequest, KVStoreError
+from kvstore.telemetry import Counters
+from kvstore.wire import METADATA_ERROR
+
+_log = logging.getLogger("kvstore.server")
+Context = Any
+"""grpc.aio.ServicerContext; grpcio ships no types."""
+
+
+def register(server: Any, service: ServiceDescriptor, servicer: object, counters: Counters) -> None:
+    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary."""
+    handlers = {}
+    for method in service.methods:
+        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        function = getattr(servicer, method.name)
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        wrap = _streaming if method.server_streaming else _unary
+        handlers[method.name] = make(
+            wrap(function, method.name, counters),
+            request_deserializer=_tolerant(request),
+            response_serializer=response.SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _tolerant(message: Any) -> Callable[[bytes], Any]:
+    """Decode, or None: gRPC would answer garbage with INTERNAL, and it is the caller's fault."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return message.FromString(data)
+        except DecodeError:
+            return None
+
+    return decode
+
+
+def _unary(
+    function: Callable[[Any, Context], Awaitable[Any]], name: str, counters: Counters
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def handle(request: Any, context: Context) -> Any:
+        try:
+            if request is None:
+                raise InvalidRequest(f"{name}: the message cannot be decoded")
+            return await function(request, context)
+        except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
+            await _abort(error, name, context, counters)
+
+    return handle
+
+
+def _streaming(
+    function: Callable[[Any, Context], AsyncIterator[Any]], name: str, counters: Counters
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            if request is None:
+                raise InvalidRequest(f"{name}: the message cannot be decoded")
+            async for response in function(request, context):
+                yield response
+        except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
+            await _abort(error, name, context, counters)
+
+    return handle
+
+
+async def _abort(error: Exception, name: str, context: Context, counters: Counters) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    counters.add("requests_failed")
+    if not isinstance(error, KVStoreError):
+        _log.exception("call failed", extra={"rpc": name})
+        error = Internal(f"{name} failed: {type(error).__name__}")
+    detail = json.dumps(error.fields, default=str, ensure_ascii=True)
+    message = error.message.encode("ascii", "backslashreplace").decode()
+    await context.abort(grpc.StatusCode[error.status], message, ((METADATA_ERROR, detail),))

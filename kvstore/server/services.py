@@ -1,0 +1,91 @@
+"""CacheService and AdminService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvstore.controller import Controller, Session
+from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
+from kvstore.seams import Clock
+from kvstore.server import render
+from kvstore.server.rpc import Context
+from kvstore.v1alpha import admin_pb2, cache_pb2 as pb
+from kvstore.wire import METADATA_SESSION, spec_from_message
+
+
+def _session(controller: Controller, context: Context) -> Session:
+    for key, value in context.invocation_metadata():
+        if key == METADATA_SESSION:
+            return controller.sessions.find(value)
+    raise Unauthenticated(f"the call carries no session: connect to data.sock and send {METADATA_SESSION}")
+
+
+class CacheService:
+    """Names, extents and plans; the bytes take the data plane."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelResponse:
+        """Make a model's namespaces known."""
+        _session(self._controller, context)
+        name = self._controller.register_model(spec_from_message(request.spec))
+        return pb.RegisterModelResponse(fingerprint=name)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
+        _session(self._controller, context)
+        return render.render_lookup(self._controller.lookup(render.parse_query(request.query)))
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
+        """The resident prefix, leased, in the first message."""
+        session = _session(self._controller, context)
+        limit = self._controller.limits.stream_count_max
+        if session.stream_count >= limit:
+            raise Exhausted(f"this session has {limit} streams open: raise limits.stream_count_max")
+        session.stream_count += 1
+        try:
+            yield render.render_fetch(self._controller.fetch(session, render.parse_query(request.query)))
+        finally:
+            session.stream_count -= 1
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        """Give leases back."""
+        self._controller.release(_session(self._controller, context), list(request.lease_ids))
+        return pb.ReleaseResponse()
+
+    async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:
+        """One step of a store."""
+        session = _session(self._controller, context)
+        step = request.WhichOneof("step")
+        if step == "reserve":
+            result = self._controller.reserve(session, render.parse_reserve(request.reserve))
+            return render.render_store(result)
+        if step == "fill":
+            fills = render.parse_fills(request.fill.fills)
+            await self._controller.fill(session, request.fill.reservation_id, fills)
+            return pb.StoreResponse(reservation_id=request.fill.reservation_id)
+        if step == "commit":
+            fills = render.parse_fills(request.commit.fills)
+            result = await self._controller.commit(session, request.commit.reservation_id, fills)
+            return render.render_store(result)
+        if step == "abort":
+            await self._controller.abort(session, request.abort.reservation_id)
+            return pb.StoreResponse(reservation_id=request.abort.reservation_id)
+        raise InvalidRequest("a store request names one step: reserve, fill, commit or abort")
+
+
+class AdminService:
+    """The operator's calls."""
+
+    def __init__(self, controller: Controller, clock: Clock, server_pid: int) -> None:
+        self._controller = controller
+        self._clock = clock
+        self._started_s = clock.monotonic()
+        self._server_pid = server_pid
+
+    async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:  # noqa: ARG002 - the contract's shape
+        """A consistent snapshot."""
+        _session(self._controller, context)
+        uptime = self._clock.monotonic() - self._started_s
+        return render.render_stats(self._controller.stats(), self._controller.keys.tenant, uptime, self._server_pid)

@@ -1,0 +1,11 @@
+"""Specs on the wire: what both ends translate the same way. A room of its own because the client must not import
+the server's."""
+
+from kvstore.wire.spec import spec_from_message, spec_to_message
+
+METADATA_SESSION = "kvstore-session-bin"
+"""Metadata key of a call's session secret (32 bytes)."""
+METADATA_ERROR = "kvstore-error"
+"""Trailing metadata key: the failed call's error fields as a JSON object."""
+
+__all__ = ["METADATA_ERROR", "METADATA_SESSION", "spec_from_message", "spec_to_message"]
