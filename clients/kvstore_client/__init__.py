@@ -1,0 +1,52 @@
+"""The client of a kvstore sidecar.
+
+    from kvstore_client import connect, ModelSpec
+    client = connect()
+    receipt = client.store(spec, tokens, kv)
+    kv = client.fetch(spec, tokens)
+
+A miss is a value. When the sidecar is gone, lookups and fetches miss, stores report that nothing was kept, one
+warning is logged, and the client connects again by itself. Needs no torch.
+"""
+
+from kvstore.keys import Extra
+from kvstore.spec import (
+    CacheKind,
+    ChunkState,
+    Durability,
+    Exactness,
+    LayerKind,
+    LayerSpec,
+    MissReason,
+    ModelSpec,
+    RopeSpec,
+    Tier,
+)
+from kvstore_client.aio import AsyncClient, connect_async
+from kvstore_client.client import Client, connect
+from kvstore_client.fetching import FetchedKV, LayerStream
+from kvstore_client.match import ChunkMatch, Match
+from kvstore_client.storing import Receipt
+
+__all__ = [
+    "AsyncClient",
+    "CacheKind",
+    "ChunkMatch",
+    "ChunkState",
+    "Client",
+    "Durability",
+    "Exactness",
+    "Extra",
+    "FetchedKV",
+    "LayerKind",
+    "LayerSpec",
+    "LayerStream",
+    "Match",
+    "MissReason",
+    "ModelSpec",
+    "Receipt",
+    "RopeSpec",
+    "Tier",
+    "connect",
+    "connect_async",
+]

@@ -1,0 +1,85 @@
+"""The asyncio client: the synchronous core on a few threads. Nothing is written twice, nothing blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self, TypeVar
+
+from kvstore.seams import WorkerThreads
+from kvstore.spec import Durability, ModelSpec
+from kvstore.v1alpha import admin_pb2
+from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
+from kvstore_client.fetching import FetchedKV
+from kvstore_client.match import Match
+from kvstore_client.storing import Receipt
+
+Result = TypeVar("Result")
+CALLS_AT_ONCE = 8
+_END = object()
+
+
+async def connect_async(
+    address: str | None = None, *, required: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> AsyncClient:
+    """Like ``connect``, for asyncio."""
+    threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
+    try:
+        future = threads.submit(lambda: connect(address, required=required, timeout_s=timeout_s))
+        return AsyncClient(await asyncio.wrap_future(future), threads)
+    except BaseException:
+        threads.close()
+        raise
+
+
+class AsyncClient:
+    """The same calls as ``Client``, awaited. A cancelled call finishes in its thread; its result is dropped."""
+
+    def __init__(self, client: Client, threads: WorkerThreads) -> None:
+        self.client = client
+        self._threads = threads
+
+    async def _run(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        return await asyncio.wrap_future(self._threads.submit(lambda: function(*args, **options)))
+
+    async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
+        """See ``Client.lookup``."""
+        return await self._run(self.client.lookup, spec, tokens, **options)
+
+    async def fetch(self, spec: ModelSpec, tokens: Any, **options: Any) -> FetchedKV:
+        """See ``Client.fetch``."""
+        return await self._run(self.client.fetch, spec, tokens, **options)
+
+    async def fetch_layers(
+        self, spec: ModelSpec, tokens: Any, **options: Any
+    ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
+        """See ``Client.fetch_layers``."""
+        stream = iter(await self._run(self.client.fetch_layers, spec, tokens, **options))
+        try:
+            while (item := await self._run(next, stream, _END)) is not _END:
+                yield item
+        finally:
+            await self._run(stream.close)  # type: ignore[attr-defined]  # a generator's iterator
+
+    async def store(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
+        """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
+        return await self._run(self.client.store, spec, tokens, kv, **options)
+
+    async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
+        """``receipt.wait`` without blocking the loop."""
+        return await self._run(receipt.wait, timeout)
+
+    async def stats(self) -> admin_pb2.StatsResponse:
+        """See ``Client.stats``."""
+        return await self._run(self.client.stats)
+
+    async def aclose(self) -> None:
+        """End the session. Idempotent."""
+        await asyncio.to_thread(self.client.close)
+        self._threads.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

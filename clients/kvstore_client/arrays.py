@@ -1,0 +1,82 @@
+"""Tensors in and out. Inside, a cache is unsigned integers of its item size; torch is used when the process
+already has it, and never imported for its own sake."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import item_size
+
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_NUMPY_TYPES = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+MADV_HUGEPAGE = 14
+
+
+def torch_module() -> Any:
+    """torch if this process has imported it, else None."""
+    return sys.modules.get("torch")
+
+
+def is_tensor(value: object) -> bool:
+    torch = torch_module()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
+    """``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the argument.
+
+    numpy has no bfloat16 or float8: arrays of those are passed as unsigned integers of the same size, or with a
+    dtype of that name.
+    """
+    if not is_tensor(value) and not isinstance(value, np.ndarray):
+        raise InvalidRequest(f"{name} must be a torch tensor or a numpy array, not {type(value).__name__}")
+    found = str(value.dtype).removeprefix("torch.")
+    raw = isinstance(value, np.ndarray) and value.dtype == _UNSIGNED[item_size(dtype)]
+    if found != dtype and not raw:
+        raise InvalidRequest(f"{name} is {found}, the model's cache is {dtype}")
+    if tuple(value.shape) != shape:
+        raise InvalidRequest(f"{name} has shape {tuple(value.shape)}, expected {shape}")
+    return value
+
+
+def destination(byte_count: int) -> NDArray[np.uint8]:
+    """Fresh owned memory. Large runs are anonymous maps that ask for huge pages: first touch costs a tenth."""
+    if byte_count < 4 << 20:
+        return np.empty(byte_count, np.uint8)
+    mapping = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without huge pages: slower first touch, same bytes
+    return np.frombuffer(mapping, np.uint8)
+
+
+def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[Any]:
+    """An array of ``shape`` and item size at ``offset`` of ``memory``."""
+    return np.ndarray(shape, _UNSIGNED[size], memory.data, offset)
+
+
+def presented(array: NDArray[Any], dtype: str) -> Any:
+    """The caller's view of an unsigned array: a torch tensor when the process uses torch, else numpy."""
+    torch = torch_module()
+    if torch is not None:
+        return as_tensor(array, dtype)
+    return array.view(_NUMPY_TYPES[dtype]) if dtype in _NUMPY_TYPES else array
+
+
+def as_tensor(array: NDArray[Any], dtype: str) -> Any:
+    """A tensor over an unsigned array, zero copy."""
+    torch = torch_module()
+    return torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array).view(getattr(torch, dtype))
+
+
+def raw_array(value: Any) -> NDArray[Any]:
+    """An unsigned view of a numpy array."""
+    array: NDArray[Any] = value.view(_UNSIGNED[value.itemsize])
+    return array

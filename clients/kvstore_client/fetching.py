@@ -1,0 +1,318 @@
+"""Fetches: extents in, owned tensors out. A chunk's bytes count only if its generation is unchanged after the copy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, slab_parts, strip_seeds, verify_slab
+from kvstore.errors import DataLoss, InvalidRequest, Unavailable
+from kvstore.keys import fingerprint
+from kvstore.seams import FaultPoints
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, MissReason, ModelSpec, Tier
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.arrays import carve, checked, destination, presented
+from kvstore_client.copying import Copier, copy, raw
+from kvstore_client.session import Session
+
+_log = logging.getLogger("kvstore.client")
+_fence = threading.Lock()
+ALIGNMENT = 64
+
+
+class FetchedKV(list[Any]):
+    """Per requested layer (K, V), each [kv_heads, token_count, head_dim]; owned memory. A miss has 0 tokens.
+
+    ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where
+    it does (NONE: the whole prompt was there).
+    """
+
+    token_count: int = 0
+    tier: Tier = Tier.NONE
+    byte_count: int = 0
+    reason: MissReason = MissReason.NONE
+    hidden: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a prefix to bring: checked against the spec."""
+
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    head_start: int
+    head_stop: int | None
+    hidden_layers: tuple[int, ...]
+    verify: bool
+
+    @staticmethod
+    def of(
+        spec: ModelSpec, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+        hidden_layers: Sequence[int], verify: bool,
+    ) -> Wanted:  # fmt: skip
+        """Raises InvalidRequest for layers or heads the spec does not have."""
+        chosen = spec.slab_layers if layers is None else tuple(layers)
+        for layer in chosen:
+            if layer not in spec.slab_layers:
+                raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
+        start, stop = (0, None) if heads is None else (heads[0], heads[-1] + (1 if isinstance(heads, range) else 0))
+        most = min((spec.layers[layer].kv_heads for layer in chosen), default=1)
+        if heads is not None and (spec.mla or not 0 <= start < (stop or 0) <= most):
+            raise InvalidRequest(f"heads {start}..{stop} of a model with {most} kv heads")
+        return Wanted(spec, chosen, start, stop, tuple(hidden_layers), verify)
+
+    def heads_of(self, layer: int) -> int:
+        kv_heads = self.spec.layers[layer].kv_heads
+        return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One resident part of a chunk: views of its pieces, and what its generation must stay."""
+
+    part: int
+    token_start: int
+    layout: ChunkLayout
+    pieces: list[Bytes]
+    slot: int
+    generation: int
+    header: ChunkHeader
+
+
+class Prefix:
+    """A leased prefix in mapped memory. ``close`` gives the lease back."""
+
+    def __init__(self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes]) -> None:
+        self.session = session
+        self.wanted = wanted
+        self.tier = Tier(response.tier)
+        self.reason = MissReason(response.reason)
+        self.tails = response.tails
+        self._lease_id = response.lease_id
+        self._generations = session.generations
+        try:
+            self.chunks = [self._chunk(each, digests) for each in response.chunks]
+        except BaseException:
+            self.close()
+            raise
+        self.token_count = self._leading(lambda _: True)
+
+    def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
+        spec = self.wanted.spec
+        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
+        kind = spec.kind if layer is None else CacheKind.E
+        layout = layout_of(spec, kind, entry.token_count, layer)
+        pieces: list[Bytes] = []
+        sizes = iter(layout.piece_bytes)
+        for extent in entry.extents:
+            region = self.session.region(extent.region)
+            offset, end = extent.offset, extent.offset + extent.byte_count
+            while offset < end:
+                size = next(sizes)
+                pieces.append(region[offset : offset + size])
+                offset += size
+        header = parse_header(pieces[0].tobytes(), layout)
+        if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
+            raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
+        start = entry.index * spec.chunk_tokens
+        return Chunk(entry.part, start, layout, pieces, entry.generation_slot, entry.generation, header)
+
+    def unchanged(self, chunk: Chunk) -> bool:
+        """Whether everything read from the chunk so far was the chunk's."""
+        if len(self._generations) == 0:
+            return False
+        with _fence:  # orders the copies' loads before the generation's, on machines that reorder loads
+            pass
+        return bool(self._generations[chunk.slot] == chunk.generation)
+
+    def _leading(self, good: Callable[[Chunk], bool]) -> int:
+        """Tokens before the first chunk that is not good."""
+        ends = [chunk.token_start for chunk in self.chunks if not (self.unchanged(chunk) and good(chunk))]
+        whole = max((chunk.token_start + chunk.layout.token_count for chunk in self.chunks), default=0)
+        return min([whole, *ends])
+
+    def settle(self, bad: set[int]) -> int:
+        """Tokens whose copies are good: generations unchanged, and no bad checksum (``bad``: ids of chunks)."""
+        return self._leading(lambda chunk: id(chunk) not in bad)
+
+    def close(self) -> None:
+        """Give the lease back. Idempotent."""
+        lease_id, self._lease_id = self._lease_id, 0
+        self.session.release(lease_id)
+
+
+def open_prefix(
+    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float
+) -> Prefix:
+    """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
+    query = pb.ChainQuery(
+        fingerprint=name, digests=b"".join(digests), hidden_layers=wanted.hidden_layers, exactness=exactness  # type: ignore[arg-type]
+    )
+    try:
+        stream = session.cache.Fetch(pb.FetchRequest(query=query), timeout=timeout_s, metadata=session.metadata)
+        response = next(iter(stream))
+    except grpc.RpcError as error:
+        raise session.translated(error) from error
+    except (StopIteration, ValueError) as error:
+        raise Unavailable("the sidecar is gone") from error
+    return Prefix(session, wanted, response, digests)
+
+
+class Target:
+    """Where a prefix goes: one run of owned memory, or the caller's tensors."""
+
+    def __init__(self, wanted: Wanted, token_count: int, into: Sequence[tuple[Any, Any]] | None) -> None:
+        spec = wanted.spec
+        self._wanted = wanted
+        shapes = [
+            (wanted.heads_of(layer), token_count, dim)
+            for layer in wanted.layers
+            for dim in (spec.layers[layer].k_dim, spec.layers[layer].v_dim)
+        ]
+        if into is None:
+            self.planes = _owned(shapes, spec.item_size)
+        else:
+            self.planes = _given(into, shapes, spec.cache_dtype)
+        hidden_size = spec.hidden_size
+        rows = _owned([(1, token_count, hidden_size)] * len(wanted.hidden_layers), _hidden_size_of(spec))
+        self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
+        self._raw = [raw(plane) for plane in self.planes]
+        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
+
+    def copy_layer(self, position: int, chunks: Sequence[Chunk], bad: set[int], faults: FaultPoints) -> None:
+        """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
+        wanted = self._wanted
+        layer = wanted.layers[position]
+        for chunk in chunks:
+            faults.reach("fetch.copy.middle")
+            index = chunk.layout.slab_of_layer[layer]
+            self._copy_slab(chunk, index, self._raw[2 * position : 2 * position + 2], wanted, bad)
+
+    def copy_hidden(self, layer: int, chunks: Sequence[Chunk], bad: set[int]) -> None:
+        for chunk in chunks:
+            self._copy_slab(chunk, 0, [self._raw_hidden[layer]], self._wanted, bad)
+
+    @staticmethod
+    def _copy_slab(chunk: Chunk, index: int, planes: list[Any], wanted: Wanted, bad: set[int]) -> None:
+        slab = chunk.pieces[1 + index]
+        blocked = chunk.layout.blocked
+        start, stop = (0, None) if blocked else (wanted.head_start, wanted.head_stop)
+        if wanted.verify:
+            seeds = strip_seeds(chunk.header.storage_key, chunk.layout, chunk.header.write_id)
+            count = None if stop is None else stop - start
+            if not verify_slab(slab, chunk.layout, index, seeds, chunk.header.checksums, start, count):
+                bad.add(id(chunk))
+                return
+        for part in slab_parts(chunk.layout, index, slab):
+            first = chunk.token_start + part.token_start
+            plane = planes[part.which]
+            copy(plane[:, first : first + part.token_stop - part.token_start], raw(part.array[start:stop]))
+
+
+def _hidden_size_of(spec: ModelSpec) -> int:
+    from kvstore.spec import item_size
+
+    return item_size(spec.hidden_dtype)
+
+
+def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Any]:
+    sizes = [-(-int(np.prod(shape)) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
+    memory = destination(sum(sizes))
+    planes, offset = [], 0
+    for shape, byte_count in zip(shapes, sizes, strict=True):
+        planes.append(carve(memory, offset, shape, size))
+        offset += byte_count
+    return planes
+
+
+def _given(into: Sequence[tuple[Any, Any]], shapes: list[tuple[int, int, int]], dtype: str) -> list[Any]:
+    planes = [plane for pair in into for plane in pair]
+    if len(planes) != len(shapes):
+        raise InvalidRequest(f"into has {len(into)} layers, expected {len(shapes) // 2}")
+    for number, (plane, shape) in enumerate(zip(planes, shapes, strict=True)):
+        name = f"into[{number // 2}][{number % 2}]"
+        room = getattr(plane, "shape", (0, 0, 0))
+        if len(room) != 3 or room[1] < shape[1]:
+            raise InvalidRequest(f"{name} has shape {tuple(room)}, needs room for {shape}")
+        checked(plane, (shape[0], room[1], shape[2]), dtype, name)
+    return planes
+
+
+def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
+    """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
+    bad: set[int] = set()
+    cache = [chunk for chunk in prefix.chunks if chunk.part == 0]
+
+    def run(positions: Sequence[int]) -> None:
+        for position in positions:
+            target.copy_layer(position, cache, bad, faults)
+
+    copier.split(run, range(len(prefix.wanted.layers)), timeout_s)
+    for part, layer in enumerate(prefix.wanted.hidden_layers, start=1):
+        target.copy_hidden(layer, [chunk for chunk in prefix.chunks if chunk.part == part], bad)
+    if bad:
+        _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
+    return prefix.settle(bad)
+
+
+class LayerStream:
+    """Yields (layer, (K, V)) in order while later layers are still being copied.
+
+    ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises DataLoss when a
+    chunk was lost under the copy: discard what came, recompute.
+    """
+
+    WINDOW = 4
+
+    def __init__(
+        self, prefix: Prefix | None, target: Target | None, copier: Copier, faults: FaultPoints,
+        reason: MissReason, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._prefix = prefix
+        self._target = target
+        self._copier = copier
+        self._faults = faults
+        self._timeout_s = timeout_s
+        self.reason = reason
+        self.token_count = prefix.token_count if prefix else 0
+        self.tier = prefix.tier if prefix and self.token_count else Tier.NONE
+        self.byte_count = (
+            sum(chunk.layout.payload_bytes for chunk in prefix.chunks) if prefix and self.token_count else 0
+        )
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+        prefix, target = self._prefix, self._target
+        if prefix is None or target is None or not self.token_count:
+            self.close()
+            return
+        layers = prefix.wanted.layers
+        dtype = prefix.wanted.spec.cache_dtype
+        bad: set[int] = set()
+        pending: list[Future[Any]] = []
+        try:
+            for position, layer in enumerate(layers):
+                while len(pending) < min(len(layers), position + self.WINDOW):
+                    job = self._copier.submit(target.copy_layer, len(pending), prefix.chunks, bad, self._faults)
+                    pending.append(job)
+                pending[position].result(self._timeout_s)
+                if bad or prefix.settle(bad) < self.token_count:
+                    raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
+                k, v = target.planes[2 * position : 2 * position + 2]
+                yield layer, (presented(k, dtype), presented(v, dtype))
+        finally:
+            for job in pending:
+                job.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Give the lease back; done by itself at the end of the iteration."""
+        if self._prefix is not None:
+            self._prefix.close()

@@ -1,0 +1,270 @@
+"""One connection: the hand-off socket, the mapped regions, the gRPC channel and the session's secret.
+
+A session lives until either end closes the hand-off socket. A watcher thread waits for that; then the mappings
+are dropped as soon as no copy uses them, so that a restarted server's arena does not double the node's memory.
+After a fork the child has no mapping (they are not inherited), closes the sockets it inherited, and connects anew.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import json
+import mmap
+import os
+import socket
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
+from kvstore.seams.memory import Bytes, map_read_only, map_writable, populate_read
+from kvstore.seams.scheduler import start_thread
+from kvstore.v1alpha import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from kvstore.wire import METADATA_ERROR, METADATA_SESSION
+
+PROTOCOL_VERSION = 1
+CONNECT_TIMEOUT_S = 5.0
+PACKET_BYTES_MAX = 65536
+POPULATE_BYTES = 16 << 20
+RELEASES_KEPT = 256
+_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1))
+
+_live: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """A connected session. Methods raise Unavailable once it has ended.
+
+    Raises: Unavailable when nobody listens; PermissionDenied, Exhausted, InvalidRequest as the server says.
+    """
+
+    def __init__(self, socket_path: Path) -> None:
+        self.pid = os.getpid()
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._replies: list[tuple[dict[str, Any], list[int]]] = []
+        self._arrived = threading.Condition()
+        self._maps: list[mmap.mmap] = []
+        self._regions: dict[int, Bytes] = {}
+        self.models: set[bytes] = set()
+        self.staging: Any = None
+        self.releasing: deque[Any] = deque(maxlen=RELEASES_KEPT)
+        self._socket = self._connect(socket_path.with_name("data.sock"))
+        try:
+            welcome, descriptors = self._exchange_now({"op": "hello", "version": PROTOCOL_VERSION})
+            self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome["secret"])),)
+            self.session_id: int = welcome["session"]
+            self.server_pid: int = welcome["server_pid"]
+            generations = self._map(descriptors[0], welcome["generations_bytes"])
+            self.generations: NDArray[np.uint64] = generations.view(np.uint64)
+            self._add_regions(welcome["regions"], descriptors[1:])
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.settimeout(None)
+        self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
+        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        _live.add(self)
+        start_thread(self._watch, "kvstore-watch")
+        start_thread(self._populate, "kvstore-populate")
+
+    @staticmethod
+    def _connect(path: Path) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            connection.close()
+            raise Unavailable(
+                f"no sidecar answers on {path} ({error.strerror or error}): start one with `kvstore serve`, or set "
+                "KVSTORE_SOCKET to its kvstore.sock",
+                socket=str(path),
+            ) from error
+        return connection
+
+    # ------------------------------------------------------------ hand-off
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        data, ancillary, _, _ = self._socket.recvmsg(PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC)
+        descriptors: list[int] = []
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                rights = array.array("i")
+                rights.frombytes(payload[: len(payload) // 4 * 4])
+                descriptors += rights.tolist()
+        if not data:
+            raise Unavailable("the sidecar closed the session")
+        return json.loads(data), descriptors
+
+    def _exchange_now(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        try:
+            self._socket.send(json.dumps(request).encode())
+            return _unless_error(*self._receive())
+        except OSError as error:
+            raise Unavailable(f"the hand-off failed: {error}") from error
+
+    def _exchange(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """One question and its answer, which the watcher receives."""
+        with self._lock:
+            try:
+                self._socket.send(json.dumps(request).encode())
+            except OSError as error:
+                raise Unavailable("the sidecar is gone") from error
+            with self._arrived:
+                come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
+                if self._replies:
+                    return _unless_error(*self._replies.pop(0))
+            raise DeadlineExceeded("the hand-off did not answer") if not come else Unavailable("the sidecar is gone")
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                reply = self._receive()
+                with self._arrived:
+                    self._replies.append(reply)
+                    self._arrived.notify_all()
+        except (OSError, KVStoreError, ValueError):
+            self.close()
+
+    # ------------------------------------------------------------ memory
+
+    def _map(self, descriptor: int, byte_count: int) -> Bytes:
+        try:
+            mapping = map_read_only(descriptor, byte_count)
+        finally:
+            os.close(descriptor)
+        self._maps.append(mapping)
+        return _readable(mapping)
+
+    def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
+        for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
+            self._regions[index] = self._map(descriptor, byte_count)
+
+    def region(self, index: int) -> Bytes:
+        """A region's bytes, read-only; mapped when first asked for. Raises Unavailable once the session ended."""
+        found = self._regions.get(index)
+        while found is None:
+            if self.ended.is_set():
+                raise Unavailable("the sidecar is gone")
+            have = len(self._regions)
+            reply, descriptors = self._exchange({"op": "regions", "have": have})
+            self._add_regions(reply["regions"], descriptors)
+            if len(self._regions) == have:
+                raise Unavailable(f"the sidecar has no region {index}")
+            found = self._regions.get(index)
+        return found
+
+    def create_staging(self, byte_count: int) -> tuple[int, Bytes]:
+        """Writable memory that the server can read: (staging id, bytes). Raises Exhausted at the limit."""
+        reply, descriptors = self._exchange({"op": "staging", "bytes": byte_count})
+        try:
+            mapping = map_writable(descriptors[0], byte_count)
+        finally:
+            os.close(descriptors[0])
+        self._maps.append(mapping)
+        return int(reply["staging_id"]), np.frombuffer(mapping, np.uint8)
+
+    def _populate(self) -> None:
+        """Fill this process's page tables for the regions, so that the first fetch pays no faults."""
+        for mapping in list(self._maps):
+            for offset in range(0, len(mapping), POPULATE_BYTES):
+                if self.ended.is_set():
+                    return
+                populate_read(mapping, offset, min(POPULATE_BYTES, len(mapping) - offset))
+
+    # ------------------------------------------------------------ end
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.ended.is_set() and self.pid == os.getpid()
+
+    def close(self) -> None:
+        """End the session. Mappings go with the last copy that uses them. Idempotent."""
+        if self.ended.is_set() or self.pid != os.getpid():
+            return
+        self.ended.set()
+        with self._arrived:
+            self._arrived.notify_all()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was first
+        self._socket.close()
+        self._maps.clear()
+        self._regions.clear()
+        self.releasing.clear()
+        self.generations = np.empty(0, np.uint64)
+        self.channel.close()
+
+    def release(self, lease_id: int) -> None:
+        """Give a lease back, without waiting for the answer."""
+        if lease_id and not self.ended.is_set():
+            try:
+                request = cache_pb2.ReleaseRequest(lease_ids=[lease_id])
+                # Kept: gRPC cancels a call whose last reference goes.
+                self.releasing.append(self.cache.Release.future(request, timeout=10.0, metadata=self.metadata))
+            except ValueError:
+                return  # the channel was closed: the lease ended with the session
+
+    def call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        """A unary call. Raises the typed error its status means."""
+        try:
+            return method(request, timeout=timeout_s, metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise self.translated(error) from error
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
+
+    @staticmethod
+    def translated(error: grpc.RpcError) -> KVStoreError:
+        fields: dict[str, Any] = {}
+        for key, value in error.trailing_metadata() or ():
+            if key == METADATA_ERROR:
+                fields = json.loads(value)
+        return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
+
+
+class _Alias:
+    """Carries an array interface and keeps its owner alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _readable(mapping: mmap.mmap) -> Bytes:
+    """The mapping's bytes. The array does not know that they are read-only (torch takes no such array without a
+    warning); nothing here writes them, and the kernel would not let it."""
+    view = np.frombuffer(mapping, np.uint8)
+    interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
+    return np.asarray(_Alias(interface, view))
+
+
+def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:
+    if reply.get("op") == "error":
+        raise from_status(reply["status"], reply["message"])
+    return reply, descriptors
+
+
+def _after_fork_in_child() -> None:
+    """The child holds sockets that would keep the parent's sessions alive, and map objects whose memory it does
+    not have. Close the one; leak the other, for their destructor would unmap whatever lies there by then."""
+    for session in list(_live):
+        for mapping in session._maps:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+        try:
+            os.close(session._socket.detach())
+        except OSError:
+            continue
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

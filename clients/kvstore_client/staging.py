@@ -1,0 +1,81 @@
+"""The client's side of staging: runs of shared memory that it writes and the server reads once."""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from typing import NamedTuple
+
+from kvstore.errors import Exhausted
+from kvstore.seams.memory import Bytes
+from kvstore_client.session import Session
+
+SEGMENT_BYTES = 64 << 20
+PAGE_BYTES = 4096
+
+
+class Run(NamedTuple):
+    """A run of one segment, ours until it is given back."""
+
+    staging_id: int
+    offset: int
+    byte_count: int
+    data: Bytes
+
+
+class StagingPool:
+    """Segments on demand, first fit, within what the server grants."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._segments: dict[int, Bytes] = {}
+        self._free: list[tuple[int, int, int]] = []
+        """(segment, offset, byte_count), sorted; neighbours are joined."""
+        self._is_full = False
+
+    def take(self, byte_count: int, expected_bytes: int) -> Run | None:
+        """A run, or None when the budget is used up. ``expected_bytes``: what the store still needs, to size a new
+        segment by."""
+        byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
+        with self._lock:
+            run = self._first_fit(byte_count)
+            if run is None and self._grow(byte_count, expected_bytes):
+                run = self._first_fit(byte_count)
+            return run
+
+    def _first_fit(self, byte_count: int) -> Run | None:
+        for index, (segment, offset, size) in enumerate(self._free):
+            if size >= byte_count:
+                if size == byte_count:
+                    del self._free[index]
+                else:
+                    self._free[index] = (segment, offset + byte_count, size - byte_count)
+                return Run(segment, offset, byte_count, self._segments[segment][offset : offset + byte_count])
+        return None
+
+    def _grow(self, byte_count: int, expected_bytes: int) -> bool:
+        wanted = max(byte_count, min(SEGMENT_BYTES * 4, -(-expected_bytes // SEGMENT_BYTES) * SEGMENT_BYTES))
+        while True:
+            try:
+                segment, data = self._session.create_staging(wanted)
+            except Exhausted:
+                if wanted == byte_count:
+                    return False
+                wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
+                continue
+            self._segments[segment] = data
+            insort(self._free, (segment, 0, wanted))
+            return True
+
+    def give_back(self, run: Run) -> None:
+        """The server has read it: it may be used again."""
+        with self._lock:
+            insort(self._free, (run.staging_id, run.offset, run.byte_count))
+            joined: list[tuple[int, int, int]] = []
+            for segment, offset, size in self._free:
+                if joined and joined[-1][0] == segment and joined[-1][1] + joined[-1][2] == offset:
+                    joined[-1] = (segment, joined[-1][1], joined[-1][2] + size)
+                else:
+                    joined.append((segment, offset, size))
+            self._free = joined

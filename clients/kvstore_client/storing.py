@@ -1,0 +1,256 @@
+"""Stores: reserve, copy into staging (the caller waits for this), commit in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.chunk import ChunkLayout, layout_of, slab_parts
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError
+from kvstore.keys import Tokens, token_digest
+from kvstore.seams import FaultPoints
+from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.arrays import checked
+from kvstore_client.copying import Copier, copy, raw
+from kvstore_client.session import Session
+from kvstore_client.staging import Run, StagingPool
+
+UNIT_BYTES_MAX = 64 << 20
+"""A chunk larger than this is staged in runs of slabs."""
+
+
+class Receipt:
+    """The promise of a store. The tensors may be reused as soon as it is in your hands."""
+
+    def __init__(self, future: Future[tuple[Durability, int, str]]) -> None:
+        self._future = future
+
+    @staticmethod
+    def nothing(reason: str) -> Receipt:
+        """The receipt of a store that kept nothing."""
+        future: Future[tuple[Durability, int, str]] = Future()
+        future.set_result((Durability.NONE, 0, reason))
+        return Receipt(future)
+
+    def wait(self, timeout: float | None = None) -> Durability:
+        """The durability reached by the leading ``stored_token_count`` tokens; NONE when nothing was kept.
+
+        Raises: DeadlineExceeded after ``timeout`` seconds (None: as long as the calls' own deadlines allow).
+        """
+        try:
+            return self._future.result(timeout)[0]
+        except TimeoutError:
+            raise DeadlineExceeded(f"the store did not finish within {timeout} s") from None
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    @property
+    def stored_token_count(self) -> int:
+        """Leading tokens that are resident now. Waits like ``wait()``."""
+        return self._future.result()[1]
+
+    @property
+    def reason(self) -> str:
+        """Why less than everything was kept; empty otherwise. Waits like ``wait()``."""
+        return self._future.result()[2]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The caller's tensors, checked. ``planes[part]`` has per slab of the part's layout its (K, V) or (E,)."""
+
+    spec: ModelSpec
+    token_count: int
+    hidden_layers: tuple[int, ...]
+    planes: list[list[tuple[Any, ...]]]
+
+    @staticmethod
+    def of(spec: ModelSpec, token_count: int, kv: Any, hidden: Mapping[int, Any] | None) -> Source:
+        """Raises InvalidRequest naming the argument whose type, shape or dtype is wrong."""
+        if not isinstance(kv, Sequence) or len(kv) != spec.layer_count:
+            found = len(kv) if isinstance(kv, Sequence) else type(kv).__name__
+            raise InvalidRequest(f"kv must be one (K, V) per layer, {spec.layer_count} of them, not {found}")
+        slabs: list[tuple[Any, ...]] = []
+        for index in spec.slab_layers:
+            layer, pair = spec.layers[index], kv[index]
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise InvalidRequest(f"kv[{index}] must be a pair (K, V)")
+            k = checked(pair[0], (layer.kv_heads, token_count, layer.k_dim), spec.cache_dtype, f"kv[{index}][0] (K)")
+            v = checked(pair[1], (layer.kv_heads, token_count, layer.v_dim), spec.cache_dtype, f"kv[{index}][1] (V)")
+            slabs.append((raw(k), raw(v)))
+        planes = [slabs]
+        hidden_layers = tuple(sorted(hidden or ()))
+        for layer_index in hidden_layers:
+            if not 0 <= layer_index < spec.layer_count:
+                raise InvalidRequest(f"hidden[{layer_index}]: the model has layers 0..{spec.layer_count - 1}")
+            shape = (token_count, spec.hidden_size)
+            x = checked((hidden or {})[layer_index], shape, spec.hidden_dtype, f"hidden[{layer_index}]")
+            planes.append([(raw(x.reshape(1, *shape)),)])
+        return Source(spec, token_count, hidden_layers, planes)
+
+    def layout(self, part: int, token_count: int) -> ChunkLayout:
+        if part == 0:
+            return layout_of(self.spec, self.spec.kind, token_count)
+        return layout_of(self.spec, CacheKind.E, token_count, self.hidden_layers[part - 1])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run of slabs of one chunk: what is staged and filled together."""
+
+    chunk: int
+    part: int
+    token_start: int
+    layout: ChunkLayout
+    slab_first: int
+    slab_stop: int
+
+    @property
+    def base(self) -> int:
+        return self.layout.slabs[self.slab_first].offset
+
+    @property
+    def byte_count(self) -> int:
+        last = self.layout.slabs[self.slab_stop - 1]
+        return last.offset + last.byte_count - self.base
+
+    def fill(self, run: Run) -> pb.Fill:
+        first, last = self.layout.slabs[self.slab_first], self.layout.slabs[self.slab_stop - 1]
+        return pb.Fill(
+            chunk=self.chunk,
+            strip_first=first.strip_first,
+            strip_count=last.strip_first + last.strip_count - first.strip_first,
+            staging_id=run.staging_id,
+            staging_offset=run.offset,
+        )
+
+
+class Store:
+    """One store on its way."""
+
+    def __init__(
+        self, session: Session, pool: StagingPool, source: Source, copier: Copier, faults: FaultPoints, timeout_s: float
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._source = source
+        self._copier = copier
+        self._faults = faults
+        self._timeout_s = timeout_s
+        self._reservation_id = 0
+        self._staged: list[tuple[Unit, Run]] = []
+
+    def stage(self, name: bytes, tokens: Tokens, digests: list[bytes], exactness: int) -> None:
+        """Reserve, and copy what is wanted into staging. When staging is short, fills go out in between."""
+        spec = self._source.spec
+        step = spec.chunk_tokens
+        request = pb.Reserve(
+            query=pb.ChainQuery(
+                fingerprint=name, digests=b"".join(digests), hidden_layers=self._source.hidden_layers,
+                exactness=exactness,  # type: ignore[arg-type]
+            ),
+            token_digests=b"".join(token_digest(tokens[start : start + step]) for start in range(0, tokens.size, step)),
+            tail_token_count=tokens.size % step,
+        )  # fmt: skip
+        response = self._call(pb.StoreRequest(reserve=request))
+        self._reservation_id = response.reservation_id
+        try:
+            self._copy_all(self._units(list(response.states), tokens.size))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _units(self, states: list[int], token_count: int) -> list[Unit]:
+        units: list[Unit] = []
+        part_count = len(self._source.planes)
+        step = self._source.spec.chunk_tokens
+        for chunk, state in enumerate(states):
+            if state != StoreState.WANTED:
+                continue
+            part, start = chunk % part_count, chunk // part_count * step
+            layout = self._source.layout(part, min(step, token_count - start))
+            first = size = 0
+            for index, slab in enumerate(layout.slabs):
+                if size and size + slab.byte_count > UNIT_BYTES_MAX:
+                    units.append(Unit(chunk, part, start, layout, first, index))
+                    first, size = index, 0
+                size += slab.byte_count
+            units.append(Unit(chunk, part, start, layout, first, len(layout.slabs)))
+        return units
+
+    def _copy_all(self, units: list[Unit]) -> None:
+        remaining = sum(unit.byte_count for unit in units)
+        batch: list[tuple[Unit, Run]] = []
+        for unit in units:
+            run = self._pool.take(unit.byte_count, remaining)
+            if run is None:
+                self._copy_batch(batch)
+                batch = []
+                self._fill()
+                run = self._pool.take(unit.byte_count, remaining)
+            if run is None:
+                raise Exhausted(
+                    f"staging has no room for {unit.byte_count} bytes: raise limits.staging_bytes_max, or wait for "
+                    "earlier stores"
+                )
+            remaining -= unit.byte_count
+            batch.append((unit, run))
+        self._copy_batch(batch)
+        self._faults.reach("store.staged")
+
+    def _copy_batch(self, batch: list[tuple[Unit, Run]]) -> None:
+        self._staged += batch
+        work = [(unit, run, index) for unit, run in batch for index in range(unit.slab_first, unit.slab_stop)]
+        if work:
+            self._copier.split(self._copy_slabs, work, self._timeout_s)
+
+    def _copy_slabs(self, work: Sequence[tuple[Unit, Run, int]]) -> None:
+        for unit, run, index in work:
+            slab = unit.layout.slabs[index]
+            start = slab.offset - unit.base
+            planes = self._source.planes[unit.part][index]
+            for part in slab_parts(unit.layout, index, run.data[start : start + slab.byte_count]):
+                first = unit.token_start + part.token_start
+                copy(raw(part.array), planes[part.which][:, first : first + part.token_stop - part.token_start])
+
+    def _fills(self) -> list[pb.Fill]:
+        return [unit.fill(run) for unit, run in self._staged]
+
+    def _fill(self) -> None:
+        if self._staged:
+            step = pb.FillStrips(reservation_id=self._reservation_id, fills=self._fills())
+            self._call(pb.StoreRequest(fill=step))
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for _, run in self._staged:
+            self._pool.give_back(run)
+        self._staged = []
+
+    def commit(self) -> tuple[Durability, int, str]:
+        """Send the last fills and commit. Runs in the background. Failures are the outcome, not exceptions."""
+        try:
+            step = pb.Commit(reservation_id=self._reservation_id, fills=self._fills())
+            response = self._call(pb.StoreRequest(commit=step))
+            self._give_back()
+        except KVStoreError as error:
+            return Durability.NONE, 0, error.message
+        step_tokens = self._source.spec.chunk_tokens
+        stored = min(response.committed_count * step_tokens, self._source.token_count)
+        return Durability(response.durability), stored, response.refusal
+
+    def abort(self) -> None:
+        """Drop the reservation, if the server still knows us. Its staging is free once the server says so."""
+        try:
+            self._call(pb.StoreRequest(abort=pb.Abort(reservation_id=self._reservation_id)))
+            self._give_back()
+        except KVStoreError:
+            return  # the session is gone, and with it the reservation and the staging
+
+    def _call(self, request: pb.StoreRequest) -> Any:
+        return self._session.call(self._session.cache.Store, request, self._timeout_s)
