@@ -253,6 +253,7 @@ class Client:
         *,
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
+        into: Sequence[tuple[Any, Any]] | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
@@ -263,7 +264,7 @@ class Client:
         digests = chain_digests(array, spec.chunk_tokens, extras)
 
         def stream(prefix: Prefix | None, reason: MissReason) -> LayerStream:
-            target = Target(wanted, prefix.token_count, None) if prefix and prefix.token_count else None
+            target = Target(wanted, prefix.token_count, into) if prefix and prefix.token_count else None
             return LayerStream(prefix, target, self._copier, self.faults, reason, self._timeout_s)
 
         def opened() -> LayerStream:

@@ -38,6 +38,15 @@ def copy(target: Any, source: Any) -> None:
         np.copyto(target, source)
 
 
+def _plainly(function: Callable[..., Any], *args: object) -> Any:
+    """Run a copy without autograd's bookkeeping; tensors made in inference mode may be written only so."""
+    torch = torch_module()
+    if torch is None:
+        return function(*args)
+    with torch.inference_mode():
+        return function(*args)
+
+
 class Copier:
     """Runs batches of copies on at most two threads."""
 
@@ -45,13 +54,13 @@ class Copier:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
-        return self._workers.submit(function, *args)
+        return self._workers.submit(_plainly, function, *args)
 
     def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises what either raised."""
         count = self._workers.count
         halves = [work[start::count] for start in range(count) if work[start::count]]
-        futures = [self._workers.submit(function, half) for half in halves]
+        futures = [self.submit(function, half) for half in halves]
         for future in futures:
             future.exception(timeout_s)
         for future in futures:

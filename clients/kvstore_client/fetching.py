@@ -172,6 +172,7 @@ class Target:
     def __init__(self, wanted: Wanted, token_count: int, into: Sequence[tuple[Any, Any]] | None) -> None:
         spec = wanted.spec
         self._wanted = wanted
+        self._is_callers = into is not None
         shapes = [
             (wanted.heads_of(layer), token_count, dim)
             for layer in wanted.layers
@@ -186,6 +187,10 @@ class Target:
         self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
         self._raw = [raw(plane) for plane in self.planes]
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
+
+    def shown(self, plane: Any, dtype: str) -> Any:
+        """A plane as the caller knows it: its own tensor, or a view of ours."""
+        return plane if self._is_callers else presented(plane, dtype)
 
     def copy_layer(self, position: int, chunks: Sequence[Chunk], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
@@ -306,7 +311,7 @@ class LayerStream:
                 if bad or prefix.settle(bad) < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
                 k, v = target.planes[2 * position : 2 * position + 2]
-                yield layer, (presented(k, dtype), presented(v, dtype))
+                yield layer, (target.shown(k, dtype), target.shown(v, dtype))
         finally:
             for job in pending:
                 job.cancel()

@@ -1,0 +1,83 @@
+"""A sidecar of one's own, for the demo and the benchmarks: a real ``kvstore serve`` process on a fresh directory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvstore.errors import Unavailable
+
+START_TIMEOUT_S = 20.0
+
+
+class Sidecar:
+    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it."""
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self._arguments = arguments
+        self._environment = environment
+        self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"unix://{self.directory}/run/kvstore.sock"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Returns when the sidecar is ready. Raises Unavailable with its last words when it is not."""
+        log = self.directory / "log"
+        command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--state-directory", str(self.directory)]
+        command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
+        with log.open("a") as stream:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self._environment
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if "ready" not in line:
+            self.process.wait(START_TIMEOUT_S)
+            raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}")
+
+    def wait_prefaulted(self, timeout_s: float = 60.0) -> None:
+        """Wait until the whole arena is backed by pages, so that a benchmark does not measure page faults."""
+        from kvstore_client import connect
+
+        until = time.monotonic() + timeout_s
+        with connect(self.address) as client:
+            while time.monotonic() < until:
+                arena = client.stats().arena
+                if arena.prefaulted_bytes >= arena.capacity_bytes:
+                    return
+                time.sleep(0.1)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """SIGTERM (or SIGKILL) and wait. Idempotent."""
+        if self.process is None:
+            return
+        if kill:
+            self.process.kill()
+        else:
+            self.process.terminate()
+        self.process.wait(START_TIMEOUT_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)

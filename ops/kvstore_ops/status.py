@@ -1,0 +1,48 @@
+"""``kvstore status``: the sidecar's statistics as a table, or as a dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Group
+from rich.table import Table
+
+from kvstore.units import format_bytes
+from kvstore.v1alpha import admin_pb2
+
+
+def as_dict(stats: admin_pb2.StatsResponse) -> dict[str, Any]:
+    """Every field, zeros included, numbers as numbers."""
+    fields = MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _numbers(fields)  # type: ignore[no-any-return]  # a dict stays a dict
+
+
+def _numbers(value: Any) -> Any:
+    """64-bit integers come as strings from protobuf's JSON mapping."""
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def render(stats: admin_pb2.StatsResponse) -> Group:
+    """What it holds, for whom, and what it has done."""
+    arena, sessions = stats.arena, stats.sessions
+    held = Table("arena", "", title=f"kvstore {stats.version}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s")
+    held.add_row("used", f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}")
+    held.add_row("pre-faulted", format_bytes(arena.prefaulted_bytes))
+    held.add_row("chunks", str(arena.chunk_count))
+    held.add_row("leased / pinned", f"{format_bytes(arena.leased_bytes)} / {format_bytes(arena.pinned_bytes)}")
+    held.add_row("sessions", str(sessions.session_count))
+    held.add_row("stores in flight", f"{sessions.reservation_count} ({format_bytes(arena.reserved_bytes)})")
+    held.add_row("staging", format_bytes(sessions.staging_bytes))
+    models = Table("model", "chunks", "bytes")
+    for model in stats.models:
+        models.add_row(model.model_id, str(model.chunk_count), format_bytes(model.byte_count))
+    done = Table("since start", "")
+    for name, value in sorted(stats.counters.items()):
+        if value:
+            done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
+    return Group(held, models, done)
