@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from kvstore.errors import InvalidRequest
 from kvstore.spec import item_size
 
-_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-_NUMPY_TYPES = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_NUMPY_TYPES: dict[str, np.dtype[Any]] = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 MADV_HUGEPAGE = 14
 
 
@@ -73,7 +73,9 @@ def presented(array: NDArray[Any], dtype: str) -> Any:
 def as_tensor(array: NDArray[Any], dtype: str) -> Any:
     """A tensor over an unsigned array, zero copy."""
     torch = torch_module()
-    return torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array).view(getattr(torch, dtype))
+    return torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array).view(
+        getattr(torch, dtype)
+    )
 
 
 def raw_array(value: Any) -> NDArray[Any]:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, InvalidRequest, Unauthenticated, Unavailable
-from kvstore.keys import Extra, Tokens, chain_digests, fingerprint, tail_digest, token_array, ROOT_DIGEST
+from kvstore.keys import Extra, Tokens, chain_digests, fingerprint, token_array
 from kvstore.seams import Clock, FaultPoints, SystemClock, WorkerThreads
 from kvstore.spec import ChunkState, Durability, Encoding, Exactness, MissReason, ModelSpec, Tier
-from kvstore.v1alpha import admin_pb2, cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_to_message
 from kvstore_client.arrays import presented
 from kvstore_client.copying import Copier
 from kvstore_client.fetching import FetchedKV, LayerStream, Prefix, Target, Wanted, copy_all, open_prefix
-from kvstore_client.match import ChunkMatch, Match
+from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
 from kvstore_client.session import Session
 from kvstore_client.staging import StagingPool
 from kvstore_client.storing import Receipt, Source, Store
@@ -136,17 +137,28 @@ class Client:
     # ------------------------------------------------------------ lookup
 
     def lookup(
-        self, spec: ModelSpec, tokens: Any, *, extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT
+        self,
+        spec: ModelSpec,
+        tokens: Any,
+        *,
+        extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
     ) -> Match:
         """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, holds nothing."""
         array = token_array(tokens, spec.vocab_size)
         digests = chain_digests(array, spec.chunk_tokens, extras)
         return self._or_gone(
-            lambda: self._lookup(spec, array, digests, extras, exactness), lambda _: _unavailable(spec, array.size)
+            lambda: self._lookup(spec, array, digests, extras, exactness),
+            lambda _: unavailable(spec, array.size),
         )
 
     def _lookup(
-        self, spec: ModelSpec, tokens: Tokens, digests: list[bytes], extras: Sequence[Extra], exactness: Exactness
+        self,
+        spec: ModelSpec,
+        tokens: Tokens,
+        digests: list[bytes],
+        extras: Sequence[Extra],
+        exactness: Exactness,
     ) -> Match:
         if not digests:
             return Match(0, ())
@@ -160,7 +172,7 @@ class Client:
                 start = len(chunks) * spec.chunk_tokens
                 chunks.append(ChunkMatch(start, min(start + spec.chunk_tokens, tokens.size), *states))
         prefix = min(reply.hit_count * spec.chunk_tokens, tokens.size)
-        tail = _matching_tail(tokens, prefix, digests, reply.hit_count, reply.tails, extras)
+        tail = matching_tail(tokens, prefix, digests, reply.hit_count, reply.tails, extras)
         return Match(prefix + (tail[0] if tail else 0), tuple(chunks))
 
     # ------------------------------------------------------------ fetch
@@ -188,7 +200,7 @@ class Client:
         digests = chain_digests(array, spec.chunk_tokens, extras)
 
         def missed(_: str) -> FetchedKV:
-            return self._gather(wanted, [], None, MissReason.UNAVAILABLE, into)
+            return self._gather(wanted, None, MissReason.UNAVAILABLE, into)
 
         return self._or_gone(lambda: self._fetch(wanted, array, digests, extras, exactness, into), missed)
 
@@ -197,28 +209,30 @@ class Client:
         into: Sequence[tuple[Any, Any]] | None,
     ) -> FetchedKV:  # fmt: skip
         if not digests:
-            return self._gather(wanted, [], None, MissReason.NONE, into)
-        prefixes: list[Prefix] = []
+            return self._gather(wanted, None, MissReason.NONE, into)
         try:
-            try:
-                prefix = self._open(wanted, tokens, digests, extras, exactness)
-                prefixes.append(prefix)
-            except DataLoss as error:
-                _log.error("kvstore: %s: treated as a miss", error.message)
-                return self._gather(wanted, [], None, MissReason.CORRUPT, into)
-            return self._gather(wanted, prefixes, prefix, prefix.reason, into)
+            prefix = self._open(wanted, tokens, digests, extras, exactness)
+        except DataLoss as error:
+            _log.error("kvstore: %s: treated as a miss", error.message)
+            return self._gather(wanted, None, MissReason.CORRUPT, into)
+        try:
+            return self._gather(wanted, prefix, prefix.reason, into)
         finally:
-            for each in prefixes:
-                each.close()
+            prefix.close()
 
     def _open(
-        self, wanted: Wanted, tokens: Tokens, digests: list[bytes], extras: Sequence[Extra], exactness: Exactness
+        self,
+        wanted: Wanted,
+        tokens: Tokens,
+        digests: list[bytes],
+        extras: Sequence[Extra],
+        exactness: Exactness,
     ) -> Prefix:
         """The resident chunks, and the partial tail after them when one matches."""
         session, name = self._ready(wanted.spec)
         prefix = open_prefix(session, wanted, name, digests, _EXACTNESS[exactness], self._timeout_s)
         hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
-        tail = _matching_tail(tokens, prefix.token_count, digests, hits, prefix.tails, extras)
+        tail = matching_tail(tokens, prefix.token_count, digests, hits, prefix.tails, extras)
         if tail is None:
             return prefix
         # The tail's digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
@@ -227,7 +241,7 @@ class Client:
         return open_prefix(session, wanted, name, chain, _EXACTNESS[exactness], self._timeout_s)
 
     def _gather(
-        self, wanted: Wanted, prefixes: list[Prefix], prefix: Prefix | None, reason: MissReason,
+        self, wanted: Wanted, prefix: Prefix | None, reason: MissReason,
         into: Sequence[tuple[Any, Any]] | None,
     ) -> FetchedKV:  # fmt: skip
         count = prefix.token_count if prefix else 0
@@ -298,7 +312,9 @@ class Client:
         {layer: [tokens, hidden_size]}. Raises: InvalidRequest naming the argument that is wrong.
         """
         if durability not in (None, Durability.MEMORY):
-            raise InvalidRequest(f"durability {durability!r}: this sidecar has memory only; no lower tier is configured")
+            raise InvalidRequest(
+                f"durability {durability!r}: this sidecar has memory only; no lower tier is configured"
+            )
         array = token_array(tokens, spec.vocab_size)
         if not array.size:
             raise InvalidRequest("tokens is empty: there is nothing to store")
@@ -346,24 +362,3 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _unavailable(spec: ModelSpec, token_count: int) -> Match:
-    step = spec.chunk_tokens
-    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, MissReason.UNAVAILABLE)
-    starts = range(0, token_count, step)
-    return Match(0, tuple(ChunkMatch(start, min(start + step, token_count), *gone) for start in starts))
-
-
-def _matching_tail(
-    tokens: Tokens, prefix: int, digests: list[bytes], hits: int, tails: Sequence[pb.PartialTail], extras: Sequence[Extra]
-) -> tuple[int, bytes] | None:
-    """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
-    parent = digests[hits - 1] if hits else ROOT_DIGEST
-    best: tuple[int, bytes] | None = None
-    for tail in tails:
-        stop = prefix + tail.token_count
-        if stop <= tokens.size and (best is None or tail.token_count > best[0]):
-            if tail_digest(tokens, prefix, stop, parent, extras) == tail.digest:
-                best = (tail.token_count, tail.digest)
-    return best

@@ -12,7 +12,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, slab_parts, strip_seeds, verify_slab
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    layout_of,
+    parse_header,
+    slab_parts,
+    strip_seeds,
+    verify_slab,
+)
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams import FaultPoints
@@ -154,7 +162,10 @@ def open_prefix(
 ) -> Prefix:
     """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
     query = pb.ChainQuery(
-        fingerprint=name, digests=b"".join(digests), hidden_layers=wanted.hidden_layers, exactness=exactness  # type: ignore[arg-type]
+        fingerprint=name,
+        digests=b"".join(digests),
+        hidden_layers=wanted.hidden_layers,
+        exactness=exactness,  # type: ignore[arg-type]
     )
     try:
         stream = session.cache.Fetch(pb.FetchRequest(query=query), timeout=timeout_s, metadata=session.metadata)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.spec import ChunkState, Encoding, MissReason, Tier
+from kvstore.keys import ROOT_DIGEST, Extra, Tokens, tail_digest
+from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
+from kvstore.v1alpha import cache_pb2 as pb
 
 
 class ChunkMatch(NamedTuple):
@@ -28,3 +31,30 @@ class Match:
 
     def __bool__(self) -> bool:
         return self.prefix_token_count > 0
+
+
+def unavailable(spec: ModelSpec, token_count: int) -> Match:
+    """The match of a prompt when nobody answers."""
+    step = spec.chunk_tokens
+    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, MissReason.UNAVAILABLE)
+    starts = range(0, token_count, step)
+    return Match(0, tuple(ChunkMatch(start, min(start + step, token_count), *gone) for start in starts))
+
+
+def matching_tail(
+    tokens: Tokens,
+    prefix: int,
+    digests: list[bytes],
+    hits: int,
+    tails: Sequence[pb.PartialTail],
+    extras: Sequence[Extra],
+) -> tuple[int, bytes] | None:
+    """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
+    parent = digests[hits - 1] if hits else ROOT_DIGEST
+    best: tuple[int, bytes] | None = None
+    for tail in tails:
+        stop = prefix + tail.token_count
+        if stop <= tokens.size and (best is None or tail.token_count > best[0]):
+            if tail_digest(tokens, prefix, stop, parent, extras) == tail.digest:
+                best = (tail.token_count, tail.digest)
+    return best

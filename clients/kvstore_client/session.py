@@ -70,8 +70,8 @@ class Session:
             raise
         self._socket.settimeout(None)
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
-        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)
-        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         _live.add(self)
         start_thread(self._watch, "kvstore-watch")
         start_thread(self._populate, "kvstore-populate")
@@ -94,7 +94,9 @@ class Session:
     # ------------------------------------------------------------ hand-off
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        data, ancillary, _, _ = self._socket.recvmsg(PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._socket.recvmsg(
+            PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC
+        )
         descriptors: list[int] = []
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -123,7 +125,7 @@ class Session:
                 come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
                 if self._replies:
                     return _unless_error(*self._replies.pop(0))
-            raise DeadlineExceeded("the hand-off did not answer") if not come else Unavailable("the sidecar is gone")
+            raise (DeadlineExceeded("the hand-off did not answer") if not come else Unavailable("the sidecar is gone"))
 
     def _watch(self) -> None:
         try:

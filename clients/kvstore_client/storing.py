@@ -134,7 +134,13 @@ class Store:
     """One store on its way."""
 
     def __init__(
-        self, session: Session, pool: StagingPool, source: Source, copier: Copier, faults: FaultPoints, timeout_s: float
+        self,
+        session: Session,
+        pool: StagingPool,
+        source: Source,
+        copier: Copier,
+        faults: FaultPoints,
+        timeout_s: float,
     ) -> None:
         self._session = session
         self._pool = pool

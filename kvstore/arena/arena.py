@@ -22,9 +22,7 @@ class Arena:
     Raises: Unavailable when the machine refuses to share memory.
     """
 
-    def __init__(
-        self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int
-    ) -> None:
+    def __init__(self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.region_bytes = min(region_bytes, self.capacity_bytes)
         self._memory = memory

@@ -152,10 +152,11 @@ def _check_agreement(known: ModelSpec | None, spec: ModelSpec) -> None:
     """The same weights have one geometry; only how their cache is cut and typed may differ."""
     if known is None:
         return
-    free = {"chunk_tokens": spec.chunk_tokens, "cache_dtype": spec.cache_dtype, "hidden_dtype": spec.hidden_dtype, "scales": spec.scales}  # fmt: skip
-    if replace(known, **free) == spec:  # type: ignore[arg-type]  # the dict's values have their fields' types
+    free = {name: getattr(spec, name) for name in ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales")}
+    if replace(known, **free) == spec:
         return
-    wrong = [name for name in ("layers", "hidden_size", "vocab_size", "rope", "mla") if getattr(known, name) != getattr(spec, name)]  # fmt: skip
+    fixed = ("layers", "hidden_size", "vocab_size", "rope", "mla")
+    wrong = [name for name in fixed if getattr(known, name) != getattr(spec, name)]
     raise InvalidRequest(
         f"model {spec.model_id!r} with these weights is registered with other {', '.join(wrong)}: "
         "the same weights cannot have two geometries",

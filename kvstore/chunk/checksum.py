@@ -33,7 +33,12 @@ def strip_seeds(storage_key: bytes, layout: ChunkLayout, write_id: bytes) -> lis
 
 
 def checksum_strips(
-    slab: Bytes, layout: ChunkLayout, slab_index: int, seeds: list[int], first: int = 0, count: int | None = None
+    slab: Bytes,
+    layout: ChunkLayout,
+    slab_index: int,
+    seeds: list[int],
+    first: int = 0,
+    count: int | None = None,
 ) -> bytes:
     """Checksums of strips ``first .. first+count`` of a slab (numbered within it), 16 bytes each.
 

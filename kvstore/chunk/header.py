@@ -25,7 +25,13 @@ import numpy as np
 import xxhash
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, Checksums
-from kvstore.chunk.layout import CHUNK_BYTES_MAX, FIXED_HEADER_BYTES, PAGE_BYTES, STRIP_ENTRY_BYTES, ChunkLayout
+from kvstore.chunk.layout import (
+    CHUNK_BYTES_MAX,
+    FIXED_HEADER_BYTES,
+    PAGE_BYTES,
+    STRIP_ENTRY_BYTES,
+    ChunkLayout,
+)
 from kvstore.errors import DataLoss
 from kvstore.keys import FORMAT_VERSION
 from kvstore.seams.memory import Bytes
@@ -110,7 +116,9 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
     if magic != MAGIC:
         _bad("no chunk begins here")
     if reader > FORMAT_VERSION or version < 1 or features & ~KNOWN_FEATURES:
-        _bad(f"format version {version} with minimum reader {reader}, features {features:#x}; this reads {FORMAT_VERSION}")
+        _bad(
+            f"format version {version} with minimum reader {reader}, features {features:#x}; this reads {FORMAT_VERSION}"
+        )
     table_end = FIXED_HEADER_BYTES + strip_count * STRIP_ENTRY_BYTES
     sized = header_bytes % PAGE_BYTES == 0 and table_end <= header_bytes <= min(len(data), HEADER_BYTES_MAX)
     if not sized or header_bytes - table_end >= PAGE_BYTES or body_bytes > CHUNK_BYTES_MAX:
@@ -135,7 +143,12 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
 
 
 def _check_layout(
-    layout: ChunkLayout, kind: CacheKind, token_count: int, header_bytes: int, body_bytes: int, table: np.ndarray
+    layout: ChunkLayout,
+    kind: CacheKind,
+    token_count: int,
+    header_bytes: int,
+    body_bytes: int,
+    table: np.ndarray,
 ) -> None:
     same = (
         kind is layout.kind

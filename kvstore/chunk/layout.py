@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -100,7 +101,7 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
 
 
 def _build(
-    kind: CacheKind, token_count: int, size: int, rows: list[tuple[int, int, tuple[int, ...]]]
+    kind: CacheKind, token_count: int, size: int, rows: Sequence[tuple[int, int, tuple[int, ...]]]
 ) -> ChunkLayout:
     blocked = kind is not CacheKind.KV
     slabs, offsets, lengths, layers, heads = [], [], [], [], []

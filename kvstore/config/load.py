@@ -51,7 +51,7 @@ def _read(text: object, hint: Any) -> object:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         return text if isinstance(text, bool) else words[str(text).lower()]
     if hint is int:
-        if isinstance(text, bool) or isinstance(text, float):
+        if isinstance(text, bool | float):
             raise ValueError(text)
         return int(str(text))
     if hint is Path:

@@ -15,8 +15,8 @@ from kvstore.controller.controller import Controller
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import (
     ChainQuery,
-    Fill,
     FetchResult,
+    Fill,
     LookupResult,
     ReserveRequest,
     Resident,

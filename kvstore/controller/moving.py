@@ -3,7 +3,7 @@ rows that a reservation owns. Staging is read once: the checksum is of the arena
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,13 +14,14 @@ from kvstore.seams.memory import Bytes
 JOB_BYTES = 8 << 20
 
 
-class Move(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Move:
     """Strips ``first .. first+count`` of one slab: from ``source`` into the slab's ``target``."""
 
     layout: ChunkLayout
     slab_index: int
     first: int
-    count: int
+    strip_count: int
     source: Bytes
     target: Bytes
     seeds: list[int]
@@ -34,14 +35,14 @@ def move(moves: list[Move]) -> int:
     for each in moves:
         slab = each.layout.slabs[each.slab_index]
         base = slab.strip_first + each.first
-        offsets = each.layout.strip_offsets[base : base + each.count].astype(np.int64)
-        lengths = each.layout.strip_lengths[base : base + each.count].astype(np.int64)
+        offsets = each.layout.strip_offsets[base : base + each.strip_count].astype(np.int64)
+        lengths = each.layout.strip_lengths[base : base + each.strip_count].astype(np.int64)
         start = int(offsets[0]) - slab.offset
         stop = int(offsets[-1] + lengths[-1]) - slab.offset
         np.copyto(each.target[start:stop], each.source[: stop - start])
         _zero_gaps(each, offsets - slab.offset, lengths, slab.byte_count)
-        rows = checksum_strips(each.target, each.layout, each.slab_index, each.seeds, each.first, each.count)
-        each.checksums[base : base + each.count] = np.frombuffer(rows, np.uint8).reshape(-1, 16)
+        rows = checksum_strips(each.target, each.layout, each.slab_index, each.seeds, each.first, each.strip_count)
+        each.checksums[base : base + each.strip_count] = np.frombuffer(rows, np.uint8).reshape(-1, 16)
         moved += stop - start
     return moved
 
@@ -49,7 +50,7 @@ def move(moves: list[Move]) -> int:
 def _zero_gaps(each: Move, offsets: np.ndarray, lengths: np.ndarray, slab_bytes: int) -> None:
     """Alignment gaps hold zeros, whatever the client left there: copies of a chunk are the same to the byte."""
     ends = offsets + lengths
-    last = each.first + each.count == each.layout.slabs[each.slab_index].strip_count
+    last = each.first + each.strip_count == each.layout.slabs[each.slab_index].strip_count
     nexts = np.append(offsets[1:], slab_bytes if last else -(-int(ends[-1]) // 64) * 64)
     for end, following in zip(ends[ends < nexts].tolist(), nexts[ends < nexts].tolist(), strict=True):
         each.target[end:following] = 0

@@ -181,9 +181,7 @@ class Storing:
             token_count=token_count,
             namespace=part.fingerprint,
             fingerprint=part.fingerprint,
-            storage_key=storage_key(
-                self._keys.secret, part.fingerprint, part.provenance, part.exactness, entry.digest
-            ),
+            storage_key=storage_key(self._keys.secret, part.fingerprint, part.provenance, part.exactness, entry.digest),
             parent=entry.parent,
             chain_digest=entry.digest,
             token_digest=token_digest,

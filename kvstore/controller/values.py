@@ -38,10 +38,11 @@ class LookupResult:
     tails: tuple[Tail, ...]
 
 
-class Resident(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Resident:
     """One resident part of a chunk: chain index, part, tokens, and where it lies."""
 
-    index: int
+    chain_index: int
     part: int
     token_count: int
     placement: Placement

@@ -3,6 +3,7 @@ never on the event loop. Simulation runs the same calls inline."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +26,12 @@ class Workers(Protocol):
 
 
 class WorkerThreads:
-    """Daemon-free pool threads; at most ``count`` calls run at once."""
+    """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
+    not wait for work that nobody waits for."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._count = count
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_be_nice, initargs=(nice,))
 
     @property
     def count(self) -> int:
@@ -40,6 +42,11 @@ class WorkerThreads:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)
+
+
+def _be_nice(nice: int) -> None:
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class InlineWorkers:

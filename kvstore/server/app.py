@@ -69,25 +69,11 @@ def serve(loaded: LoadedSettings) -> int:
 
 async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     settings = loaded.settings
-    clock, memory, faults = SystemClock(), SystemMemory(), FaultPoints()
+    clock = SystemClock()
     workers = WorkerThreads(MOVER_COUNT, "mover")
-    background = WorkerThreads(1, "prefault")
-    arena = Arena(
-        memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=settings.arena.region_bytes
-    )
-    controller = Controller(
-        arena=arena,
-        policy=LeastRecentlyUsed(),
-        limits=settings.limits,
-        clock=clock,
-        random=SystemRandom(),
-        memory=memory,
-        workers=workers,
-        keys=TenantKeys(),
-        faults=faults,
-        counters=Counters(),
-        deadline_s=settings.controller.deadline_s,
-    )
+    background = WorkerThreads(1, "prefault", nice=19)
+    controller = _controller(loaded, clock, workers)
+    arena = controller.arena
     sockets = settings.server.socket_directory
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -104,9 +90,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             if server.add_insecure_port(f"unix:{sockets / GRPC_SOCKET}") == 0:
                 raise Unavailable(f"cannot listen on {sockets / GRPC_SOCKET}")
             await server.start()
-            for name in (cache_pb2, admin_pb2):
-                for service in name.DESCRIPTOR.services_by_name.values():
-                    await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
+            await _report_healthy(health_service)
             os.chmod(sockets / GRPC_SOCKET, 0o600)
             if settings.arena.prefault:
                 tasks.append(group.create_task(prefault(arena, background, clock)))
@@ -133,7 +117,28 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
         arena.close()
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: it ends the task group, connections included
+def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThreads) -> Controller:
+    """The service on the real world."""
+    settings, memory, faults = loaded.settings, SystemMemory(), FaultPoints()
+    arena = Arena(
+        memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=settings.arena.region_bytes
+    )
+    return Controller(
+        arena=arena,
+        policy=LeastRecentlyUsed(),
+        limits=settings.limits,
+        clock=clock,
+        random=SystemRandom(),
+        memory=memory,
+        workers=workers,
+        keys=TenantKeys(),
+        faults=faults,
+        counters=Counters(),
+        deadline_s=settings.controller.deadline_s,
+    )
+
+
+class _Stopped(Exception):
     """The service was told to stop."""
 
 
@@ -155,9 +160,18 @@ def _grpc_server(controller: Controller, clock: SystemClock, loaded: LoadedSetti
     return server, health_service
 
 
+async def _report_healthy(health_service: Any) -> None:
+    for module in (cache_pb2, admin_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
+
+
 def _announce(loaded: LoadedSettings, page: str) -> None:
     settings = loaded.settings
     path = settings.server.socket_directory / GRPC_SOCKET
     capacity = format_bytes(settings.arena.capacity_bytes)
-    print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, arena {capacity}, {page})", flush=True)
+    print(
+        f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, arena {capacity}, {page})",
+        flush=True,
+    )
     _log.info("ready", extra={"socket": str(path), "pid": os.getpid(), "metrics": page})

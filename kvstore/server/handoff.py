@@ -120,7 +120,11 @@ class Handoff:
             if operation == "regions":
                 regions = self._controller.arena.regions[_number(request, "have") :][:DESCRIPTORS_MAX]
                 rows = [[region.index, region.byte_count] for region in regions]
-                _send(connection, {"op": "regions", "regions": rows}, [each.mapping.descriptor for each in regions])
+                _send(
+                    connection,
+                    {"op": "regions", "regions": rows},
+                    [each.mapping.descriptor for each in regions],
+                )
             elif operation == "staging":
                 staging = self._controller.create_staging(session, _number(request, "bytes"))
                 reply = {"op": "staging", "staging_id": staging.staging_id, "bytes": staging.byte_count}

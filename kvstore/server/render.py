@@ -18,7 +18,8 @@ from kvstore.controller import (
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES
 from kvstore.spec import ChunkState, Encoding, Exactness, Tier
-from kvstore.v1alpha import admin_pb2, cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import cache_pb2 as pb
 
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
@@ -54,8 +55,7 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
 
 def parse_fills(messages: Iterable[pb.Fill]) -> list[Fill]:
     return [
-        Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset)
-        for each in messages
+        Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset) for each in messages
     ]
 
 
@@ -87,11 +87,12 @@ def render_fetch(result: FetchResult) -> pb.FetchResponse:
         reason=int(result.reason),  # type: ignore[arg-type]
         tails=_tails(result.tails),
     )
-    for index, part, token_count, placement in result.chunks:
+    for chunk in result.chunks:
+        placement = chunk.placement
         response.chunks.add(
-            index=index,
-            part=part,
-            token_count=token_count,
+            index=chunk.chain_index,
+            part=chunk.part,
+            token_count=chunk.token_count,
             extents=[
                 pb.Extent(region=extent.region, offset=extent.offset, byte_count=extent.byte_count)
                 for extent in placement.extents

@@ -9,7 +9,8 @@ from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import Clock
 from kvstore.server import render
 from kvstore.server.rpc import Context
-from kvstore.v1alpha import admin_pb2, cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION, spec_from_message
 
 
@@ -84,7 +85,7 @@ class AdminService:
         self._started_s = clock.monotonic()
         self._server_pid = server_pid
 
-    async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:  # noqa: ARG002 - the contract's shape
+    async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
         """A consistent snapshot."""
         _session(self._controller, context)
         uptime = self._clock.monotonic() - self._started_s

@@ -18,6 +18,4 @@ def item_size(dtype: str) -> int:
     try:
         return DTYPES[dtype]
     except KeyError:
-        raise InvalidRequest(
-            f"cache dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", dtype=dtype
-        ) from None
+        raise InvalidRequest(f"cache dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", dtype=dtype) from None

@@ -44,8 +44,10 @@ def _dtype_of(config: Any, weights: Any) -> str:
 
 
 def _rope_of(config: Any, head_dim: int) -> RopeSpec:
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    parameters: Mapping[str, Any] = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    theta: Any = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     factors = sorted(
         (name, float(value))

@@ -87,7 +87,8 @@ class ModelSpec:
     """Names whose cache it is.
 
     ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
-    identity by name; the two never mix. ``hidden_dtype`` is the dtype of E. ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
+    identity by name; the two never mix. ``hidden_dtype`` is the dtype of E.
+    ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
 
     Raises: InvalidRequest naming the field that is wrong.
     """
@@ -146,9 +147,7 @@ class ModelSpec:
         )
 
     @classmethod
-    def from_transformers(
-        cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = ""
-    ) -> ModelSpec:
+    def from_transformers(cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "") -> ModelSpec:
         """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
         (a model, a state dict, or a digest string). Needs torch when weights are tensors."""
         from kvstore.spec.from_transformers import spec_from_transformers

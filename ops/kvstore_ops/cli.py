@@ -73,6 +73,7 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 def status(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     """What the sidecar holds and has done."""
     from kvstore_client import connect
+
     from kvstore_ops.status import as_dict, render
 
     with connect(f"unix://{socket}" if socket else None) as client:
@@ -87,7 +88,9 @@ def _benchmarks() -> list[str]:
     import kvstore_ops.bench as bench
 
     return sorted(
-        module.name.replace("_", "-") for module in pkgutil.iter_modules(bench.__path__) if module.name not in bench.SHARED
+        module.name.replace("_", "-")
+        for module in pkgutil.iter_modules(bench.__path__)
+        if module.name not in bench.SHARED
     )
 
 

@@ -149,15 +149,15 @@ def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
     kept: set[str] = set()
     for file in files.file:
         for message in file.message_type:
-            numbers = {n for span in message.reserved_range for n in range(span.start, min(span.end, span.start + 1000))}
+            numbers = {
+                n for span in message.reserved_range for n in range(span.start, min(span.end, span.start + 1000))
+            }
             for name in message.reserved_name:
                 kept |= {f"field {file.package}.{message.name}.{name} {number}" for number in numbers}
     return kept
 
 
-def breaking(
-    before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet
-) -> list[str]:
+def breaking(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet) -> list[str]:
     """What a peer built against ``before`` would trip over in ``after``."""
     old, new, reserved = _surface(before), _surface(after), _reserved(after)
     found = []

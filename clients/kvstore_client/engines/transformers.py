@@ -31,7 +31,13 @@ from kvstore_client.fetching import LayerStream
 from kvstore_client.storing import Receipt
 
 _log = logging.getLogger("kvstore.client")
-_UNSUPPORTED = ("past_key_values", "inputs_embeds", "assistant_model", "prompt_lookup_num_tokens", "encoder_outputs")
+_UNSUPPORTED = (
+    "past_key_values",
+    "inputs_embeds",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "encoder_outputs",
+)
 
 
 @dataclass
@@ -232,7 +238,13 @@ class CachedModel:
             return self._attempt(input_ids, tokens, options, started_s, may_reuse=False)
 
     def _attempt(
-        self, input_ids: torch.Tensor, tokens: Any, options: dict[str, Any], started_s: float, *, may_reuse: bool
+        self,
+        input_ids: torch.Tensor,
+        tokens: Any,
+        options: dict[str, Any],
+        started_s: float,
+        *,
+        may_reuse: bool,
     ) -> tuple[Report, Any]:
         count = int(input_ids.shape[1])
         last_step = (count - 1) // self.step_tokens * self.step_tokens
@@ -246,7 +258,9 @@ class CachedModel:
         cache.layers = layers
         for start in range(reused, last_step, self.step_tokens):
             self.model.base_model(
-                input_ids=input_ids[:, start : start + self.step_tokens], past_key_values=cache, use_cache=True
+                input_ids=input_ids[:, start : start + self.step_tokens],
+                past_key_values=cache,
+                use_cache=True,
             )
 
         def first_token() -> None:
@@ -291,9 +305,7 @@ class CachedModel:
             for layer in range(spec.layer_count)
         ]
 
-    def _reuse(
-        self, tokens: Any, layers: list[_Layer], arrivals: _Arrivals, report: Report, started_s: float
-    ) -> int:
+    def _reuse(self, tokens: Any, layers: list[_Layer], arrivals: _Arrivals, report: Report, started_s: float) -> int:
         """Open the fetch of the stored prefix. Returns how many tokens of it, whole steps, will arrive."""
         into = [layer.first(len(tokens)) for layer in layers]
         stream = self.client.fetch_layers(self.spec, tokens, into=into)

@@ -1,0 +1,4 @@
+"""Benchmarks: one per file, each prints its figure beside the limit measured in the same run."""
+
+SHARED = frozenset({"result", "copying"})
+"""Modules of this package that are no benchmark."""
