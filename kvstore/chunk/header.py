@@ -112,13 +112,11 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
         _bad("truncated")
     (magic, version, reader, header_bytes, body_bytes, features, kind, provenance, exactness, encoding, envelope,
      tag_bytes, token_count, strip_count, e_layer, zero, first_position, namespace, fingerprint, storage_key, parent,
-     chain_digest, token_digest, tenant_digest, rope_digest, write_id, _key_id, checksum) = _FIXED.unpack(raw)  # fmt: skip
+     chain_digest, token_digest, tenant_digest, rope_digest, write_id, _key, checksum) = _FIXED.unpack(raw)  # fmt: skip
     if magic != MAGIC:
         _bad("no chunk begins here")
     if reader > FORMAT_VERSION or version < 1 or features & ~KNOWN_FEATURES:
-        _bad(
-            f"format version {version} with minimum reader {reader}, features {features:#x}; this reads {FORMAT_VERSION}"
-        )
+        _bad(f"format version {version}, minimum reader {reader}, features {features:#x}: newer than this release")
     table_end = FIXED_HEADER_BYTES + strip_count * STRIP_ENTRY_BYTES
     sized = header_bytes % PAGE_BYTES == 0 and table_end <= header_bytes <= min(len(data), HEADER_BYTES_MAX)
     if not sized or header_bytes - table_end >= PAGE_BYTES or body_bytes > CHUNK_BYTES_MAX:

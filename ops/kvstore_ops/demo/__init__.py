@@ -1,0 +1,10 @@
+"""The demo: a real decoder model behind a real sidecar, asked the same long prompt twice.
+
+Each scene is an engine process of its own: it builds the model from its seed, connects, and answers. What the
+second scene knows of the first came through the sidecar. ``scene`` is what an engine does, ``stage`` runs the
+scenes, ``show`` draws the table and the picture, ``text`` and ``model`` make the inputs.
+"""
+
+from kvstore_ops.demo.stage import main
+
+__all__ = ["main"]
