@@ -279,7 +279,7 @@ class Client:
 
         def stream(prefix: Prefix | None, reason: MissReason) -> LayerStream:
             target = Target(wanted, prefix.token_count, into) if prefix and prefix.token_count else None
-            return LayerStream(prefix, target, self._copier, self.faults, reason, self._timeout_s)
+            return LayerStream(prefix, target, self._copier, self.faults, self._clock, reason, self._timeout_s)
 
         def opened() -> LayerStream:
             if not digests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvstore.chunk import (
 )
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
 from kvstore.keys import fingerprint
-from kvstore.seams import FaultPoints
+from kvstore.seams import Clock, FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, ModelSpec, Tier
 from kvstore.v1alpha import cache_pb2 as pb
@@ -283,26 +283,31 @@ class LayerStream:
     """Yields (layer, (K, V)) in order while later layers are still being copied.
 
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises DataLoss when a
-    chunk was lost under the copy: discard what came, recompute.
+    chunk was lost under the copy: discard what came, recompute. ``landed_s``: when the last layer was there.
     """
 
-    WINDOW = 4
-
     def __init__(
-        self, prefix: Prefix | None, target: Target | None, copier: Copier, faults: FaultPoints,
-        reason: MissReason, timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        prefix: Prefix | None,
+        target: Target | None,
+        copier: Copier,
+        faults: FaultPoints,
+        clock: Clock,
+        reason: MissReason,
+        timeout_s: float,
+    ) -> None:
         self._prefix = prefix
         self._target = target
         self._copier = copier
         self._faults = faults
+        self._clock = clock
         self._timeout_s = timeout_s
         self.reason = reason
+        self.landed_s = 0.0
         self.token_count = prefix.token_count if prefix else 0
-        self.tier = prefix.tier if prefix and self.token_count else Tier.NONE
-        self.byte_count = (
-            sum(chunk.layout.payload_bytes for chunk in prefix.chunks) if prefix and self.token_count else 0
-        )
+        hit = prefix if self.token_count else None
+        self.tier = hit.tier if hit else Tier.NONE
+        self.byte_count = sum(chunk.layout.payload_bytes for chunk in hit.chunks) if hit else 0
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
         prefix, target = self._prefix, self._target
@@ -312,21 +317,24 @@ class LayerStream:
         layers = prefix.wanted.layers
         dtype = prefix.wanted.spec.cache_dtype
         bad: set[int] = set()
-        pending: list[Future[Any]] = []
+        # The memory is there already, so nothing is gained by holding copies back; two threads bound them.
+        jobs = [self._copier.submit(self._copy, target, position, bad) for position in range(len(layers))]
         try:
             for position, layer in enumerate(layers):
-                while len(pending) < min(len(layers), position + self.WINDOW):
-                    job = self._copier.submit(target.copy_layer, len(pending), prefix.chunks, bad, self._faults)
-                    pending.append(job)
-                pending[position].result(self._timeout_s)
+                jobs[position].result(self._timeout_s)
                 if bad or prefix.settle(bad) < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
                 k, v = target.planes[2 * position : 2 * position + 2]
                 yield layer, (target.shown(k, dtype), target.shown(v, dtype))
         finally:
-            for job in pending:
-                job.cancel()
+            running = [job for job in jobs if not job.cancel()]
+            wait(running, self._timeout_s)
             self.close()
+
+    def _copy(self, target: Target, position: int, bad: set[int]) -> None:
+        assert self._prefix is not None
+        target.copy_layer(position, self._prefix.chunks, bad, self._faults)
+        self.landed_s = self._clock.monotonic()
 
     def close(self) -> None:
         """Give the lease back; done by itself at the end of the iteration."""

@@ -319,7 +319,7 @@ class CachedModel:
         report.reused_token_count, report.tier, report.fetched_bytes = reused, stream.tier, stream.byte_count
 
         def landed() -> None:
-            report.fetch_s = self._clock.monotonic() - opened_s
+            report.fetch_s = stream.landed_s - opened_s
 
         arrivals.on_last = landed
         arrivals.attach(stream)

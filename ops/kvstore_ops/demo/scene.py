@@ -1,6 +1,6 @@
 """One scene: an engine process that answers one prompt through the sidecar, and prints what happened as JSON.
 
-    python -m kvstore_ops.demo.scene ADDRESS cold|warm
+python -m kvstore_ops.demo.scene ADDRESS cold|warm
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def say(stage: str) -> None:
 def play(address: str, name: str) -> Outcome:
     """Answer the prompt once."""
     import torch
-
     from kvstore_client import connect
     from kvstore_client.engines.transformers import CachedModel
+
     from kvstore_ops.demo import model as demo_model
     from kvstore_ops.demo.text import prompt_tokens
 

@@ -19,22 +19,20 @@ PHASES = {
 def table(outcomes: list[Outcome]) -> Table:
     """One row per scene."""
     cold = outcomes[0]
-    drawn = Table("scene", "engine pid", "TTFT", "tokens reused", "from", "fetched", "speed-up", "same tokens")
+    drawn = Table("scene", "TTFT", "tokens reused", "fetched", "speed-up", "tokens identical")
     for each in outcomes:
-        rate = f"{each.fetched_bytes / 1e6:.0f} MB at {each.fetched_bytes / each.fetch_s / 1e9:.2f} GB/s" if each.fetch_s else "-"
+        rate = f"{each.fetched_bytes / each.fetch_s / 1e9:.2f} GB/s" if each.fetch_s else "-"
         drawn.add_row(
             each.name,
-            str(each.pid),
             f"{each.best_ttft_s:.3f} s",
             f"{each.reused_token_count:,} of {each.token_count:,}",
-            each.tier if each.reused_token_count else "-",
             rate,
             f"{cold.best_ttft_s / each.best_ttft_s:.1f}x",
             "-" if each is cold else "yes" if each.tokens == cold.tokens else "NO",
         )
     drawn.caption = (
         f"cold: the better of stepped ({cold.ttft_s:.2f} s) and one-pass prefill ({cold.one_pass_s:.2f} s). "
-        "GB/s: until the last layer had landed, while the model was computing"
+        "fetched: from the arena, while the model was computing"
     )
     return drawn
 

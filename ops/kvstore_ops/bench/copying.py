@@ -1,0 +1,80 @@
+"""Shared by the benchmarks that move bytes: the 8B geometry, a ready sidecar, and copy limits.
+
+"Copy limit": the same source runs into the same destination runs, the same two threads, one process, no service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, ModelSpec, connect
+from kvstore_client.copying import Copier, copy
+
+from kvstore_ops.sidecar import Sidecar
+
+VOCABULARY = 128_256
+CHUNK_TOKENS = 256
+CHUNKS = {"full": 8, "quick": 8, "tiny": 1}
+LAYERS = {"full": 32, "quick": 32, "tiny": 2}
+RUNS = {"full": 40, "quick": 15, "tiny": 2}
+
+
+def geometry(scale: str) -> ModelSpec:
+    """32 layers, 8 kv heads, head dim 128, bf16: 256 tokens are 32 MiB."""
+    return ModelSpec.dense(
+        "bench-8b", "unverified:bench", layer_count=LAYERS[scale], kv_heads=8, head_dim=128, hidden_size=4096,
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+
+
+def random_tokens(count: int, seed: int) -> Any:
+    """Tokens nobody stored before."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.uint32)
+
+
+def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
+    """Pre-faulted torch tensors, per layer (K, V)."""
+    import torch
+
+    shape = (8, token_count, 128)
+    return [
+        (torch.ones(shape, dtype=torch.bfloat16), torch.full(shape, 2, dtype=torch.bfloat16))
+        for _ in range(spec.layer_count)
+    ]
+
+
+@contextmanager
+def ready(scale: str) -> Iterator[tuple[Sidecar, Client]]:
+    """A sidecar whose arena is backed by pages, and a client of it that was connected after that."""
+    capacity = "64 MiB" if scale == "tiny" else "1 GiB"
+    with Sidecar("--capacity", capacity) as sidecar:
+        sidecar.wait_prefaulted()
+        with connect(sidecar.address, timeout_s=60.0) as client:
+            yield sidecar, client
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def copy_seconds(copier: Copier, pairs: Sequence[tuple[Any, Any]]) -> float:
+    """Copy (target, source) pairs on the copier's threads."""
+
+    def run(work: Sequence[tuple[Any, Any]]) -> None:
+        for target, source in work:
+            copy(target, source)
+
+    return timed(lambda: copier.split(run, pairs, 60.0))
+
+
+def one_call_copy_bytes_per_s(byte_count: int) -> float:
+    """One memcpy of everything: what the memory can do when nothing is cut in runs."""
+    source, target = np.ones(byte_count, np.uint8), np.ones(byte_count, np.uint8)
+    return byte_count / min(timed(lambda: np.copyto(target, source)) for _ in range(3))

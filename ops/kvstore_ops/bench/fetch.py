@@ -1,0 +1,119 @@
+"""fetch: 256 MiB from a warm arena into pre-faulted tensors, RPC included, over the copy limit."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from kvstore_client.client import Client
+from kvstore_client.copying import Copier, raw
+from kvstore_client.fetching import Wanted, open_prefix
+
+from kvstore.chunk import slab_parts
+from kvstore.keys import chain_digests, fingerprint
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+
+TARGET = 0.90
+VERIFY_TARGET = 0.65
+
+
+def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The copies a fetch makes, as (target, source), in the mapped memory itself."""
+    wanted = Wanted.of(spec, None, None, (), verify=False)
+    name = fingerprint(spec, spec.kind)
+    prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
+    pairs = []
+    for layer in range(spec.layer_count):
+        planes = [raw(plane) for plane in into[layer]]
+        for chunk in prefix.chunks:
+            for part in slab_parts(chunk.layout, layer, chunk.pieces[1 + layer]):
+                start = chunk.token_start + part.token_start
+                stop = chunk.token_start + part.token_stop
+                pairs.append((planes[part.which][:, start:stop], raw(part.array)))
+    prefix.close()
+    return pairs
+
+
+def run(scale: str) -> Result:
+    """Interleaved pairs of a fetch and its copy limit, after a warm-up of both."""
+    spec = shared.geometry(scale)
+    count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
+    tokens = shared.random_tokens(count, 1)
+    into = shared.tensors(spec, count)
+    byte_count = sum(k.nbytes + v.nbytes for k, v in into)
+    copier = Copier()
+    with shared.ready(scale) as (sidecar, client):
+        client.store(spec, tokens, into).wait()
+        pairs = limit_pairs(client, spec, tokens, into)
+
+        def fetch(verify: bool = False) -> None:
+            assert client.fetch(spec, tokens, into=into, verify=verify).token_count == count
+
+        first = first_fetch_seconds(sidecar.address, scale)
+        fetch()
+        shared.copy_seconds(copier, pairs)
+        ours, limits, verified = [], [], []
+        for _ in range(shared.RUNS[scale]):
+            limits.append(shared.copy_seconds(copier, pairs))
+            ours.append(shared.timed(fetch))
+            verified.append(shared.timed(lambda: fetch(verify=True)))
+        one_thread = min(shared.copy_seconds(Copier(_one()), pairs) for _ in range(2))
+    copier.close()
+    ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
+    verify_ratios = [limit / mine for limit, mine in zip(limits, verified, strict=True)]
+    ratio, verify_ratio = statistics.median(ratios), statistics.median(verify_ratios)
+    rate = byte_count / statistics.median(ours)
+    limit = byte_count / statistics.median(limits)
+    memcpy = shared.one_call_copy_bytes_per_s(byte_count)
+    show(
+        f"fetch: {byte_count >> 20} MiB, {len(ours)} pairs",
+        [
+            ("fetch", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
+            ("fetch --verify", f"{byte_count / statistics.median(verified) / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
+            ("fetch --first (fresh client process)", f"{byte_count / first / 1e9:.2f} GB/s"),
+            ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
+            ("copy limit, 1 thread", f"{byte_count / one_thread / 1e9:.2f} GB/s"),
+            ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
+        ],
+    )
+    return Result(
+        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio, target=f">= {TARGET}; verify >= {VERIFY_TARGET}",
+        met=ratio >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours), spread=quartiles(ratios),
+        conditions={
+            "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
+            "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
+            "one_thread_bytes_per_s": byte_count / one_thread,
+        },
+    )  # fmt: skip
+
+
+def _one() -> Any:
+    from kvstore.seams import WorkerThreads
+
+    return WorkerThreads(1, "limit")
+
+
+def first_fetch_seconds(address: str, scale: str) -> float:
+    """The first fetch of a fresh process: connection excluded, page tables not yet filled."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "kvstore_ops.bench.fetch", address, scale]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def _first(address: str, scale: str) -> None:
+    from kvstore_client import connect
+
+    spec = shared.geometry(scale)
+    count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
+    tokens, into = shared.random_tokens(count, 1), shared.tensors(spec, count)
+    with connect(address) as client:
+        print(shared.timed(lambda: client.fetch(spec, tokens, into=into)))
+
+
+if __name__ == "__main__":
+    import sys
+
+    _first(sys.argv[1], sys.argv[2])

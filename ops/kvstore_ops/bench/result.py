@@ -1,0 +1,50 @@
+"""What a benchmark says: a figure, the limit it is held against, and how both were had."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(kw_only=True)
+class Result:
+    """``ratio`` is the median of pairwise ratios, ``spread`` its quartiles; ``met`` whether the target holds."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+    ratio: float
+    target: str
+    met: bool
+    runs: int
+    spread: tuple[float, float]
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The last line of the benchmark."""
+        rounded = {
+            key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in asdict(self).items()
+        }
+        return {**rounded, "spread": [float(f"{each:.4g}") for each in self.spread]}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The middle half's ends."""
+    if len(values) < 2:
+        return (values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4)
+    return (low, high)
+
+
+def show(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A small table for people, before the line for machines."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)

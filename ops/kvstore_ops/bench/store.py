@@ -1,0 +1,92 @@
+"""store: how long the engine is blocked storing 256 MiB, over the copy limit."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from kvstore_client.client import Client
+from kvstore_client.copying import Copier, raw
+
+from kvstore.chunk import layout_of, slab_parts
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+
+TARGET = 1.15
+
+
+def limit_pairs(
+    client: Client, spec: Any, source: list[tuple[Any, Any]], count: int
+) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """The copies a store makes, as (target, source), into real staging; and the staging runs that hold them."""
+    pool = client.connect_now().staging
+    layout = layout_of(spec, spec.kind, spec.chunk_tokens)
+    pairs, runs = [], []
+    for start in range(0, count, spec.chunk_tokens):
+        run = pool.take(layout.body_bytes, layout.body_bytes * count // spec.chunk_tokens)
+        runs.append(run)
+        for index, slab in enumerate(layout.slabs):
+            planes = [raw(plane) for plane in source[index]]
+            for part in slab_parts(layout, index, run.data[slab.offset : slab.offset + slab.byte_count]):
+                tokens = slice(start + part.token_start, start + part.token_stop)
+                pairs.append((raw(part.array), planes[part.which][:, tokens]))
+    return pairs, runs
+
+
+def measure(scale: str) -> dict[str, Any]:
+    """Blocked, visible and limit seconds of interleaved runs; store and visible are two readings of one."""
+    spec = shared.geometry(scale)
+    count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
+    source = shared.tensors(spec, count)
+    byte_count = sum(k.nbytes + v.nbytes for k, v in source)
+    copier = Copier()
+    blocked, visible, limits = [], [], []
+    with shared.ready(scale) as (sidecar, client):
+        from kvstore_client import connect
+
+        with connect(sidecar.address) as other:
+            for number in range(shared.RUNS[scale] + 2):
+                tokens = shared.random_tokens(count, 100 + number)
+                client.connect_now()
+                pairs, runs = limit_pairs(client, spec, source, count)
+                limit = shared.copy_seconds(copier, pairs)
+                del pairs
+                for each in runs:
+                    client.connect_now().staging.give_back(each)
+                receipts: list[Any] = []
+
+                def store(tokens: Any = tokens, receipts: list[Any] = receipts) -> None:
+                    receipts.append(client.store(spec, tokens, source))
+
+                def see(tokens: Any = tokens, receipts: list[Any] = receipts) -> None:
+                    receipts[0].wait()
+                    assert other.lookup(spec, tokens).prefix_token_count == count
+
+                stored = shared.timed(store)
+                seen = stored + shared.timed(see)
+                if number >= 2:  # the first rounds fault staging's pages in
+                    blocked.append(stored)
+                    visible.append(seen)
+                    limits.append(limit)
+    copier.close()
+    return {"bytes": byte_count, "blocked": blocked, "visible": visible, "limits": limits}
+
+
+def run(scale: str) -> Result:
+    """Interleaved; both after staging was touched once."""
+    figures = measure(scale)
+    byte_count, blocked, limits = figures["bytes"], figures["blocked"], figures["limits"]
+    ratios = [mine / limit for mine, limit in zip(blocked, limits, strict=True)]
+    ratio, seconds = statistics.median(ratios), statistics.median(blocked)
+    show(
+        f"store: {byte_count >> 20} MiB, {len(blocked)} pairs",
+        [
+            ("engine blocked", f"{seconds * 1e3:.1f} ms, {ratio:.3f} of the copy"),
+            ("copy into staging, 2 threads", f"{statistics.median(limits) * 1e3:.1f} ms"),
+        ],
+    )
+    return Result(
+        name="store", value=seconds, unit="s", limit=statistics.median(limits), ratio=ratio, target=f"<= {TARGET}",
+        met=ratio <= TARGET, runs=len(blocked), spread=quartiles(ratios),
+        conditions={"scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2},
+    )  # fmt: skip

@@ -1,0 +1,30 @@
+"""visible: stored bytes per second until another client can fetch them, over the copy limit."""
+
+from __future__ import annotations
+
+import statistics
+
+from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.store import measure
+
+TARGET = 0.50
+
+
+def run(scale: str) -> Result:
+    """From the call of store to the other client's lookup that hits everything."""
+    figures = measure(scale)
+    byte_count, visible, limits = figures["bytes"], figures["visible"], figures["limits"]
+    ratios = [limit / mine for mine, limit in zip(visible, limits, strict=True)]
+    ratio = statistics.median(ratios)
+    rate, limit = byte_count / statistics.median(visible), byte_count / statistics.median(limits)
+    show(
+        f"visible: {byte_count >> 20} MiB, {len(visible)} pairs",
+        [
+            ("until another client hits", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
+            ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
+        ],
+    )
+    return Result(
+        name="visible", value=rate, unit="B/s", limit=limit, ratio=ratio, target=f">= {TARGET}", met=ratio >= TARGET,
+        runs=len(visible), spread=quartiles(ratios), conditions={"scale": scale, "bytes": byte_count, "warm": True},
+    )  # fmt: skip
