@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ def content_digest(tokens: Tokens, extras: Sequence[Extra] = ()) -> bytes:
     return blake3(data + _extras(sorted(extras), 0)).digest()
 
 
+@lru_cache(maxsize=4096)
 def fingerprint(spec: ModelSpec, kind: CacheKind, layer: int | None = None) -> bytes:
     """The namespace of one kind of cache of one model. E has a namespace per layer it enters."""
     assert (kind is CacheKind.E) == (layer is not None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.chunk import Part
 from kvstore.seams import Workers, WorkerThreads
 from kvstore_client.arrays import is_tensor, raw_array, torch_module
 
@@ -36,6 +37,22 @@ def copy(target: Any, source: Any) -> None:
         target.copy_(source)
     else:
         np.copyto(target, source)
+
+
+def plane_run(plane: Any, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Any:
+    """The tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
+
+    ``plane``: raw [heads, tokens, dim]; ``start``: the first chunk's first token.
+    """
+    if chunk_count == 1:
+        return plane[None, :, start + part.token_start : start + part.token_stop]
+    run = plane[:, start : start + chunk_tokens * chunk_count]
+    heads, _, dim = run.shape
+    if is_tensor(run):
+        split = run.unflatten(1, (chunk_count, chunk_tokens)).transpose(0, 1)
+    else:
+        split = run.reshape(heads, chunk_count, chunk_tokens, dim).swapaxes(0, 1)
+    return split[:, :, part.token_start : part.token_stop]
 
 
 def _plainly(function: Callable[..., Any], *args: object) -> Any:

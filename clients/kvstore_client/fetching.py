@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -28,7 +29,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, ModelSpec, Tier
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import carve, checked, destination, presented
-from kvstore_client.copying import Copier, copy, raw
+from kvstore_client.copying import Copier, copy, plane_run, raw
 from kvstore_client.session import Session
 
 _log = logging.getLogger("kvstore.client")
@@ -82,17 +83,68 @@ class Wanted:
         return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """One resident part of a chunk: views of its pieces, and what its generation must stay."""
 
     part: int
     token_start: int
     layout: ChunkLayout
-    pieces: list[Bytes]
+    extents: list[Bytes]
     slot: int
     generation: int
     header: ChunkHeader
+    home: tuple[Bytes, int, int] | None
+    """(region bytes, region index, offset) when the chunk lies in one extent."""
+
+    def slab(self, index: int) -> Bytes:
+        """The bytes of one slab."""
+        start = self.layout.header_bytes + self.layout.slabs[index].offset
+        for extent in self.extents:
+            if start < extent.size:
+                return extent[start : start + self.layout.slabs[index].byte_count]
+            start -= extent.size
+        raise DataLoss("the chunk's extents end before its slabs", reason="extents")
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return strip_seeds(self.header.storage_key, self.layout, self.header.write_id)
+
+
+class ChunkRun(NamedTuple):
+    """Chunks of one layout, in token order, whose bytes lie at one distance: copied in one call per part."""
+
+    chunks: list[Chunk]
+    stride: int
+
+    def memory(self, slab_index: int) -> Bytes:
+        """Memory that begins with the first chunk's slab and reaches the last's."""
+        first = self.chunks[0]
+        if len(self.chunks) == 1 or first.home is None:
+            return first.slab(slab_index)
+        region, _, offset = first.home
+        return region[offset + first.layout.header_bytes + first.layout.slabs[slab_index].offset :]
+
+
+def runs_of(chunks: Sequence[Chunk]) -> list[ChunkRun]:
+    """Group neighbours that lie at a constant distance in one region."""
+    runs: list[ChunkRun] = []
+    for chunk in chunks:
+        if runs and (stride := _stride(runs[-1], chunk)):
+            runs[-1] = ChunkRun([*runs[-1].chunks, chunk], stride)
+        else:
+            runs.append(ChunkRun([chunk], 0))
+    return runs
+
+
+def _stride(run: ChunkRun, chunk: Chunk) -> int:
+    """The distance at which ``chunk`` continues ``run``, or 0."""
+    last = run.chunks[-1]
+    if last.home is None or chunk.home is None or last.home[1] != chunk.home[1] or last.layout is not chunk.layout:
+        return 0
+    distance = chunk.home[2] - last.home[2]
+    follows = chunk.token_start == last.token_start + last.layout.token_count
+    return distance if follows and distance > 0 and run.stride in (0, distance) else 0
 
 
 class Prefix:
@@ -118,20 +170,18 @@ class Prefix:
         layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
         kind = spec.kind if layer is None else CacheKind.E
         layout = layout_of(spec, kind, entry.token_count, layer)
-        pieces: list[Bytes] = []
-        sizes = iter(layout.piece_bytes)
-        for extent in entry.extents:
-            region = self.session.region(extent.region)
-            offset, end = extent.offset, extent.offset + extent.byte_count
-            while offset < end:
-                size = next(sizes)
-                pieces.append(region[offset : offset + size])
-                offset += size
-        header = parse_header(pieces[0].tobytes(), layout)
+        extents = [
+            self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
+        ]
+        header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
         if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
             raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
         start = entry.index * spec.chunk_tokens
-        return Chunk(entry.part, start, layout, pieces, entry.generation_slot, entry.generation, header)
+        home = None
+        if len(entry.extents) == 1:
+            extent = entry.extents[0]
+            home = (self.session.region(extent.region), extent.region, extent.offset)
+        return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
 
     def unchanged(self, chunk: Chunk) -> bool:
         """Whether everything read from the chunk so far was the chunk's."""
@@ -205,32 +255,29 @@ class Target:
 
     def copy_layer(self, position: int, chunks: Sequence[Chunk], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
-        wanted = self._wanted
-        layer = wanted.layers[position]
-        for chunk in chunks:
+        layer = self._wanted.layers[position]
+        planes = self._raw[2 * position : 2 * position + 2]
+        for run in runs_of(chunks):
             faults.reach("fetch.copy.middle")
-            index = chunk.layout.slab_of_layer[layer]
-            self._copy_slab(chunk, index, self._raw[2 * position : 2 * position + 2], wanted, bad)
+            self._copy_run(run, run.chunks[0].layout.slab_of_layer[layer], planes, bad)
 
     def copy_hidden(self, layer: int, chunks: Sequence[Chunk], bad: set[int]) -> None:
-        for chunk in chunks:
-            self._copy_slab(chunk, 0, [self._raw_hidden[layer]], self._wanted, bad)
+        for run in runs_of(chunks):
+            self._copy_run(run, 0, [self._raw_hidden[layer]], bad)
 
-    @staticmethod
-    def _copy_slab(chunk: Chunk, index: int, planes: list[Any], wanted: Wanted, bad: set[int]) -> None:
-        slab = chunk.pieces[1 + index]
-        blocked = chunk.layout.blocked
-        start, stop = (0, None) if blocked else (wanted.head_start, wanted.head_stop)
+    def _copy_run(self, run: ChunkRun, index: int, planes: list[Any], bad: set[int]) -> None:
+        wanted, first = self._wanted, run.chunks[0]
+        layout = first.layout
+        start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
         if wanted.verify:
-            seeds = strip_seeds(chunk.header.storage_key, chunk.layout, chunk.header.write_id)
-            count = None if stop is None else stop - start
-            if not verify_slab(slab, chunk.layout, index, seeds, chunk.header.checksums, start, count):
-                bad.add(id(chunk))
-                return
-        for part in slab_parts(chunk.layout, index, slab):
-            first = chunk.token_start + part.token_start
-            plane = planes[part.which]
-            copy(plane[:, first : first + part.token_stop - part.token_start], raw(part.array[start:stop]))
+            for chunk in run.chunks:
+                count = None if stop is None else stop - start
+                slab = chunk.slab(index)
+                if not verify_slab(slab, layout, index, chunk.seeds, chunk.header.checksums, start, count):
+                    bad.add(id(chunk))
+        for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
+            target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
+            copy(target, raw(part.array[:, start:stop]))
 
 
 def _hidden_size_of(spec: ModelSpec) -> int:

@@ -20,7 +20,8 @@ class Run(NamedTuple):
     staging_id: int
     offset: int
     byte_count: int
-    data: Bytes
+    segment: Bytes
+    """The whole segment's bytes."""
 
 
 class StagingPool:
@@ -32,7 +33,6 @@ class StagingPool:
         self._segments: dict[int, Bytes] = {}
         self._free: list[tuple[int, int, int]] = []
         """(segment, offset, byte_count), sorted; neighbours are joined."""
-        self._is_full = False
 
     def take(self, byte_count: int, expected_bytes: int) -> Run | None:
         """A run, or None when the budget is used up. ``expected_bytes``: what the store still needs, to size a new
@@ -51,7 +51,7 @@ class StagingPool:
                     del self._free[index]
                 else:
                     self._free[index] = (segment, offset + byte_count, size - byte_count)
-                return Run(segment, offset, byte_count, self._segments[segment][offset : offset + byte_count])
+                return Run(segment, offset, byte_count, self._segments[segment])
         return None
 
     def _grow(self, byte_count: int, expected_bytes: int) -> bool:

@@ -14,7 +14,7 @@ from kvstore.seams import FaultPoints
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import checked
-from kvstore_client.copying import Copier, copy, raw
+from kvstore_client.copying import Copier, copy, plane_run, raw
 from kvstore_client.session import Session
 from kvstore_client.staging import Run, StagingPool
 
@@ -130,6 +130,17 @@ class Unit:
         )
 
 
+def _continues(group: list[tuple[Unit, Run]], unit: Unit, run: Run) -> bool:
+    """Whether a unit is the next chunk of a group, and lies right behind it in staging."""
+    last, before = group[-1]
+    return (
+        last.layout is unit.layout
+        and (last.part, last.slab_first, last.slab_stop) == (unit.part, unit.slab_first, unit.slab_stop)
+        and unit.token_start == last.token_start + last.layout.token_count
+        and (run.staging_id, run.offset) == (before.staging_id, before.offset + before.byte_count)
+    )
+
+
 class Store:
     """One store on its way."""
 
@@ -211,18 +222,25 @@ class Store:
 
     def _copy_batch(self, batch: list[tuple[Unit, Run]]) -> None:
         self._staged += batch
-        work = [(unit, run, index) for unit, run in batch for index in range(unit.slab_first, unit.slab_stop)]
+        groups: list[list[tuple[Unit, Run]]] = []
+        for unit, run in batch:
+            if groups and _continues(groups[-1], unit, run):
+                groups[-1].append((unit, run))
+            else:
+                groups.append([(unit, run)])
+        work = [(group, index) for group in groups for index in range(group[0][0].slab_first, group[0][0].slab_stop)]
         if work:
             self._copier.split(self._copy_slabs, work, self._timeout_s)
 
-    def _copy_slabs(self, work: Sequence[tuple[Unit, Run, int]]) -> None:
-        for unit, run, index in work:
-            slab = unit.layout.slabs[index]
-            start = slab.offset - unit.base
+    def _copy_slabs(self, work: Sequence[tuple[list[tuple[Unit, Run]], int]]) -> None:
+        for group, index in work:
+            unit, run = group[0]
+            layout = unit.layout
+            memory = run.segment[run.offset + layout.slabs[index].offset - unit.base :]
             planes = self._source.planes[unit.part][index]
-            for part in slab_parts(unit.layout, index, run.data[start : start + slab.byte_count]):
-                first = unit.token_start + part.token_start
-                copy(raw(part.array), planes[part.which][:, first : first + part.token_stop - part.token_start])
+            for part in slab_parts(layout, index, memory, len(group), run.byte_count):
+                source = plane_run(planes[part.which], unit.token_start, layout.token_count, len(group), part)
+                copy(raw(part.array), source)
 
     def _fills(self) -> list[pb.Fill]:
         return [unit.fill(run) for unit, run in self._staged]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena.placement import Extent, Placement
+from kvstore.arena.placement import Extent, Placement, Span
 from kvstore.arena.region import Region
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints, Memory
+from kvstore.seams.memory import Bytes
 
 PAGE_BYTES = 4096
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES
@@ -109,15 +110,18 @@ class Arena:
 
     def _place(self, extents: list[Extent], piece_bytes: tuple[int, ...]) -> Placement:
         slot = self._slots.pop()
-        pieces, index = [], 0
+        pieces: list[Bytes] = []
+        spans: list[Span] = []
         for extent in extents:
             data = self.regions[extent.region].mapping.bytes
             offset, end = extent.offset, extent.offset + extent.byte_count
+            first = len(pieces)
             while offset < end:
-                pieces.append(data[offset : offset + piece_bytes[index]])
-                offset += piece_bytes[index]
-                index += 1
-        placement = Placement(slot, int(self._values[slot]), tuple(extents), tuple(pieces))
+                size = piece_bytes[len(pieces)]
+                pieces.append(data[offset : offset + size])
+                offset += size
+            spans.append(Span(first, len(pieces), data[extent.offset : end]))
+        placement = Placement(slot, int(self._values[slot]), tuple(extents), tuple(pieces), tuple(spans))
         self.used_bytes += placement.byte_count
         self.chunk_count += 1
         return placement

@@ -17,6 +17,14 @@ class Extent(NamedTuple):
     byte_count: int
 
 
+class Span(NamedTuple):
+    """One extent's bytes: pieces ``piece_first .. piece_stop`` lie in it, back to back."""
+
+    piece_first: int
+    piece_stop: int
+    data: Bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A resident chunk's extents (concatenated: its pieces), its generation slot and the value it must keep."""
@@ -26,6 +34,8 @@ class Placement:
     extents: tuple[Extent, ...]
     pieces: Sequence[Bytes] = field(repr=False, compare=False)
     """Views of the pieces, in order; a piece never spans extents."""
+    spans: Sequence[Span] = field(repr=False, compare=False)
+    """The extents again, as bytes, with the pieces each holds."""
 
     @property
     def byte_count(self) -> int:

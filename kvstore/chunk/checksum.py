@@ -21,13 +21,16 @@ CHECKSUM_BYTES = 16
 Checksums = NDArray[np.uint8]
 
 
-def strip_seeds(storage_key: bytes, layout: ChunkLayout, write_id: bytes) -> list[int]:
-    """One seed per strip of the chunk. Cost: about 0.5 us each, from one extendable digest.
+def strip_seeds(
+    storage_key: bytes, layout: ChunkLayout, write_id: bytes, first: int = 0, stop: int | None = None
+) -> list[int]:
+    """One seed per strip of the chunk, or of strips ``first .. stop``. Cost: about 0.5 us each, from one extendable digest.
 
     The digest of (storage key, write id) is extended per (layer, head) by a keyed digest.
     """
     key = blake3(b"kvstore/strips/1\0" + storage_key + write_id).digest()
-    pairs = zip(layout.strip_layers.tolist(), layout.strip_heads.tolist(), strict=True)
+    layers, heads = layout.strip_layers[first:stop].tolist(), layout.strip_heads[first:stop].tolist()
+    pairs = zip(layers, heads, strict=True)
     pack, unpack = struct.Struct("<ii").pack, struct.Struct("<Q").unpack
     return [unpack(blake3(pack(layer, head), key=key).digest(8))[0] for layer, head in pairs]
 

@@ -16,9 +16,10 @@ _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A view of part of a slab: ``which`` 0 = K (or latent, or E), 1 = V (or the rope part).
+    """A view of part of a slab, over a run of chunks: ``which`` 0 = K (or latent, or E), 1 = V (or the rope part).
 
-    Shapes: ``array`` is [heads, token_stop - token_start, dim], unsigned integers of the cache's item size.
+    Shapes: ``array`` is [chunks, heads, token_stop - token_start, dim], unsigned integers of the cache's item size.
+    ``token_start`` counts from each chunk's first token.
     """
 
     which: int
@@ -27,33 +28,31 @@ class Part:
     array: NDArray[Any]
 
 
-def slab_parts(layout: ChunkLayout, slab_index: int, slab: Bytes) -> list[Part]:
-    """The parts of one slab. ``slab`` is its bytes, at least ``byte_count`` of them; nothing is copied.
+def slab_parts(
+    layout: ChunkLayout, slab_index: int, memory: Bytes, chunk_count: int = 1, stride: int = 0
+) -> list[Part]:
+    """The parts of one slab of ``chunk_count`` chunks of one layout. ``memory`` begins with the first chunk's slab;
+    each next chunk's lies ``stride`` bytes further. Nothing is copied.
 
-    Cost: one array view per part, about 1 us each; no loop over heads or tokens.
+    Cost: one array view per part, about 1 us each; no loop over heads, tokens or chunks.
     """
     entry = layout.slabs[slab_index]
     size = layout.item_size
     dtype = _UNSIGNED[size]
+    blocked = layout.blocked
+    step = BLOCK_TOKENS if blocked else layout.token_count
     parts: list[Part] = []
-    if not layout.blocked:
-        tokens = layout.token_count
-        stride = -(-tokens * sum(entry.dims) * size // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
-        offset = 0
-        for which, dim in enumerate(entry.dims):
-            array: NDArray[Any] = np.ndarray(
-                (entry.heads, tokens, dim), dtype, slab.data, offset, (stride, dim * size, size)
-            )
-            parts.append(Part(which, 0, tokens, array))
-            offset += tokens * dim * size
-        return parts
     place = 0
-    for start in range(0, layout.token_count, BLOCK_TOKENS):
-        stop = min(start + BLOCK_TOKENS, layout.token_count)
+    for start in range(0, layout.token_count, step):
+        tokens = min(step, layout.token_count - start)
+        strip = tokens * sum(entry.dims) * size
+        aligned = -(-strip // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
         offset = place
         for which, dim in enumerate(entry.dims):
-            array = np.ndarray((1, stop - start, dim), dtype, slab.data, offset)
-            parts.append(Part(which, start, stop, array))
-            offset += (stop - start) * dim * size
-        place += -(-(offset - place) // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
+            shape = (chunk_count, 1 if blocked else entry.heads, tokens, dim)
+            strides = (stride, aligned, dim * size, size)
+            array: NDArray[Any] = np.ndarray(shape, dtype, memory.data, offset, strides)
+            parts.append(Part(which, start, start + tokens, array))
+            offset += tokens * dim * size
+        place += aligned
     return parts

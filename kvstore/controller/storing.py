@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Namespace, Record
-from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, pack_header, strip_seeds
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, pack_header
 from kvstore.chunk.checksum import Checksums
 from kvstore.config import LimitSettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.fetching import parts_of
-from kvstore.controller.moving import Move, batches, move
+from kvstore.controller.moving import Move, move, moves_of
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import Fill, ReserveRequest, StoreResult
 from kvstore.errors import DeadlineExceeded, Exhausted, Internal, InvalidRequest
@@ -42,7 +42,6 @@ class Entry:
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None
-    seeds: list[int] = field(default_factory=list)
     filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
@@ -165,7 +164,6 @@ class Storing:
         entry.ended = asyncio.get_running_loop().create_future()
         entry.filled = np.zeros(layout.strip_count, np.bool_)
         entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
-        entry.seeds = strip_seeds(entry.header.storage_key, layout, entry.header.write_id)
         part.pending[entry.digest] = entry
 
     def _header(
@@ -211,7 +209,7 @@ class Storing:
             return
         reservation.busy += 1
         reservation.idle.clear()
-        jobs = [asyncio.wrap_future(self._workers.submit(move, job)) for job in batches(moves, self._workers.count)]
+        jobs = [asyncio.wrap_future(self._workers.submit(move, each)) for each in moves]
         moving = asyncio.gather(*jobs, return_exceptions=True)
         moving.add_done_callback(lambda _: self._moved(reservation))
         # Shielded: a caller that gives up must not make the bytes look still while they move.
@@ -244,17 +242,7 @@ class Storing:
         source = session_run(reservation.session, fill.staging_id, fill.staging_offset, end - base)
         entry.filled[fill.strip_first : stop] = True
         claimed.append((entry, fill.strip_first, fill.strip_count))
-        moves = []
-        for index, slab in enumerate(layout.slabs):
-            first = max(fill.strip_first, slab.strip_first)
-            last = min(stop, slab.strip_first + slab.strip_count)
-            if first < last:
-                start = int(layout.strip_offsets[first]) - base
-                moves.append(
-                    Move(layout, index, first - slab.strip_first, last - first, source[start:],
-                         placement.pieces[1 + index], entry.seeds, header.checksums)
-                )  # fmt: skip
-        return moves
+        return list(moves_of(layout, header, placement, fill.strip_first, stop, source))
 
     # ------------------------------------------------------------ commit and abort
 

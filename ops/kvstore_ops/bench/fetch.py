@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from kvstore_client.client import Client
-from kvstore_client.copying import Copier, raw
-from kvstore_client.fetching import Wanted, open_prefix
+from kvstore_client.copying import Copier, plane_run, raw
+from kvstore_client.fetching import Wanted, open_prefix, runs_of
 
 from kvstore.chunk import slab_parts
 from kvstore.keys import chain_digests, fingerprint
@@ -26,11 +26,11 @@ def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, An
     pairs = []
     for layer in range(spec.layer_count):
         planes = [raw(plane) for plane in into[layer]]
-        for chunk in prefix.chunks:
-            for part in slab_parts(chunk.layout, layer, chunk.pieces[1 + layer]):
-                start = chunk.token_start + part.token_start
-                stop = chunk.token_start + part.token_stop
-                pairs.append((planes[part.which][:, start:stop], raw(part.array)))
+        for run in runs_of(prefix.chunks):
+            first, count = run.chunks[0], len(run.chunks)
+            for part in slab_parts(first.layout, layer, run.memory(layer), count, run.stride):
+                target = plane_run(planes[part.which], first.token_start, first.layout.token_count, count, part)
+                pairs.append((target, raw(part.array)))
     prefix.close()
     return pairs
 
@@ -78,7 +78,8 @@ def run(scale: str) -> Result:
         ],
     )
     return Result(
-        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio, target=f">= {TARGET}; verify >= {VERIFY_TARGET}",
+        name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio,
+        target=f">= {TARGET}; verify >= {VERIFY_TARGET}",
         met=ratio >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours), spread=quartiles(ratios),
         conditions={
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,

@@ -27,9 +27,9 @@ def limit_pairs(
         runs.append(run)
         for index, slab in enumerate(layout.slabs):
             planes = [raw(plane) for plane in source[index]]
-            for part in slab_parts(layout, index, run.data[slab.offset : slab.offset + slab.byte_count]):
+            for part in slab_parts(layout, index, run.segment[run.offset + slab.offset :]):
                 tokens = slice(start + part.token_start, start + part.token_stop)
-                pairs.append((raw(part.array), planes[part.which][:, tokens]))
+                pairs.append((raw(part.array[0]), planes[part.which][:, tokens]))
     return pairs, runs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydoc_data import topics
+from typing import Any
 
 VOCABULARY = 8192
 QUESTION = "Given all of the above: how does a class statement find its metaclass, and what does it call? "
@@ -23,7 +24,7 @@ def prompt_tokens(context_count: int, question_count: int, offset: int = 0) -> l
     return [*context, *question]
 
 
-def _tokenizer():  # type: ignore[no-untyped-def]  # tokenizers ships no types
+def _tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
