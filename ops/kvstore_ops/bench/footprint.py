@@ -1,0 +1,68 @@
+"""footprint: the server's private memory, and what an installation without torch weighs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, show
+
+SERVER_TARGET_MIB, INSTALL_TARGET_MIB = 150, 300
+
+
+def anonymous_mib(pid: int) -> float:
+    """RssAnon: private memory, the arena's shared pages not counted."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def install_mib() -> float:
+    """Files of kvstore's core dependencies and theirs; extras are not counted."""
+    seen: set[str] = set()
+    waiting = ["kvstore"]
+    total = 0
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in package.requires or ():
+            if "extra ==" not in requirement and "python_version <" not in requirement:
+                waiting.append(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
+        for file in package.files or ():
+            path = Path(str(file.locate()))
+            total += path.stat().st_size if path.is_file() else 0
+    return total / (1 << 20)
+
+
+def run(scale: str) -> Result:
+    """The server after it stored and served 256 MiB."""
+    spec = shared.geometry(scale)
+    count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
+    tokens, source = shared.random_tokens(count, 5), shared.tensors(spec, count)
+    with shared.ready(scale) as (sidecar, client):
+        client.store(spec, tokens, source).wait()
+        assert client.fetch(spec, tokens, into=source).token_count == count
+        server = anonymous_mib(sidecar.pid)
+    install = install_mib()
+    show(
+        "footprint",
+        [
+            ("server, RssAnon", f"{server:.0f} MiB (target {SERVER_TARGET_MIB})"),
+            ("installation without torch", f"{install:.0f} MiB (target {INSTALL_TARGET_MIB})"),
+        ],
+    )
+    met = server <= SERVER_TARGET_MIB and install <= INSTALL_TARGET_MIB
+    return Result(
+        name="footprint", value=server, unit="MiB", limit=SERVER_TARGET_MIB, ratio=server / SERVER_TARGET_MIB,
+        target="server <= 150 MiB; install <= 300 MiB", met=met, runs=1, spread=(server, server),
+        conditions={"scale": scale, "install_mib": install},
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""lookup: a chain of 128 keys. The handler on serialised bytes, keys per second of server CPU, and the round trip
+over an empty one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstore_client import ModelSpec
+
+from kvstore.keys import chain_digests, fingerprint
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+
+KEYS = 128
+CALLS = {"full": 6000, "quick": 2000, "tiny": 60}
+IN_FLIGHT = 32
+HANDLER_TARGET_US, KEYS_TARGET, ROUND_TRIP_TARGET = 100.0, 400_000, 1.3
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls: int) -> float:
+    """Median of parse, answer, serialise, in this process, on a catalog that holds the chain."""
+    from kvstore.catalog import Record
+    from kvstore.controller import ChainQuery, Controller
+    from kvstore.server.render import parse_query, render_lookup
+    from kvstore.spec import Exactness
+
+    controller: Controller = _controller()
+    model = controller.catalog.register(spec)
+    namespace = model.namespace(None, Exactness.EXACT)
+    placement: Any = None
+    parent: Record | None = None
+    for digest in digests:
+        parent = Record(namespace, digest, parent, spec.chunk_tokens, placement, digest, 1)
+        controller.catalog.publish(parent)
+    assert controller.lookup(ChainQuery(model.fingerprint, digests)).hit_count == KEYS
+    times = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        query = parse_query(pb.LookupRequest.FromString(request).query)
+        render_lookup(controller.lookup(query)).SerializeToString()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _controller() -> Any:
+    from kvstore.arena import Arena
+    from kvstore.config import load
+    from kvstore.controller import Controller
+    from kvstore.policy import LeastRecentlyUsed
+    from kvstore.seams import (
+        BytearrayMemory,
+        FaultPoints,
+        InlineWorkers,
+        SystemClock,
+        SystemRandom,
+        TenantKeys,
+    )
+    from kvstore.telemetry import Counters
+
+    memory, faults = BytearrayMemory(), FaultPoints()
+    return Controller(
+        arena=Arena(memory, faults, capacity_bytes=1 << 20, region_bytes=1 << 20), policy=LeastRecentlyUsed(),
+        limits=load().settings.limits, clock=SystemClock(), random=SystemRandom(), memory=memory,
+        workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
+    )  # fmt: skip
+
+
+def run(scale: str) -> Result:
+    """All three figures; ``met`` needs all three."""
+    spec = ModelSpec.dense(
+        "bench-lookup", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=1,
+        vocab_size=shared.VOCABULARY,
+    )  # fmt: skip
+    tokens = shared.random_tokens(KEYS, 3)
+    digests = chain_digests(tokens, 1)
+    query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(digests))
+    request = pb.LookupRequest(query=query)
+    calls = CALLS[scale]
+    handler = handler_seconds(request.SerializeToString(), spec, digests, calls)
+    with shared.ready("tiny") as (sidecar, client):
+        import numpy as np
+
+        plane = np.zeros((1, KEYS, 8), np.uint16)
+        client.store(spec, tokens, [(plane, plane)]).wait()
+        assert client.lookup(spec, tokens).prefix_token_count == KEYS
+        session = client.connect_now()
+        empty = pb.ReleaseRequest()
+        ratios, ours, nothing = [], [], []
+        for _ in range(calls // 4):
+            nothing.append(shared.timed(lambda: session.call(session.cache.Release, empty, 10.0)))
+            ours.append(shared.timed(lambda: session.call(session.cache.Lookup, request, 10.0)))
+        ratios = [mine / none for mine, none in zip(ours, nothing, strict=True)]
+        round_trip = statistics.median(ours) / statistics.median(nothing)
+        before = cpu_seconds(sidecar.pid)
+        for _ in range(calls // IN_FLIGHT):
+            futures = [
+                session.cache.Lookup.future(request, timeout=10.0, metadata=session.metadata) for _ in range(IN_FLIGHT)
+            ]
+            for future in futures:
+                assert future.result().hit_count == KEYS
+        spent = cpu_seconds(sidecar.pid) - before
+    rate = calls // IN_FLIGHT * IN_FLIGHT * KEYS / max(spent, 0.01)
+    show(
+        f"lookup: chains of {KEYS} keys",
+        [
+            ("handler on serialised bytes", f"{handler * 1e6:.1f} us (target {HANDLER_TARGET_US:.0f})"),
+            ("pipelined, per second of server CPU", f"{rate:,.0f} keys (target {KEYS_TARGET:,})"),
+            ("round trip p50", f"{statistics.median(ours) * 1e6:.0f} us, {round_trip:.2f} of an empty call"),
+        ],
+    )
+    met = handler * 1e6 <= HANDLER_TARGET_US and rate >= KEYS_TARGET and round_trip <= ROUND_TRIP_TARGET
+    return Result(
+        name="lookup", value=rate, unit="keys/s of server CPU", limit=statistics.median(nothing), ratio=round_trip,
+        target="handler <= 100 us; >= 400,000 keys/s; p50 <= 1.3 empty", met=met, runs=calls,
+        spread=quartiles(ratios), conditions={"scale": scale, "handler_us": handler * 1e6, "in_flight": IN_FLIGHT},
+    )  # fmt: skip
