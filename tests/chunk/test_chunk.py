@@ -1,0 +1,172 @@
+"""A chunk written is the chunk read; anything else is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    checksum_strips,
+    layout_of,
+    pack_header,
+    parse_header,
+    slab_parts,
+    strip_seeds,
+    verify_slab,
+)
+from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.spec import DTYPES, CacheKind, ModelSpec
+from tests.specs import odd_spec, small_spec
+
+GOLDEN = {
+    "kv": "e6294985acaec6c8ae141a1ce37547ee",
+    "kv tail": "8173fe2c0dc95e5d79a9741c627a1d15",
+    "mla": "b1d0af8384e29bfc2f7eb4308b522cda",
+    "e": "babce7ee42e7ee8b917f563aaecbf60b",
+}
+
+
+def header_of(layout: ChunkLayout, seed: int = 0) -> ChunkHeader:
+    random = np.random.default_rng(seed)
+    e = layout.kind is CacheKind.E
+    return ChunkHeader(
+        kind=layout.kind, e_layer=1 if e else -1, token_count=layout.token_count, namespace=b"n" * 32,
+        fingerprint=b"f" * 32, storage_key=b"s" * 32, parent=bytes(32), chain_digest=b"c" * 32,
+        token_digest=b"t" * 32, tenant_digest=b"T" * 16, first_position=7, rope_digest=b"r" * 16,
+        write_id=b"w" * 16, checksums=random.integers(0, 255, (layout.strip_count, 16), dtype=np.uint8),
+    )  # fmt: skip
+
+
+def layouts() -> dict[str, ChunkLayout]:
+    kv = small_spec()
+    mla = odd_spec("bfloat16", 1, 24, 8, 100, mla=True)
+    return {
+        "kv": layout_of(kv, CacheKind.KV, 16),
+        "kv tail": layout_of(kv, CacheKind.KV, 5),
+        "mla": layout_of(mla, CacheKind.MLA, 100),
+        "e": layout_of(kv, CacheKind.E, 16, 1),
+    }
+
+
+def filled_body(layout: ChunkLayout) -> np.ndarray:
+    body = np.zeros(layout.body_bytes, np.uint8)
+    for index, slab in enumerate(layout.slabs):
+        for part in slab_parts(layout, index, body[slab.offset :]):
+            part.array[...] = np.arange(part.array.size).reshape(part.array.shape) % 251 + part.which
+    return body
+
+
+def golden_digests() -> dict[str, str]:
+    found = {}
+    for name, layout in layouts().items():
+        body = filled_body(layout)
+        seeds = strip_seeds(b"s" * 32, layout, b"w" * 16)
+        rows = b"".join(
+            checksum_strips(body[slab.offset : slab.offset + slab.byte_count], layout, index, seeds)
+            for index, slab in enumerate(layout.slabs)
+        )
+        checksums = np.frombuffer(rows, np.uint8).reshape(-1, 16)
+        packed = pack_header(replace(header_of(layout), checksums=checksums), layout)
+        found[name] = xxhash.xxh3_128_hexdigest(packed + body.tobytes())
+    return found
+
+
+def test_golden_chunks() -> None:
+    assert golden_digests() == GOLDEN
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> tuple[ModelSpec, CacheKind, int, int | None]:
+    mla = draw(st.booleans())
+    chunk_tokens = draw(st.sampled_from([1, 17, 64, 100, 256]))
+    spec = odd_spec(
+        draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from([1, 2, 5, 8])),
+        draw(st.sampled_from([1, 8, 80])), draw(st.sampled_from([3, 8, 128])), chunk_tokens, mla=mla,
+    )  # fmt: skip
+    count = draw(st.integers(1, chunk_tokens))
+    if draw(st.booleans()):
+        return spec, CacheKind.E, count, draw(st.sampled_from([0, 1, 2]))
+    return spec, spec.kind, count, None
+
+
+@given(geometries())
+def test_parts_cover_every_element_once_and_nothing_else(geometry: tuple[ModelSpec, CacheKind, int, int | None]) -> None:
+    spec, kind, count, layer = geometry
+    layout = layout_of(spec, kind, count, layer)
+    touched = np.zeros(layout.body_bytes, np.uint8)
+    for index, slab in enumerate(layout.slabs):
+        assert slab.offset % 4096 == 0
+        for part in slab_parts(layout, index, touched[slab.offset :]):
+            ones = np.iinfo(part.array.dtype).max // 255
+            part.array[...] += part.array.dtype.type(ones)
+    assert touched.max() == 1
+    assert int(touched.sum()) == layout.payload_bytes
+    for offset, length in zip(layout.strip_offsets.tolist(), layout.strip_lengths.tolist(), strict=True):
+        assert offset % 64 == 0
+        assert touched[offset : offset + length].all()
+
+
+@given(geometries())
+def test_a_header_comes_back(geometry: tuple[ModelSpec, CacheKind, int, int | None]) -> None:
+    layout = layout_of(*geometry)
+    header = header_of(layout)
+    packed = pack_header(header, layout)
+    assert len(packed) == layout.header_bytes
+    assert len(packed) % 4096 == 0
+    found = parse_header(packed + b"more", layout)
+    assert found == header
+    assert (found.checksums == header.checksums).all()
+
+
+@given(st.data())
+def test_a_damaged_header_is_data_loss_and_nothing_worse(data: st.DataObject) -> None:
+    layout = layouts()["kv"]
+    packed = bytearray(pack_header(header_of(layout), layout))
+    match data.draw(st.sampled_from(["flip", "cut", "random"])):
+        case "flip":
+            bit = data.draw(st.integers(0, len(packed) * 8 - 1))
+            packed[bit // 8] ^= 1 << bit % 8
+        case "cut":
+            packed = packed[: data.draw(st.integers(0, len(packed) - 1))]
+        case _:
+            packed = bytearray(data.draw(st.binary(max_size=600)))
+    with pytest.raises(DataLoss):
+        parse_header(bytes(packed), layout)
+
+
+def test_a_header_of_another_layout_is_refused() -> None:
+    kinds = layouts()
+    packed = pack_header(header_of(kinds["kv"]), kinds["kv"])
+    for name in ("kv tail", "mla", "e"):
+        with pytest.raises(DataLoss):
+            parse_header(packed, kinds[name])
+
+
+def test_right_bytes_in_a_wrong_place_fail() -> None:
+    layout = layouts()["kv"]
+    body = np.zeros(layout.body_bytes, np.uint8)  # all strips alike: only the seeds can tell them apart
+    slab = body[: layout.slabs[0].byte_count]
+    seeds = strip_seeds(b"s" * 32, layout, b"w" * 16)
+    rows = b"".join(checksum_strips(slab, layout, index, seeds) for index in range(len(layout.slabs)))
+    good = np.frombuffer(rows, np.uint8).reshape(-1, 16).copy()
+    assert verify_slab(slab, layout, 0, seeds, good)
+    assert not verify_slab(slab, layout, 0, seeds, good[::-1])  # layers swapped
+    assert not verify_slab(slab, layout, 0, seeds, good[[1, 0, 2, 3]])  # heads swapped
+    assert not verify_slab(slab, layout, 0, strip_seeds(b"x" * 32, layout, b"w" * 16), good)  # another chunk
+    assert not verify_slab(slab, layout, 0, strip_seeds(b"s" * 32, layout, b"v" * 16), good)  # an earlier write
+    flipped = slab.copy()
+    flipped[3] ^= 1
+    assert not verify_slab(flipped, layout, 0, seeds, good)
+
+
+@pytest.mark.parametrize(("count", "layer"), [(0, None), (17, None), (16, 2), (16, -1)])
+def test_impossible_layouts_are_refused(count: int, layer: int | None) -> None:
+    with pytest.raises(InvalidRequest):
+        layout_of(small_spec(), CacheKind.KV if layer is None else CacheKind.E, count, layer)

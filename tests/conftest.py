@@ -1,0 +1,36 @@
+"""Shared by all tests: hypothesis without deadlines (machines are noisy), and a service on simulated parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvstore_ops.sidecar import Sidecar
+
+settings.register_profile(
+    "kvstore",
+    deadline=None,
+    max_examples=40,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("kvstore")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[Sidecar]:
+    """A real server process with a small arena, shared by a module's tests."""
+    with Sidecar("--capacity", "64 MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def own_sidecar() -> Iterator[Sidecar]:
+    """A real server process of one test's own: it may be killed."""
+    with Sidecar("--capacity", "32 MiB") as running:
+        yield running

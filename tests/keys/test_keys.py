@@ -1,0 +1,134 @@
+"""Digests are the same for ever, and differ wherever a cache would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstore import keys
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Extra
+from kvstore.seams.secrets import DEFAULT_TENANT_SECRET
+from kvstore.spec import CacheKind, Exactness, LayerSpec, ModelSpec, Provenance, RopeSpec
+from tests.specs import small_spec
+
+GOLDEN = {
+    "chain 0": "2ca2589437db1c8885837569eeaf48f6413c63849e9ebb9208484cd4fc0245a2",
+    "chain tail": "32e9a810ed785ef2a3b7316a9573d692a78f3afae757126dfebf13150853e58f",
+    "salted tail": "b798585476f045167091f3b4ab93266cc6f272354c119a50fe0525ac37be99ec",
+    "content": "da5d1c255c19e80d4e5ce67d874abfd7bfb60fde3dbc79ac3f267833ba05822d",
+    "tokens": "3fd3c411a77aca30fb4bcd57bacb866d7d5fda43b3d65982beb4ac76762c27a1",
+    "fingerprint kv": "708fc6ceb85fae41662e6f3ab5122da02adf7a2d8e8fc49e7af9ed8025a74677",
+    "fingerprint e": "26d1afcb8c490b40a3e2227cf8fe0f920e3b52cca0b8edadda0e47ef1a138c74",
+    "storage": "d181a0bdb5d5e38af5cc3c048f3ee0d88d9718e7fd74847e50c17684b8dea65a",
+}
+
+
+def tokens(count: int) -> keys.Tokens:
+    return keys.token_array(np.arange(count), 1000)
+
+
+def vectors() -> dict[str, str]:
+    spec = small_spec()
+    chain = keys.chain_digests(tokens(40), 16)
+    salted = keys.chain_digests(tokens(40), 16, [Extra(0, b"salt"), Extra(20, b"image")])
+    name = keys.fingerprint(spec, CacheKind.KV)
+    return {
+        "chain 0": chain[0].hex(),
+        "chain tail": chain[2].hex(),
+        "salted tail": salted[2].hex(),
+        "content": keys.content_digest(tokens(40)).hex(),
+        "tokens": keys.token_digest(tokens(16)).hex(),
+        "fingerprint kv": name.hex(),
+        "fingerprint e": keys.fingerprint(spec, CacheKind.E, 1).hex(),
+        "storage": keys.storage_key(
+            DEFAULT_TENANT_SECRET, name, Provenance.IN_CONTEXT, Exactness.EXACT, chain[0]
+        ).hex(),
+    }
+
+
+def test_golden_vectors() -> None:
+    assert vectors() == GOLDEN
+
+
+def test_a_chain_extends_its_prefix_and_nothing_else() -> None:
+    long, short = keys.chain_digests(tokens(64), 16), keys.chain_digests(tokens(32), 16)
+    assert long[:2] == short
+    changed = tokens(64).copy()
+    changed[3] = 999
+    assert not set(keys.chain_digests(changed, 16)) & set(long)
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [[Extra(0, b"a")], [Extra(0, b"b")], [Extra(1, b"a")], [Extra(0, b"a"), Extra(0, b"a")], [Extra(0, b"aa")]],
+)
+def test_extras_change_the_chunk_they_are_in_and_all_after(extras: list[Extra]) -> None:
+    plain, other = keys.chain_digests(tokens(48), 16), keys.chain_digests(tokens(48), 16, extras)
+    assert not set(plain) & set(other)
+    late = keys.chain_digests(tokens(48), 16, [Extra(20, b"a")])
+    assert late[0] == plain[0]
+    assert late[1:] != plain[1:]
+
+
+def different_specs() -> list[ModelSpec]:
+    spec = small_spec()
+    layer = spec.layers[0]
+    return [
+        spec,
+        replace(spec, model_id="other"),
+        replace(spec, weights_digest="cd" * 32),
+        replace(spec, weights_digest="unverified:ab"),
+        replace(spec, adapter_id="lora"),
+        replace(spec, cache_dtype="float16"),
+        replace(spec, hidden_dtype="float16"),
+        replace(spec, chunk_tokens=32),
+        replace(spec, rope=RopeSpec(rotary_dim=8, theta=5e5)),
+        replace(spec, rope=RopeSpec(rotary_dim=8, kind="linear", factors=(("factor", 2.0),))),
+        replace(spec, layers=(layer, LayerSpec(kv_heads=2, k_dim=8, v_dim=16))),
+        replace(spec, scales=((1.0, 1.0), (1.0, 2.0))),
+    ]
+
+
+def test_nothing_that_differs_shares_a_name() -> None:
+    chain = keys.chain_digests(tokens(16), 16)[0]
+    names = [keys.fingerprint(each, CacheKind.KV) for each in different_specs()]
+    names += [keys.fingerprint(small_spec(), CacheKind.E, layer) for layer in (0, 1)]
+    assert len(set(names)) == len(names)
+    stored = {
+        keys.storage_key(secret, name, provenance, exactness, chain)
+        for secret in (DEFAULT_TENANT_SECRET, bytes(32))
+        for name in names
+        for provenance in Provenance
+        for exactness in Exactness
+    }
+    assert len(stored) == len(names) * 8
+
+
+def test_canonical_spec_comes_back_and_garbage_does_not() -> None:
+    for spec in different_specs():
+        assert ModelSpec.parse(spec.canonical) == spec
+    for bad in (b"", b"{}", b"[]", b"null", b'{"a":1}', small_spec().canonical + b" ", b"\xff"):
+        with pytest.raises(InvalidRequest):
+            ModelSpec.parse(bad)
+
+
+@pytest.mark.parametrize("bad", [[-1], [1000], [[1, 2]], [1.5], ["a"], 7, [2**40]])
+def test_bad_tokens_are_named(bad: object) -> None:
+    with pytest.raises(InvalidRequest, match="token"):
+        keys.token_array(bad, 1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights_digest", "XYZ"), ("cache_dtype", "int3"), ("chunk_tokens", 0), ("vocab_size", 0), ("layers", ()),
+        ("model_id", ""), ("scales", ((1.0, 1.0),)), ("rope", RopeSpec(theta=-1.0)),
+        ("layers", (LayerSpec(kv_heads=0, k_dim=1, v_dim=1),)),
+    ],
+)  # fmt: skip
+def test_a_wrong_spec_is_refused(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest):
+        small_spec(**{field: value})

@@ -1,0 +1,64 @@
+"""Specs and caches for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.spec import DTYPES, LayerKind, LayerSpec, ModelSpec, RopeSpec
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def small_spec(**changes: Any) -> ModelSpec:
+    """Two layers, two heads, 16-token chunks."""
+    fields: dict[str, Any] = {
+        "model_id": "test",
+        "weights_digest": "ab" * 32,
+        "layers": (LayerSpec(kv_heads=2, k_dim=8, v_dim=8),) * 2,
+        "hidden_size": 32,
+        "vocab_size": 1000,
+        "cache_dtype": "bfloat16",
+        "rope": RopeSpec(rotary_dim=8),
+        "chunk_tokens": 16,
+    }
+    return ModelSpec(**{**fields, **changes})
+
+
+def odd_spec(dtype: str, kv_heads: int, k_dim: int, v_dim: int, chunk_tokens: int, *, mla: bool = False) -> ModelSpec:
+    """A full layer, an absent one and a sliding one (MLA: latents), dims that differ."""
+    heads = 1 if mla else kv_heads
+    full = LayerSpec(kv_heads=heads, k_dim=k_dim, v_dim=v_dim)
+    sliding = LayerSpec(kind=LayerKind.SLIDING_WINDOW, kv_heads=heads, k_dim=k_dim, v_dim=v_dim, window=8)
+    absent = LayerSpec(kind=LayerKind.NONE)
+    return small_spec(layers=(full, absent, sliding), cache_dtype=dtype, chunk_tokens=chunk_tokens, mla=mla)
+
+
+def random_cache(spec: ModelSpec, token_count: int, seed: int = 0) -> list[Any]:
+    """Per layer (K, V) of random bits as unsigned integers; None where a layer keeps nothing."""
+    random = np.random.default_rng(seed)
+    dtype = UNSIGNED[DTYPES[spec.cache_dtype]]
+    high = np.iinfo(dtype).max
+
+    def plane(heads: int, dim: int) -> Any:
+        return random.integers(0, high, (heads, token_count, dim), dtype=dtype, endpoint=True)
+
+    return [
+        (plane(layer.kv_heads, layer.k_dim), plane(layer.kv_heads, layer.v_dim)) if layer.has_slab else None
+        for layer in spec.layers
+    ]
+
+
+def tokens_of(count: int, seed: int = 0, vocab_size: int = 1000) -> Any:
+    return np.random.default_rng(seed).integers(0, vocab_size, count, dtype=np.uint32)
+
+
+def bits(value: Any) -> Any:
+    """Any array or tensor as unsigned integers."""
+    if not isinstance(value, np.ndarray):
+        import torch
+
+        signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[value.element_size()]
+        value = value.contiguous().view(signed).numpy()
+    return value.view(UNSIGNED[value.itemsize])
