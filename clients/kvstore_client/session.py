@@ -204,6 +204,7 @@ class Session:
         self._maps.clear()
         self._regions.clear()
         self.releasing.clear()
+        self.staging = None
         self.generations = np.empty(0, np.uint64)
         self.channel.close()
 
