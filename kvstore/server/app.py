@@ -86,7 +86,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             listener = listen(sockets / DATA_SOCKET)
-            tasks = [group.create_task(Handoff(controller).serve(listener, group))]
+            tasks = [group.create_task(Handoff(controller, clock).serve(listener, group))]
             if server.add_insecure_port(f"unix:{sockets / GRPC_SOCKET}") == 0:
                 raise Unavailable(f"cannot listen on {sockets / GRPC_SOCKET}")
             await server.start()

@@ -27,12 +27,18 @@ import struct
 from typing import Any
 
 from kvstore.controller import Controller, Session
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.seams import Clock
 
 PROTOCOL_VERSION = 1
 PACKET_BYTES_MAX = 65536
 DESCRIPTORS_MAX = 64
 """Regions per packet; the kernel's own limit is 253."""
+HELLO_TIMEOUT_S = 5.0
+"""How long a connection may hold a descriptor of ours without saying who it is."""
+ACCEPT_PAUSE_S = 0.1
+MESSAGE_CHARACTERS_MAX = 500
+"""Refusals quote what was sent; this bounds how much of it goes back."""
 
 _log = logging.getLogger("kvstore.handoff")
 
@@ -45,62 +51,86 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 class Handoff:
-    """Serves the hand-off socket."""
+    """Serves the hand-off socket. Nothing a peer does ends more than its own connection."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Controller, clock: Clock) -> None:
         self._controller = controller
+        self._clock = clock
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, or the peer went before we came: the sessions that are open go on.
+                _log.warning("cannot accept", extra={"reason": str(error)})
+                await self._clock.sleep(ACCEPT_PAUSE_S)
+                continue
             connection.setblocking(False)
             group.create_task(self._connection(connection))
 
     async def _connection(self, connection: socket.socket) -> None:
         session: Session | None = None
-        loop = asyncio.get_running_loop()
         try:
-            if peer_uid(connection) != os.geteuid():
-                raise PermissionDenied("this socket serves its own user only")
-            while True:
-                packet = await loop.sock_recv(connection, PACKET_BYTES_MAX)
-                if not packet:
-                    return
-                request = _decode(packet)
-                if session is None:
-                    session = self._hello(connection, request)
-                else:
-                    self._answer(connection, session, request)
+            await self._hello(connection)
+            session = self._controller.open_session(peer_uid(connection))
+            _send(connection, *self._welcome(session))
+            _log.info("session opened", extra={"session": session.session_id})
+            await self._converse(connection, session)
         except KVStoreError as error:
             self._controller.counters.add("sessions_refused")
-            _send(connection, {"op": "error", "status": error.status, "message": error.message})
-            _log.warning("hand-off refused", extra={"reason": error.message})
+            _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
+            _send_last(connection, _refusal(error))
         except OSError as error:
             _log.info("hand-off connection lost", extra={"reason": str(error)})
+        except Exception:  # noqa: BLE001 - the boundary: a bug of ours ends this session, not the service
+            _log.exception("hand-off failed")
         finally:
             connection.close()
             if session is not None:
                 await self._close(session)
 
+    async def _converse(self, connection: socket.socket, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
+            request = _decode(packet)
+            try:
+                reply, descriptors = self._answer(session, request)
+            except KVStoreError as error:
+                reply, descriptors = _refusal(error), []
+            _send(connection, reply, descriptors)
+
     async def _close(self, session: Session) -> None:
         try:
             await self._controller.close_session(session)
-        except KVStoreError as error:
-            _log.error("session did not end cleanly", extra={"session": session.session_id, "reason": error.message})
+        except Exception:  # noqa: BLE001 - the boundary: the other sessions go on
+            _log.exception("session did not end cleanly", extra={"session": session.session_id})
         _log.info("session ended", extra={"session": session.session_id})
 
-    def _hello(self, connection: socket.socket, request: dict[str, Any]) -> Session:
+    async def _hello(self, connection: socket.socket) -> None:
+        """Wait for the opening. Raises what refuses the peer: its uid, its silence or its version."""
+        if peer_uid(connection) != os.geteuid():
+            raise PermissionDenied("this socket serves its own user only")
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                packet = await asyncio.get_running_loop().sock_recv(connection, PACKET_BYTES_MAX)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s of connecting") from None
+        if not packet:
+            raise ConnectionResetError("closed before its hello")
+        request = _decode(packet)
         if request.get("op") != "hello" or request.get("version") != PROTOCOL_VERSION:
             raise InvalidRequest(
-                f"this server speaks hand-off version {PROTOCOL_VERSION}, not {request.get('version')!r}: "
+                f"this server speaks hand-off version {PROTOCOL_VERSION}, not {request.get('version')!r:.40}: "
                 "use a client of the same release"
             )
-        session = self._controller.open_session(peer_uid(connection))
+
+    def _welcome(self, session: Session) -> tuple[dict[str, Any], list[int]]:
         arena = self._controller.arena
         regions = arena.regions[:DESCRIPTORS_MAX]
-        welcome = {
+        reply = {
             "op": "welcome",
             "session": session.session_id,
             "secret": session.secret.hex(),
@@ -108,34 +138,26 @@ class Handoff:
             "generations_bytes": arena.generations_bytes,
             "regions": [[region.index, region.byte_count] for region in regions],
         }
-        descriptors = [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
-        _send(connection, welcome, descriptors)
-        _log.info("session opened", extra={"session": session.session_id})
-        return session
+        return reply, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
-    def _answer(self, connection: socket.socket, session: Session, request: dict[str, Any]) -> None:
-        """One request of an open session. A typed error is its answer; the session goes on."""
-        try:
-            operation = request.get("op")
-            if operation == "regions":
-                regions = self._controller.arena.regions[_number(request, "have") :][:DESCRIPTORS_MAX]
-                rows = [[region.index, region.byte_count] for region in regions]
-                _send(
-                    connection,
-                    {"op": "regions", "regions": rows},
-                    [each.mapping.descriptor for each in regions],
-                )
-            elif operation == "staging":
+    def _answer(self, session: Session, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """One request of an open session. Raises the typed error that is its answer."""
+        operation = request.get("op")
+        if operation == "regions":
+            regions = self._controller.arena.regions[_number(request, "have") :][:DESCRIPTORS_MAX]
+            rows = [[region.index, region.byte_count] for region in regions]
+            return {"op": "regions", "regions": rows}, [region.mapping.descriptor for region in regions]
+        if operation == "staging":
+            try:
                 staging = self._controller.create_staging(session, _number(request, "bytes"))
-                reply = {"op": "staging", "staging_id": staging.staging_id, "bytes": staging.byte_count}
-                _send(connection, reply, [staging.mapping.descriptor])
-            elif operation == "staging_close":
-                self._controller.close_staging(session, _number(request, "staging_id"))
-                _send(connection, {"op": "ok"})
-            else:
-                raise InvalidRequest(f"unknown hand-off operation {operation!r}")
-        except KVStoreError as error:
-            _send(connection, {"op": "error", "status": error.status, "message": error.message})
+            except OSError as error:
+                raise Exhausted(f"no staging to be had: {error.strerror}") from error
+            reply = {"op": "staging", "staging_id": staging.staging_id, "bytes": staging.byte_count}
+            return reply, [staging.mapping.descriptor]
+        if operation == "staging_close":
+            self._controller.close_staging(session, _number(request, "staging_id"))
+            return {"op": "ok"}, []
+        raise InvalidRequest(f"unknown hand-off operation {operation!r:.40}")
 
 
 def _decode(packet: bytes) -> dict[str, Any]:
@@ -151,16 +173,24 @@ def _decode(packet: bytes) -> dict[str, Any]:
 def _number(request: dict[str, Any], name: str) -> int:
     value = request.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise InvalidRequest(f"{name} must be a whole number, not {value!r}")
+        raise InvalidRequest(f"{name} must be a whole number, not {value!r:.40}")
     return value
 
 
-def _send(connection: socket.socket, reply: dict[str, Any], descriptors: list[int] | None = None) -> None:
-    """One packet. A client that does not read its answers is disconnected rather than waited for."""
-    data = json.dumps(reply).encode()
-    rights = array.array("i", descriptors or [])
+def _refusal(error: KVStoreError) -> dict[str, Any]:
+    return {"op": "error", "status": error.status, "message": error.message[:MESSAGE_CHARACTERS_MAX]}
+
+
+def _send(connection: socket.socket, reply: dict[str, Any], descriptors: list[int]) -> None:
+    """One packet. Raises OSError for a peer that does not read its answers: it is disconnected, not waited for."""
+    rights = array.array("i", descriptors)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+    connection.sendmsg([json.dumps(reply).encode()], ancillary)
+
+
+def _send_last(connection: socket.socket, reply: dict[str, Any]) -> None:
+    """A packet to a peer that is let go: it may be gone already."""
     try:
-        connection.sendmsg([data], ancillary)
+        _send(connection, reply, [])
     except OSError as error:
-        _log.info("hand-off answer not taken", extra={"reason": str(error)})
+        _log.info("refusal not taken", extra={"reason": str(error)})

@@ -39,9 +39,14 @@ def prepare(settings: ServerSettings, disk: Disk) -> int:
 
 
 def claim_socket(path: Path, disk: Disk) -> None:
-    """Remove a socket that a dead server left. Raises Unavailable when a live one answers on it."""
-    if not path.exists():
+    """Remove a socket that a dead server left. Raises Unavailable when a live one answers on it, or when the path
+    is something that no server made."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
         return
+    if not stat.S_ISSOCK(mode):
+        raise Unavailable(f"{path} is not a socket: move it away, or set server.socket_directory")
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as probe:
             probe.settimeout(1.0)
