@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,9 @@ def assert_same(fetched: Any, kv: list[Any], layers: list[int], count: int, head
         assert (bits(v) == kv[layer][1][heads, :count]).all()
 
 
+EXAMPLES = itertools.count()
+
+
 @given(data=st.data())
 def test_stored_is_fetched_to_the_bit(client: Client, data: st.DataObject) -> None:
     mla = data.draw(st.booleans())
@@ -41,31 +45,32 @@ def test_stored_is_fetched_to_the_bit(client: Client, data: st.DataObject) -> No
     count = data.draw(st.integers(1, 3 * chunk_tokens + 2))
     seed = data.draw(st.integers(0, 10**6))
     tokens, kv = tokens_of(count, seed), random_cache(spec, count, seed)
+    extras = [Extra(0, str(next(EXAMPLES)).encode())]  # what an earlier example stored is not this one's
     hidden = {1: np.random.default_rng(seed).integers(0, 65535, (count, spec.hidden_size), dtype=np.uint16)}
-    receipt = client.store(spec, tokens, kv, hidden=hidden)
+    receipt = client.store(spec, tokens, kv, hidden=hidden, extras=extras)
     assert receipt.wait(10.0) is Durability.MEMORY
     assert receipt.stored_token_count == count
     layers = list(spec.slab_layers)
     verify = data.draw(st.booleans())
-    whole = client.fetch(spec, tokens, hidden_layers=(1,), verify=verify)
+    whole = client.fetch(spec, tokens, hidden_layers=(1,), verify=verify, extras=extras)
     assert whole.token_count == count
     assert whole.reason is MissReason.NONE
     assert_same(whole, kv, layers, count)
     assert (bits(whole.hidden[1]) == hidden[1]).all()
     # A prompt that goes on after what is stored, and one that stops inside it.
-    longer = client.fetch(spec, np.append(tokens, [1, 2, 3]), layers=layers[1:])
+    longer = client.fetch(spec, np.append(tokens, [1, 2, 3]), layers=layers[1:], extras=extras)
     assert longer.token_count >= count // chunk_tokens * chunk_tokens
     assert_same(longer, kv, layers[1:], longer.token_count)
-    shorter = client.fetch(spec, tokens[: count - 1])
+    shorter = client.fetch(spec, tokens[: count - 1], extras=extras)
     assert shorter.token_count <= count - 1
     assert_same(shorter, kv, layers, shorter.token_count)
     if not mla:
         heads = spec.layers[0].kv_heads
         start = data.draw(st.integers(0, heads - 1))
         stop = data.draw(st.integers(start + 1, heads))
-        part = client.fetch(spec, tokens, heads=range(start, stop), verify=verify)
+        part = client.fetch(spec, tokens, heads=range(start, stop), verify=verify, extras=extras)
         assert_same(part, kv, layers, count, slice(start, stop))
-    for position, (layer, pair) in enumerate(client.fetch_layers(spec, tokens)):
+    for position, (layer, pair) in enumerate(client.fetch_layers(spec, tokens, extras=extras)):
         assert layer == layers[position]
         assert_same([pair], kv, [layer], count)
 
