@@ -1,0 +1,230 @@
+"""The controller on simulated parts: limits, single flight, deaths, forged ids."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvstore.controller import Fill, Session
+from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
+from kvstore.seams import SystemRandom
+from kvstore.spec import ChunkState, Durability, Exactness, MissReason, StoreState
+from tests.controller.service import Service
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def session(service: Service) -> Session:
+    return service.controller.open_session(0)
+
+
+async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Service, session: Session) -> None:
+    result = service.reserve(session, 1, 2)
+    assert service.controller.lookup(service.query(1, 2)).runs == ((2, ChunkState.PENDING, MissReason.NONE),)
+    fills = service.stage(session, result, 1, 2)
+    half = fills[1]._replace(strip_count=2)
+    done = await service.controller.commit(session, result.reservation_id, [fills[0], half])
+    assert done.states == (StoreState.COMMITTED, StoreState.ABORTED)
+    assert done.committed_count == 1
+    assert service.check(session, 1, 2) == 1
+    assert (await service.store(session, 1, 2)).committed_count == 2
+    assert service.check(session, 1, 2) == 2
+
+
+async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service: Service) -> None:
+    one, two = service.controller.open_session(0), service.controller.open_session(0)
+    first = service.reserve(one, 1)
+    second = service.reserve(two, 1, 2)
+    assert second.states == (StoreState.PENDING, StoreState.WANTED)
+    fills = service.stage(two, second, 1, 2)
+    waiting = asyncio.ensure_future(service.controller.commit(two, second.reservation_id, fills))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await service.controller.commit(one, first.reservation_id, service.stage(one, first, 1))
+    assert (await waiting).committed_count == 2
+    assert service.check(two, 1, 2) == 2
+
+
+async def test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable(service: Service) -> None:
+    one, two = service.controller.open_session(0), service.controller.open_session(0)
+    service.reserve(one, 1)
+    second = service.reserve(two, 1, 2)
+    waiting = asyncio.ensure_future(
+        service.controller.commit(two, second.reservation_id, service.stage(two, second, 1, 2))
+    )
+    await asyncio.sleep(0.01)
+    await service.controller.close_session(one)
+    done = await waiting
+    assert (done.committed_count, done.durability) == (0, Durability.NONE)
+    assert service.arena.chunk_count == 0
+    assert (await service.store(two, 1, 2)).committed_count == 2
+
+
+async def test_the_eldest_leaf_goes_first(service: Service, session: Session) -> None:
+    await service.store(session, 1, 2, 3)
+    await service.store(session, 1, 4)
+    await service.store(session, 5, 6, 7, 8)  # 8 chunks: full
+    service.check(session, 1, 2, 3)
+    await service.store(session, 9)
+    assert service.check(session, 1, 4) == 1  # 4 was the least recent leaf
+    assert service.controller.lookup(service.query(1, 4)).runs[1] == (1, ChunkState.MISS, MissReason.EVICTED)
+    assert service.check(session, 1, 2, 3) == 3
+    assert service.arena.used_bytes <= service.arena.capacity_bytes
+
+
+async def test_pins_and_leases_keep_their_chunks(service: Service, session: Session) -> None:
+    await service.store(session, 1, 2, 3, 4)
+    assert service.controller.pin(service.query(1, 2)) == 2
+    await service.store(session, 5, 6, 7, 8)
+    leased = service.controller.fetch(session, service.query(5, 6, 7))
+    done = await service.store(session, *range(20, 28))
+    assert done.committed_count == 3  # 3, 4 and 8 could go
+    assert "arena.capacity_bytes" in done.refusal
+    assert service.check(session, 1, 2) == 2
+    assert service.check(session, 5, 6, 7) == 3
+    service.controller.release(session, [leased.lease_id])
+    assert service.controller.unpin(service.query(1, 2)) == 2
+    assert (await service.store(session, *range(30, 38))).committed_count == 8
+    assert service.controller.stats().pinned_bytes == 0
+
+
+async def test_old_leases_are_revoked_under_pressure_and_counted(service: Service, session: Session) -> None:
+    await service.store(session, *range(8))
+    result = service.controller.fetch(session, service.query(*range(8)))
+    generations = {(chunk.placement.slot, chunk.placement.generation) for chunk in result.chunks}
+    assert (await service.store(session, 50)).committed_count == 0
+    service.clock.advance(61.0)
+    assert (await service.store(session, 50)).committed_count == 1
+    assert service.controller.stats().counters["leases_revoked"] == 1
+    page = service.arena.generations.bytes.view("u8")
+    assert any(int(page[slot]) != generation for slot, generation in generations)
+    service.controller.release(session, [result.lease_id])  # too late, and harmless
+
+
+async def test_what_a_session_had_ends_with_it(service: Service, session: Session) -> None:
+    await service.store(session, 1, 2)
+    other = service.controller.open_session(0)
+    service.controller.fetch(other, service.query(1, 2))
+    pending = service.reserve(other, 3, 4)
+    service.stage(other, pending, 3, 4)
+    await service.controller.close_session(other)
+    stats = service.controller.stats()
+    assert (stats.lease_count, stats.leased_bytes, stats.reservation_count, stats.reserved_bytes) == (0, 0, 0, 0)
+    assert (stats.staging_bytes, stats.session_count, stats.chunk_count) == (0, 1, 2)
+    with pytest.raises(Unauthenticated):
+        service.controller.sessions.find(other.secret)
+
+
+async def test_old_reservations_expire(service: Service, session: Session) -> None:
+    result = service.reserve(session, 1)
+    service.clock.advance(61.0)
+    await service.controller.storing.expire()
+    with pytest.raises(InvalidRequest, match="reservation_age_s_max"):
+        await service.controller.commit(session, result.reservation_id, [])
+    assert service.arena.chunk_count == 0
+
+
+async def test_ids_of_others_are_worth_nothing(service: Service, session: Session) -> None:
+    await service.store(session, 1)
+    result = service.controller.fetch(session, service.query(1))
+    reserved = service.reserve(session, 2)
+    fills = service.stage(session, reserved, 2)
+    thief = service.controller.open_session(0)
+    service.controller.release(thief, [result.lease_id])
+    assert service.controller.stats().lease_count == 1
+    with pytest.raises(InvalidRequest, match="no reservation"):
+        await service.controller.commit(thief, reserved.reservation_id, fills)
+    await service.controller.abort(thief, reserved.reservation_id)
+    own = service.reserve(thief, 3)
+    with pytest.raises(InvalidRequest, match="no staging"):
+        await service.controller.fill(thief, own.reservation_id, fills)
+    assert (await service.controller.commit(session, reserved.reservation_id, fills)).committed_count == 1
+    with pytest.raises(Unauthenticated):
+        service.controller.sessions.find(SystemRandom().bytes(32))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk": 1}, {"chunk": -1}, {"strip_first": -1}, {"strip_first": 1}, {"strip_count": 0}, {"strip_count": 5},
+        {"staging_offset": 1 << 40}, {"staging_offset": -4096}, {"staging_id": 999},
+    ],
+)  # fmt: skip
+async def test_a_fill_outside_its_chunk_or_staging_is_refused(
+    service: Service, session: Session, wrong: dict[str, int]
+) -> None:
+    result = service.reserve(session, 1)
+    good = service.stage(session, result, 1)[0]
+    with pytest.raises(InvalidRequest):
+        await service.controller.fill(session, result.reservation_id, [good._replace(**wrong)])
+    done = await service.controller.commit(session, result.reservation_id, [good])
+    assert done.committed_count == 1
+    assert service.check(session, 1) == 1
+
+
+async def test_filling_twice_is_refused(service: Service, session: Session) -> None:
+    result = service.reserve(session, 1)
+    good = service.stage(session, result, 1)
+    await service.controller.fill(session, result.reservation_id, good)
+    with pytest.raises(InvalidRequest, match="filled before"):
+        await service.controller.fill(session, result.reservation_id, [Fill(*good[0])])
+
+
+async def test_limits_name_their_setting() -> None:
+    service = Service(
+        session_count_max=1, reservation_count_max=1, staging_bytes_max=8192, model_count_max=1, token_count_max=16,
+        lease_count_max=1, pin_bytes_max=0,
+    )  # fmt: skip
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1)
+    with pytest.raises(Exhausted, match="session_count_max"):
+        controller.open_session(0)
+    service.reserve(session, 2)
+    with pytest.raises(Exhausted, match="reservation_count_max"):
+        service.reserve(session, 3)
+    with pytest.raises(Exhausted, match="staging_bytes_max"):
+        controller.create_staging(session, 12288)
+    with pytest.raises(Exhausted, match="model_count_max"):
+        controller.register_model(replace(service.spec, model_id="other"))
+    with pytest.raises(Exhausted, match="token_count_max"):
+        controller.lookup(service.query(1, 2, 3))
+    with pytest.raises(Exhausted, match="pin_bytes_max"):
+        controller.pin(service.query(1))
+    controller.fetch(session, service.query(1))
+    with pytest.raises(Exhausted, match="lease_count_max"):
+        controller.fetch(session, service.query(1))
+    small = Service(leased_bytes_max=1, staging_bytes_total_max=4096)
+    session = small.controller.open_session(0)
+    with pytest.raises(Exhausted, match="staging_bytes_total_max"):
+        small.controller.create_staging(session, 8192)
+    roomy = Service(leased_bytes_max=1)
+    session = roomy.controller.open_session(0)
+    await roomy.store(session, 1)
+    with pytest.raises(Exhausted, match="leased_bytes_max"):
+        roomy.controller.fetch(session, roomy.query(1))
+
+
+async def test_derived_lives_beside_exact(service: Service, session: Session) -> None:
+    await service.store(session, 1, exactness=Exactness.DERIVED)
+    assert service.controller.lookup(service.query(1)).hit_count == 0
+    assert service.controller.lookup(service.query(1, exactness=Exactness.DERIVED)).hit_count == 1
+    await service.store(session, 1)
+    assert service.check(session, 1) == 1
+
+
+async def test_draining_takes_no_new_stores_and_finishes_the_old(service: Service, session: Session) -> None:
+    result = service.reserve(session, 1)
+    fills = service.stage(session, result, 1)
+    draining = asyncio.ensure_future(service.controller.drain(100.0))
+    await asyncio.sleep(0)
+    with pytest.raises(Exception, match="stopping"):
+        service.reserve(session, 2)
+    assert (await service.controller.commit(session, result.reservation_id, fills)).committed_count == 1
+    await asyncio.wait_for(draining, 5.0)

@@ -1,0 +1,130 @@
+"""The hand-off door: versions, descriptors, staging budget, and peers that misbehave."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+from kvstore_ops.sidecar import Sidecar
+
+from tests.server.raw import Handoff, Raw, eventually
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, 1e308, [1], "x" * 40_000])
+def test_another_version_is_refused_in_words(sidecar: Sidecar, version: object) -> None:
+    with Handoff(sidecar.directory) as door:
+        reply, descriptors = door.exchange(op="hello", version=version)
+        assert (reply["op"], reply["status"], descriptors) == ("error", "INVALID_ARGUMENT", [])
+        assert "version 1" in reply["message"]
+        assert len(reply["message"]) < 1000
+        with pytest.raises(ConnectionError):
+            door.receive()
+
+
+def test_the_welcome_hands_out_every_region(sidecar: Sidecar) -> None:
+    with Raw(sidecar) as raw:
+        assert raw.welcome["server_pid"] == sidecar.pid
+        assert len(raw.secret) == 32
+        sizes = [raw.welcome["generations_bytes"], *(size for _, size in raw.welcome["regions"])]
+        assert [os.fstat(descriptor).st_size for descriptor in raw.descriptors] == sizes
+        for descriptor, size in zip(raw.descriptors, sizes, strict=True):
+            mmap.mmap(descriptor, size, prot=mmap.PROT_READ).close()
+
+
+def test_regions_are_asked_for_from_where_one_is(sidecar: Sidecar) -> None:
+    with Raw(sidecar) as raw:
+        reply, descriptors = raw.exchange(op="regions", have=0)
+        assert reply["regions"] == raw.welcome["regions"]
+        assert len(descriptors) == len(reply["regions"])
+        reply, none = raw.exchange(op="regions", have=len(descriptors))
+        assert (reply["regions"], none) == ([], [])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "staging"}, {"op": "staging", "bytes": -4096}, {"op": "staging", "bytes": 0},
+        {"op": "staging", "bytes": 4097}, {"op": "staging", "bytes": "4096"}, {"op": "staging", "bytes": True},
+        {"op": "staging", "bytes": 1 << 63}, {"op": "regions", "have": -1}, {"op": "regions", "have": 1.5},
+        {"op": "regions"}, {"op": "staging_close", "staging_id": None}, {"op": "hello", "version": 1}, {"op": ["x"]},
+        {"op": "x" * 60_000}, {},
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_answered_and_the_session_goes_on(sidecar: Sidecar, request_: dict[str, object]) -> None:
+    with Raw(sidecar) as raw:
+        reply, descriptors = raw.exchange(**request_)
+        assert (reply["op"], reply["status"], descriptors) == ("error", "INVALID_ARGUMENT", [])
+        assert raw.stats().sessions.staging_bytes == 0
+
+
+def test_staging_past_the_limit_names_the_setting() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "2 MiB"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as own, Raw(own) as raw:
+        staging_id, memory = raw.staging(2 * MIB)
+        reply, _ = raw.exchange(op="staging", bytes=4096)
+        assert (reply["status"], "limits.staging_bytes_max" in reply["message"]) == ("RESOURCE_EXHAUSTED", True)
+        memory.close()
+        assert raw.exchange(op="staging_close", staging_id=staging_id)[0] == {"op": "ok"}
+        raw.staging(2 * MIB)[1].close()
+
+
+def test_sessions_past_the_limit_are_refused_until_one_ends() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "2"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as own:
+        first, second = Raw(own), Raw(own)
+        with Handoff(own.directory) as third:
+            reply, _ = third.exchange(op="hello", version=1)
+            assert (reply["status"], "limits.session_count_max" in reply["message"]) == ("RESOURCE_EXHAUSTED", True)
+        second.close()
+        eventually(lambda: first.stats().sessions.session_count == 1)
+        Raw(own).close()
+        first.close()
+
+
+def test_a_flood_of_silent_connections_does_not_end_the_service() -> None:
+    """More connections than the server may have descriptors."""
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "from kvstore_ops.cli import main; sys.argv = ['kvstore', *sys.argv[1:]]; main()"
+    )
+    with Sidecar("--capacity", "16 MiB") as own:
+        own.stop()
+        command = [sys.executable, "-c", script, "serve", "--state-directory", str(own.directory)]
+        command += ["--socket-directory", str(own.directory / "run"), "--capacity", "16 MiB"]
+        with (own.directory / "log").open("a") as log:
+            own.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert own.process.stdout is not None
+        assert "ready" in own.process.stdout.readline()
+        flood = []
+        try:
+            for _ in range(60):
+                flood.append(Handoff(own.directory))
+            eventually(lambda: "cannot accept" in (own.directory / "log").read_text())
+        finally:
+            for each in flood:
+                each.close()
+        with Raw(own) as raw:
+            assert raw.stats().sessions.session_count == 1
+
+
+def test_a_connection_without_hello_is_let_go(sidecar: Sidecar) -> None:
+    with Handoff(sidecar.directory) as door:
+        reply, _ = door.receive()
+        assert (reply["status"], "no hello" in reply["message"]) == ("DEADLINE_EXCEEDED", True)
+
+
+def test_a_client_that_does_not_read_is_disconnected(own_sidecar: Sidecar) -> None:
+    with Raw(own_sidecar) as witness:
+        deaf = Raw(own_sidecar)
+        with pytest.raises(ConnectionError):
+            for _ in range(100_000):
+                deaf.send(b'{"op": "nonsense"}')
+        eventually(lambda: witness.stats().sessions.session_count == 1)
+        deaf.close()
