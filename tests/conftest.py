@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
 from kvstore_ops.sidecar import Sidecar
 
 settings.register_profile(

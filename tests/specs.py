@@ -33,7 +33,9 @@ def odd_spec(dtype: str, kv_heads: int, k_dim: int, v_dim: int, chunk_tokens: in
     sliding = LayerSpec(kind=LayerKind.SLIDING_WINDOW, kv_heads=heads, k_dim=k_dim, v_dim=v_dim, window=8)
     absent = LayerSpec(kind=LayerKind.NONE)
     name = f"odd-{heads}-{k_dim}-{v_dim}-{mla}"  # the same weights cannot have two geometries
-    return small_spec(model_id=name, layers=(full, absent, sliding), cache_dtype=dtype, chunk_tokens=chunk_tokens, mla=mla)
+    return small_spec(
+        model_id=name, layers=(full, absent, sliding), cache_dtype=dtype, chunk_tokens=chunk_tokens, mla=mla
+    )
 
 
 def random_cache(spec: ModelSpec, token_count: int, seed: int = 0) -> list[Any]:

@@ -69,10 +69,14 @@ class _Sources:
         self.values: dict[str, dict[str, object]] = {section: {} for section in self.schema}
         self.origins: dict[str, str] = {}
 
-    def put(self, section: str, name: str, text: object, origin: str) -> None:
-        known = self.schema.get(section)
-        if known is None:
+    def known(self, section: str, origin: str) -> dict[str, Any]:
+        found = self.schema.get(section)
+        if found is None:
             raise InvalidRequest(f"{origin}: unknown section [{section}]{_closest(section, self.schema)}")
+        return found
+
+    def put(self, section: str, name: str, text: object, origin: str) -> None:
+        known = self.known(section, origin)
         if name not in known:
             raise InvalidRequest(f"{origin}: unknown setting {section}.{name}{_closest(name, known)}")
         hint = known[name]
@@ -119,6 +123,7 @@ def load(
     for section, leaf in (_toml(path) if path else {}).items():
         if not isinstance(leaf, dict):
             raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
+        sources.known(section, f"{path}")
         for name, text in leaf.items():
             sources.put(section, name, text, f"{path}")
     for variable, text in sorted(environment.items()):

@@ -97,7 +97,9 @@ def geometries(draw: st.DrawFn) -> tuple[ModelSpec, CacheKind, int, int | None]:
 
 
 @given(geometries())
-def test_parts_cover_every_element_once_and_nothing_else(geometry: tuple[ModelSpec, CacheKind, int, int | None]) -> None:
+def test_parts_cover_every_element_once_and_nothing_else(
+    geometry: tuple[ModelSpec, CacheKind, int, int | None],
+) -> None:
     spec, kind, count, layer = geometry
     layout = layout_of(spec, kind, count, layer)
     touched = np.zeros(layout.body_bytes, np.uint8)

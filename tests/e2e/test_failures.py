@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvstore_client import Client, connect
+from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Unavailable
 from kvstore.spec import Durability, LayerSpec, MissReason, ModelSpec
-from kvstore_client import Client, connect
-from kvstore_ops.sidecar import Sidecar
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 CHUNKS = 8

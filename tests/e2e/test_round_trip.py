@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore_client import Client, Extra, connect, connect_async
+from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import DTYPES, ChunkState, Durability, Exactness, LayerSpec, MissReason
-from kvstore_client import Client, Extra, connect, connect_async
-from kvstore_ops.sidecar import Sidecar
 from tests.specs import bits, odd_spec, random_cache, small_spec, tokens_of
 
 
@@ -115,7 +115,9 @@ def test_into_the_callers_tensors(client: Client) -> None:
     spec, tokens = small_spec(), tokens_of(40, 7)
     kv = random_cache(spec, 40)
     client.store(spec, tokens, kv).wait()
-    into = [(torch.zeros(2, 64, 8, dtype=torch.bfloat16), torch.zeros(2, 64, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    into = [
+        (torch.zeros(2, 64, 8, dtype=torch.bfloat16), torch.zeros(2, 64, 8, dtype=torch.bfloat16)) for _ in range(2)
+    ]
     fetched = client.fetch(spec, tokens, into=into)
     assert fetched.token_count == 40
     assert_same([(k[:, :40], v[:, :40]) for k, v in into], kv, [0, 1], 40)

@@ -1,0 +1,64 @@
+"""Settings: four sources in order, and mistakes that name where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import load
+from kvstore.errors import InvalidRequest
+from kvstore.units import format_bytes, parse_bytes, parse_duration
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('[arena]\ncapacity_bytes = "1 GiB"\nprefault = false\n[server]\nlog_level = "debug"\n')
+    environment = {"KVSTORE__ARENA__CAPACITY_BYTES": "2 GiB", "KVSTORE__SERVER__METRICS_PORT": "1234", "HOME": "/h"}
+    loaded = load(file, environment, {"arena.capacity_bytes": "3 GiB", "server.metrics_port": None})
+    settings = loaded.settings
+    assert settings.arena.capacity_bytes == 3 << 30
+    assert settings.arena.prefault is False
+    assert settings.server.metrics_port == 1234
+    assert settings.server.log_level == "debug"
+    assert settings.server.state_directory == Path("/h/.local/state/kvstore")
+    assert settings.limits.leased_bytes_max == 3 << 30
+    assert loaded.origins["arena.capacity_bytes"] == "--capacity-bytes"
+    assert loaded.origins["server.metrics_port"] == "KVSTORE__SERVER__METRICS_PORT"
+    assert loaded.origins["server.log_level"] == str(file)
+    assert loaded.is_default("limits.session_count_max")
+    assert len(loaded.rows()) == len(loaded.origins)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[arena]\ncapacity = 1\n", ["capacity_bytes", "did you mean"]),
+        ("[arenas]\n", ["arena", "did you mean"]),
+        ("arena = 1\n", ["[arena]"]),
+        ("[server]\nmetrics_port = 1.5\n", ["server.metrics_port", "int"]),
+        ('[arena]\nprefault = "maybe"\n', ["arena.prefault"]),
+        ("[arena]\nregion_bytes = 5000\n", ["arena.region_bytes", "4096"]),
+        ("[controller]\ndeadline_s = 0\n", ["controller.deadline_s"]),
+        ("[policy]\neviction = 'fifo'\n", ["policy.eviction", "lru"]),
+        ("[[[", ["TOML"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequest) as caught:
+        load(file)
+    for word in [str(file), *words]:
+        assert word in caught.value.message
+
+
+def test_units() -> None:
+    assert [parse_bytes(text) for text in ("64 GiB", "1.5kB", "7", 9)] == [64 << 30, 1500, 7, 9]
+    assert [parse_duration(text) for text in ("30 s", "250ms", "2 min", 4)] == [30.0, 0.25, 120.0, 4.0]
+    assert [format_bytes(count) for count in (5, 1536, 64 << 30)] == ["5 B", "1.5 KiB", "64 GiB"]
+    for bad in ("", "GiB", "-1", "1 parsec", "1 1"):
+        with pytest.raises(InvalidRequest):
+            parse_bytes(bad)
+        with pytest.raises(InvalidRequest):
+            parse_duration(bad)

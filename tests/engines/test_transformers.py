@@ -1,0 +1,146 @@
+"""CachedModel: the same tokens and the same bits, sooner; and generation whatever happens to the sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import Client, connect
+from kvstore_client.engines.transformers import CachedModel
+from kvstore_ops.sidecar import Sidecar
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import Durability, MissReason, ModelSpec, Tier
+
+STEP = 32
+
+
+def model_of(dtype: torch.dtype, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address) as connected:
+        yield connected
+
+
+def prompt(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(cached: CachedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    output = cached.generate(ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    return torch.stack(output.sequences.logits), output.report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [STEP * 4 + 7, STEP * 4, STEP * 4 + 1, STEP + 1])
+def test_warm_is_cold_to_the_bit(client: Client, dtype: torch.dtype, count: int) -> None:
+    model, ids = model_of(dtype), prompt(count, count)
+    cold, first = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    assert first.reused_token_count == 0
+    assert first.wait_stored(10.0) is Durability.MEMORY
+    warm, second = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    assert second.reused_token_count == (count - 1) // STEP * STEP
+    assert second.tier is Tier.DRAM
+    assert second.fetched_bytes > 0
+    assert torch.equal(cold, warm)
+
+
+def test_the_tokens_are_plain_transformers_tokens(client: Client) -> None:
+    model, ids = model_of(torch.float32), prompt(STEP * 3 + 5, 77)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for _ in range(2):
+        output = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=12, do_sample=False)
+        assert torch.equal(output.sequences, plain)
+        output.report.wait_stored(10.0)
+    torch.manual_seed(3)
+    sampled = model.generate(ids, max_new_tokens=12, do_sample=True, top_k=20)
+    torch.manual_seed(3)
+    output = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=12, do_sample=True, top_k=20)
+    assert torch.equal(output.sequences, sampled)
+
+
+def test_a_longer_prompt_reuses_what_it_shares(client: Client) -> None:
+    model, ids = model_of(torch.float32), prompt(STEP * 5 + 3, 78)
+    CachedModel(model, client, chunk_tokens=STEP).generate(
+        ids[:, : STEP * 3 + 2], max_new_tokens=1
+    ).report.wait_stored()
+    longer = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=2, do_sample=False)
+    assert longer.report.reused_token_count == STEP * 3
+    assert torch.equal(longer.sequences, model.generate(ids, max_new_tokens=2, do_sample=False))
+
+
+def test_changed_weights_share_nothing(client: Client) -> None:
+    model, ids = model_of(torch.float32), prompt(STEP * 3, 79)
+    CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=1).report.wait_stored()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    report = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=1).report
+    assert (report.reused_token_count, report.reason) == (0, MissReason.COLD)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 39])}, "attention_mask"),
+        ({"use_cache": False}, "use_cache"),
+    ],
+)
+def test_what_it_cannot_do_it_leaves_to_transformers(client: Client, options: dict[str, Any], why: str) -> None:
+    model, ids = model_of(torch.float32), prompt(40, 80)
+    output = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=3, do_sample=False, **options)
+    assert why in output.report.bypassed
+    assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=3, do_sample=False, **options))
+    two = ids.repeat(2, 1)
+    assert "batch" in CachedModel(model, client, chunk_tokens=STEP).generate(two, max_new_tokens=1).report.bypassed
+
+
+def test_generation_goes_on_without_the_sidecar(own_sidecar: Sidecar) -> None:
+    model, ids = model_of(torch.float32), prompt(STEP * 3 + 1, 81)
+    plain = model.generate(ids, max_new_tokens=3, do_sample=False)
+    client = connect(own_sidecar.address)
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    own_sidecar.stop(kill=True)
+    output = cached.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(output.sequences, plain)
+    assert output.report.reason is MissReason.UNAVAILABLE
+    assert output.report.wait_stored(10.0) is Durability.NONE
+    client.close()
+
+
+def test_a_chunk_lost_under_the_copy_is_recomputed(client: Client) -> None:
+    from kvstore.errors import DataLoss
+
+    model, ids = model_of(torch.float32), prompt(STEP * 3 + 1, 82)
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    first = cached.generate(ids, max_new_tokens=3, do_sample=False)
+    first.report.wait_stored(10.0)
+    calls = []
+
+    def lose() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise DataLoss("lost, says the test")
+
+    client.faults.arm("fetch.copy.middle", lose)
+    output = cached.generate(ids, max_new_tokens=3, do_sample=False)
+    client.faults.disarm("fetch.copy.middle")
+    assert torch.equal(output.sequences, first.sequences)
+    assert output.report.reused_token_count == 0
+
+
+def test_an_unknown_family_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="qwen2"):
+        ModelSpec.from_transformers(Qwen2Config(), "ab" * 32)
