@@ -111,8 +111,6 @@ class Handoff:
 
     async def _hello(self, connection: socket.socket) -> None:
         """Wait for the opening. Raises what refuses the peer: its uid, its silence or its version."""
-        if peer_uid(connection) != os.geteuid():
-            raise PermissionDenied("this socket serves its own user only")
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 packet = await asyncio.get_running_loop().sock_recv(connection, PACKET_BYTES_MAX)
@@ -120,6 +118,9 @@ class Handoff:
             raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s of connecting") from None
         if not packet:
             raise ConnectionResetError("closed before its hello")
+        # After the packet is read: closing on unread bytes would reset the peer before it sees the refusal.
+        if peer_uid(connection) != os.geteuid():
+            raise PermissionDenied("this socket serves its own user only")
         request = _decode(packet)
         if request.get("op") != "hello" or request.get("version") != PROTOCOL_VERSION:
             raise InvalidRequest(

@@ -120,11 +120,15 @@ def test_a_connection_without_hello_is_let_go(sidecar: Sidecar) -> None:
         assert (reply["status"], "no hello" in reply["message"]) == ("DEADLINE_EXCEEDED", True)
 
 
+def babble(door: Handoff) -> None:
+    for _ in range(100_000):
+        door.send(b'{"op": "nonsense"}')
+
+
 def test_a_client_that_does_not_read_is_disconnected(own_sidecar: Sidecar) -> None:
     with Raw(own_sidecar) as witness:
         deaf = Raw(own_sidecar)
         with pytest.raises(ConnectionError):
-            for _ in range(100_000):
-                deaf.send(b'{"op": "nonsense"}')
+            babble(deaf)
         eventually(lambda: witness.stats().sessions.session_count == 1)
         deaf.close()
