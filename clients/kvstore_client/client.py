@@ -218,7 +218,7 @@ class Client:
         try:
             return self._gather(wanted, prefix, prefix.reason, into)
         finally:
-            prefix.close()
+            self._copier.submit(prefix.close)  # making the call costs more than the caller should wait for
 
     def _open(
         self,

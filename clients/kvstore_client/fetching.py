@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import grpc
@@ -106,9 +106,13 @@ class Chunk:
             start -= extent.size
         raise DataLoss("the chunk's extents end before its slabs", reason="extents")
 
-    @cached_property
+    @property
     def seeds(self) -> list[int]:
-        return strip_seeds(self.header.storage_key, self.layout, self.header.write_id)
+        return _kept_seeds(self.header.storage_key, self.layout, self.header.write_id)
+
+
+_kept_seeds = lru_cache(maxsize=512)(strip_seeds)
+"""A chunk that is fetched once is fetched again: its seeds cost more than its hashes do."""
 
 
 class ChunkRun(NamedTuple):
@@ -183,6 +187,10 @@ class Prefix:
             home = (self.session.region(extent.region), extent.region, extent.offset)
         return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
 
+    def runs(self, part: int) -> list[ChunkRun]:
+        """The chunks of one part, grouped for copying."""
+        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+
     def unchanged(self, chunk: Chunk) -> bool:
         """Whether everything read from the chunk so far was the chunk's."""
         if len(self._generations) == 0:
@@ -253,16 +261,16 @@ class Target:
         """A plane as the caller knows it: its own tensor, or a view of ours."""
         return plane if self._is_callers else presented(plane, dtype)
 
-    def copy_layer(self, position: int, chunks: Sequence[Chunk], bad: set[int], faults: FaultPoints) -> None:
+    def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         layer = self._wanted.layers[position]
         planes = self._raw[2 * position : 2 * position + 2]
-        for run in runs_of(chunks):
+        for run in runs:
             faults.reach("fetch.copy.middle")
             self._copy_run(run, run.chunks[0].layout.slab_of_layer[layer], planes, bad)
 
-    def copy_hidden(self, layer: int, chunks: Sequence[Chunk], bad: set[int]) -> None:
-        for run in runs_of(chunks):
+    def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
+        for run in runs:
             self._copy_run(run, 0, [self._raw_hidden[layer]], bad)
 
     def _copy_run(self, run: ChunkRun, index: int, planes: list[Any], bad: set[int]) -> None:
@@ -312,7 +320,7 @@ def _given(into: Sequence[tuple[Any, Any]], shapes: list[tuple[int, int, int]], 
 def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
     bad: set[int] = set()
-    cache = [chunk for chunk in prefix.chunks if chunk.part == 0]
+    cache = prefix.runs(0)
 
     def run(positions: Sequence[int]) -> None:
         for position in positions:
@@ -320,7 +328,7 @@ def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints
 
     copier.split(run, range(len(prefix.wanted.layers)), timeout_s)
     for part, layer in enumerate(prefix.wanted.hidden_layers, start=1):
-        target.copy_hidden(layer, [chunk for chunk in prefix.chunks if chunk.part == part], bad)
+        target.copy_hidden(layer, prefix.runs(part), bad)
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
     return prefix.settle(bad)
@@ -365,7 +373,8 @@ class LayerStream:
         dtype = prefix.wanted.spec.cache_dtype
         bad: set[int] = set()
         # The memory is there already, so nothing is gained by holding copies back; two threads bound them.
-        jobs = [self._copier.submit(self._copy, target, position, bad) for position in range(len(layers))]
+        runs = prefix.runs(0)
+        jobs = [self._copier.submit(self._copy, target, runs, position, bad) for position in range(len(layers))]
         try:
             for position, layer in enumerate(layers):
                 jobs[position].result(self._timeout_s)
@@ -378,9 +387,8 @@ class LayerStream:
             wait(running, self._timeout_s)
             self.close()
 
-    def _copy(self, target: Target, position: int, bad: set[int]) -> None:
-        assert self._prefix is not None
-        target.copy_layer(position, self._prefix.chunks, bad, self._faults)
+    def _copy(self, target: Target, runs: list[ChunkRun], position: int, bad: set[int]) -> None:
+        target.copy_layer(position, runs, bad, self._faults)
         self.landed_s = self._clock.monotonic()
 
     def close(self) -> None:

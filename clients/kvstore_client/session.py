@@ -34,7 +34,11 @@ CONNECT_TIMEOUT_S = 5.0
 PACKET_BYTES_MAX = 65536
 POPULATE_BYTES = 16 << 20
 RELEASES_KEPT = 256
-_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1))
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("SingleThreadedUnaryStream", 1),
+)
 
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 

@@ -39,7 +39,7 @@ class Slab:
     """Elements per token of each part of a strip: (k_dim, v_dim), or (hidden,) for E."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChunkLayout:
     """The geometry of one chunk. ``total_bytes`` = header + body; pieces are what an arena may place apart."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_the_promise_is_checked() -> None:
 
 
 def test_the_table_compares_with_the_fairer_cold(tmp_path: Path) -> None:
-    console = Console(width=100, record=True, quiet=True)
+    console = Console(width=100, file=io.StringIO(), record=True)
     console.print(table([COLD, WARM]))
     text = console.export_text()
     assert "20.0x" in text
