@@ -39,6 +39,8 @@ class Entry:
     state: StoreState
     ended: asyncio.Future[None] | None = None
     """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
+    held: Record | None = None
+    """The resident chunk of a PRESENT entry: kept until the reservation ends, for the chunks after it."""
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None
@@ -142,7 +144,9 @@ class Storing:
         keep: frozenset[Record],
     ) -> None:  # fmt: skip
         part = entry.namespace
-        if entry.digest in part.index:
+        entry.held = part.index.get(entry.digest)
+        if entry.held is not None:
+            entry.held.lease_count += 1
             entry.state = StoreState.PRESENT
             return
         other = part.pending.get(entry.digest)
@@ -343,6 +347,9 @@ class Storing:
         reservation.has_ended = True
         reservation.session.reservations.pop(reservation.reservation_id, None)
         for entry in reservation.entries:
+            if entry.held is not None:
+                entry.held.lease_count -= 1
+                entry.held = None
             if entry.placement is not None:
                 entry.namespace.pending.pop(entry.digest, None)
                 self.reserved_bytes -= entry.placement.byte_count

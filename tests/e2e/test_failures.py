@@ -302,3 +302,60 @@ def test_a_damaged_arena_is_noticed_by_verify(own_sidecar: Sidecar) -> None:
         assert_right_or_missing(fetched, kv)
         session._regions[0][100] ^= 1  # and in a header: noticed without being asked
         assert client.fetch(large_spec(), tokens).reason is MissReason.CORRUPT
+
+
+@pytest.mark.parametrize("what", ["extents", "headers", "generation", "slot", "region"])
+def test_a_confused_answer_is_a_miss(own_sidecar: Sidecar, what: str) -> None:
+    """A server that named the wrong place, as a bug of ours would: the client believes headers and generations."""
+    with connect(own_sidecar.address) as client:
+        tokens, kv = large_cache(10)
+        client.store(large_spec(), tokens, kv).wait()
+        session = client.connect_now()
+        honest = session.cache.Fetch
+
+        def confused(*arguments: Any, **options: Any) -> Any:
+            for response in honest(*arguments, **options):
+                first, second = response.chunks[0], response.chunks[1]
+                if what == "extents":
+                    offset = first.extents[0].offset
+                    first.extents[0].offset, second.extents[0].offset = second.extents[0].offset, offset
+                elif what == "headers":
+                    first.extents[0].offset += 4096
+                elif what == "generation":
+                    first.generation += 1
+                elif what == "slot":
+                    first.generation_slot, first.generation = second.generation_slot, first.generation + 7
+                else:
+                    first.extents[0].region = 77
+                yield response
+
+        session.cache.Fetch = confused
+        for _ in range(2):
+            fetched = client.fetch(large_spec(), tokens)
+            assert fetched.token_count == 0
+            assert fetched.reason is not MissReason.NONE
+        session.cache.Fetch = honest
+        assert client.fetch(large_spec(), tokens).token_count == tokens.size
+
+
+def test_use_after_free_across_a_reconnect(own_sidecar: Sidecar) -> None:
+    """The client's session ends under its copy (the server dropped it); the extents are refilled; resumed."""
+    client = connect(own_sidecar.address)
+    tokens, kv = large_cache(11)
+    client.store(large_spec(), tokens, kv).wait()
+    pause = Pause(client)
+    thread, results = fetch_in_thread(client, tokens)
+    assert pause.reached.wait(10.0)
+    client.connect_now().close()
+    with connect(own_sidecar.address) as other:
+        until(lambda: other.stats().sessions.session_count == 1)
+        refill, cache = large_cache(12, 15)
+        assert other.store(large_spec(), refill, cache).wait(10.0) is Durability.MEMORY
+        assert other.lookup(large_spec(), tokens).prefix_token_count < tokens.size
+    pause.go.set()
+    thread.join(20.0)
+    client.faults.disarm("fetch.copy.middle")
+    assert results[0].token_count < tokens.size
+    assert_right_or_missing(results[0], kv)
+    assert client.fetch(large_spec(), refill[:512]).token_count == 512
+    client.close()
