@@ -50,8 +50,8 @@ class Extra:
     data: bytes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.position, int) or self.position < 0:
-            raise InvalidRequest(f"an extra's position must be 0 or more, not {self.position!r}")
+        if not isinstance(self.position, int) or not 0 <= self.position < 1 << 64:
+            raise InvalidRequest(f"an extra's position must be in 0..2**64-1, not {self.position!r}")
         if not isinstance(self.data, bytes) or len(self.data) > EXTRA_BYTES_MAX:
             raise InvalidRequest(f"an extra's data must be at most {EXTRA_BYTES_MAX} bytes")
 
@@ -61,7 +61,10 @@ def token_array(tokens: Any, vocab_size: int) -> Tokens:
 
     Raises: InvalidRequest when ``tokens`` is not one run of whole numbers in 0..vocab_size-1.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequest(f"tokens must be one run of numbers: {error}") from error
     if array.ndim != 1:
         raise InvalidRequest(f"tokens must be one run of numbers, not an array of shape {array.shape}")
     if array.size == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvstore.errors import InvalidRequest
@@ -22,7 +23,10 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], what: str, examp
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise InvalidRequest(f"{text!r} is not a {what}; write it like {example!r}")
-    return float(match[1]) * factor
+    quantity = float(match[1]) * factor
+    if math.isinf(quantity):
+        raise InvalidRequest(f"{text[:40]!r} is too large for a {what}")
+    return quantity
 
 
 def parse_bytes(value: str | int) -> int:

@@ -84,7 +84,7 @@ class _Sources:
             self.values[section][name] = _read(text, hint)
         except InvalidRequest as error:
             raise InvalidRequest(f"{origin}: {section}.{name}: {error.message}") from error
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: ~ of a user there is not
             kind = getattr(hint, "__name__", str(hint))
             raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} cannot be read as {kind}") from error
         self.origins[f"{section}.{name}"] = origin

@@ -71,6 +71,16 @@ class LayerSpec:
         return self.kind is not LayerKind.NONE
 
 
+def _real(value: object, what: str) -> float:
+    """10000 and 10000.0 are equal and must be written alike: equal specs have one canonical form, one name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidRequest(f"{what} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequest(f"{what} is too large") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """The rotation K was stored under. ``factors`` are the scaling's parameters, sorted by name."""
@@ -80,6 +90,11 @@ class RopeSpec:
     rotary_dim: int = 0
     factors: tuple[tuple[str, float], ...] = ()
     mrope: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "theta", _real(self.theta, "rope theta"))
+        factors = tuple((name, _real(value, f"rope factor {name}")) for name, value in self.factors)
+        object.__setattr__(self, "factors", factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +122,8 @@ class ModelSpec:
     scales: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
+        scales = tuple((_real(k, "k_scale"), _real(v, "v_scale")) for k, v in self.scales)
+        object.__setattr__(self, "scales", scales)
         _check_identity(self)
         _check_sizes(self)
         for index, layer in enumerate(self.layers):
@@ -221,6 +238,8 @@ def _integer(value: object, low: int, high: int) -> bool:
 def _check_sizes(spec: ModelSpec) -> None:
     item_size(spec.cache_dtype)
     item_size(spec.hidden_dtype)
+    if not isinstance(spec.mla, bool):
+        raise InvalidRequest(f"mla must be true or false, not {spec.mla!r}")
     if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
         raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
     if not _integer(spec.hidden_size, 1, DIM_MAX * 16):

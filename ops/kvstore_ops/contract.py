@@ -147,13 +147,17 @@ def _surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
 def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
     """Fields that were removed in good order: both number and name are reserved."""
     kept: set[str] = set()
+
+    def add(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
+        numbers = {n for span in message.reserved_range for n in range(span.start, min(span.end, span.start + 1000))}
+        for name in message.reserved_name:
+            kept.update(f"field {prefix}.{message.name}.{name} {number}" for number in numbers)
+        for nested in message.nested_type:
+            add(f"{prefix}.{message.name}", nested)
+
     for file in files.file:
         for message in file.message_type:
-            numbers = {
-                n for span in message.reserved_range for n in range(span.start, min(span.end, span.start + 1000))
-            }
-            for name in message.reserved_name:
-                kept |= {f"field {file.package}.{message.name}.{name} {number}" for number in numbers}
+            add(file.package, message)
     return kept
 
 

@@ -88,10 +88,21 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module
 
 
+def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What ``from module import name`` brings in, as module.name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
 def _seams(path: str, tree: ast.AST) -> Iterator[Finding]:
     for line, module in _imported(tree):
         if module.split(".")[0] in SEAMED_MODULES:
             yield Finding(path, line, f"imports {module}: take it from kvstore.seams")
+    for line, name in _named(tree):
+        if name in SEAMED_CALLS:
+            yield Finding(path, line, f"imports {name}: use kvstore.seams")
     for line, name in _called(tree):
         if name in SEAMED_CALLS or (name.endswith(".create_task") and not name.startswith(("group.", "tasks."))):
             yield Finding(path, line, f"calls {name}: use kvstore.seams, or a TaskGroup named group or tasks")
@@ -101,6 +112,9 @@ def _hostile(path: str, tree: ast.AST) -> Iterator[Finding]:
     for line, module in _imported(tree):
         if module.split(".")[0] in HOSTILE_MODULES:
             yield Finding(path, line, f"imports {module}: it can run code from the bytes it reads")
+    for line, name in _named(tree):
+        if name in HOSTILE_CALLS:
+            yield Finding(path, line, f"imports {name}: it can run code from the bytes it reads")
     for line, name in _called(tree):
         if name in HOSTILE_CALLS:
             yield Finding(path, line, f"calls {name}: it can run code from the bytes it reads")
@@ -122,9 +136,13 @@ def _layer(room: str) -> int:
 def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
     client = path.startswith("clients/")
     own = Path(path).with_suffix("").parts[1] if path.startswith("kvstore/") else ""
-    for line, module in _imported(tree):
+    named = [(line, name) for line, name in _named(tree) if name.startswith("kvstore.") and name.count(".") == 1]
+    for line, name in _named(tree):
+        if name.startswith("."):
+            yield Finding(path, line, f"imports {name}: name the room in full, from kvstore")
+    for line, module in [*_imported(tree), *named]:
         room = _room(module)
-        if not room or room == own:
+        if not room or room == own or room.startswith("__"):
             continue
         if client:
             if room not in CLIENT_MAY_IMPORT:

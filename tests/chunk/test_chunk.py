@@ -21,8 +21,9 @@ from kvstore.chunk import (
     strip_seeds,
     verify_slab,
 )
+from kvstore.chunk.header import _CHECKSUM_AT, _FIXED
 from kvstore.errors import DataLoss, InvalidRequest
-from kvstore.spec import DTYPES, CacheKind, ModelSpec
+from kvstore.spec import DTYPES, CacheKind, Exactness, ModelSpec, Provenance
 from tests.specs import odd_spec, small_spec
 
 GOLDEN = {
@@ -172,3 +173,127 @@ def test_right_bytes_in_a_wrong_place_fail() -> None:
 def test_impossible_layouts_are_refused(count: int, layer: int | None) -> None:
     with pytest.raises(InvalidRequest):
         layout_of(small_spec(), CacheKind.KV if layer is None else CacheKind.E, count, layer)
+
+
+@given(geometries(), st.integers(1, 3))
+def test_elements_written_through_parts_lie_in_the_strip_the_layout_names(
+    geometry: tuple[ModelSpec, CacheKind, int, int | None], chunk_count: int
+) -> None:
+    """Reads each strip back by the documented format alone: its first part [tokens, dim], then its second."""
+    layout = layout_of(*geometry)
+    stride = layout.body_bytes + 4096
+    memory = np.zeros(stride * chunk_count, np.uint8)
+    random = np.random.default_rng(0)
+    dtype = np.dtype(f"<u{layout.item_size}")
+    for index, slab in enumerate(layout.slabs):
+        wanted: dict[tuple[int, int, int], list[np.ndarray]] = {}  # (chunk, head, first token) -> parts in order
+        for part in slab_parts(layout, index, memory[slab.offset :], chunk_count, stride):
+            part.array[...] = random.integers(0, np.iinfo(dtype).max, part.array.shape, dtype, endpoint=True)
+            for chunk in range(chunk_count):
+                for head in range(part.array.shape[1]):
+                    wanted.setdefault((chunk, head, part.token_start), []).append(part.array[chunk, head].copy())
+        for chunk in range(chunk_count):
+            for strip in range(slab.strip_count):
+                at = slab.strip_first + strip
+                start = chunk * stride + int(layout.strip_offsets[at])
+                stored = memory[start : start + int(layout.strip_lengths[at])].view(dtype)
+                place = (chunk, 0, strip * 64) if layout.blocked else (chunk, strip, 0)
+                assert (stored == np.concatenate([array.ravel() for array in wanted.pop(place)])).all()
+        assert not wanted
+
+
+@pytest.mark.parametrize("provenance", Provenance)
+@pytest.mark.parametrize("exactness", Exactness)
+def test_how_a_chunk_came_to_be_comes_back(provenance: Provenance, exactness: Exactness) -> None:
+    layout = layouts()["e"]
+    header = replace(header_of(layout), provenance=provenance, exactness=exactness)
+    found = parse_header(pack_header(header, layout), layout)
+    assert (found.provenance, found.exactness, found.e_layer) == (provenance, exactness, 1)
+
+
+def sealed(packed: bytearray) -> bytes:
+    """The header with a checksum that matches: what a hostile or buggy writer would send."""
+    packed[_CHECKSUM_AT : _CHECKSUM_AT + 16] = bytes(16)
+    packed[_CHECKSUM_AT : _CHECKSUM_AT + 16] = xxhash.xxh3_128_digest(packed)
+    return bytes(packed)
+
+
+@given(st.sampled_from(sorted(layouts())), st.lists(st.tuples(st.integers(0, 511), st.integers(0, 255)), max_size=4))
+def test_a_header_with_any_fields_is_read_or_refused(name: str, changes: list[tuple[int, int]]) -> None:
+    layout = layouts()[name]
+    packed = bytearray(pack_header(header_of(layout), layout))
+    for at, value in changes:
+        packed[at] = value
+    for expected in (None, layout):
+        try:
+            found = parse_header(sealed(packed), expected)
+        except DataLoss:
+            continue
+        assert len(found.checksums) * 32 <= len(packed)
+        assert expected is None or len(found.checksums) == layout.strip_count
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 0),  # magic
+        (8, 0),  # format version
+        (10, 2),  # minimum reader
+        (12, 1),  # header bytes
+        (30, 1),  # features
+        (32, 9),  # kind
+        (33, 2),  # provenance
+        (34, 2),  # exactness
+        (35, 1),  # encoding
+        (36, 1),  # envelope
+        (40, 15),  # token count
+        (44, 3),  # strip count
+        (17, 1),  # body bytes
+        (384, 1),  # first strip's offset
+        (392, 1),  # first strip's length
+        (396, 1),  # first strip's zero
+    ],
+)
+def test_each_field_that_contradicts_the_layout_is_refused(at: int, value: int) -> None:
+    layout = layouts()["kv"]
+    packed = bytearray(pack_header(header_of(layout), layout))
+    assert sealed(bytearray(packed)) == bytes(packed)
+    assert packed[at] != value
+    packed[at] = value
+    with pytest.raises(DataLoss) as caught:
+        parse_header(sealed(packed), layout)
+    assert caught.value.fields["reason"] != "checksum does not match"
+
+
+def test_a_strip_count_past_the_data_is_refused_before_it_is_believed() -> None:
+    layout = layouts()["kv"]
+    packed = bytearray(pack_header(header_of(layout), layout))
+    packed[44:48] = b"\xff" * 4
+    with pytest.raises(DataLoss, match="length"):
+        parse_header(sealed(packed))
+    with pytest.raises(DataLoss, match="truncated"):
+        parse_header(bytes(packed[: _FIXED.size - 1]))
+
+
+@pytest.mark.parametrize("name", sorted(layouts()))
+def test_every_strip_of_every_kind_is_bound_to_its_place(name: str) -> None:
+    layout = layouts()[name]
+    body = np.zeros(layout.body_bytes, np.uint8)
+    seeds = strip_seeds(b"s" * 32, layout, b"w" * 16)
+    assert len(set(seeds)) == layout.strip_count
+    assert strip_seeds(b"s" * 32, layout, b"w" * 16, 1, 3) == seeds[1:3]
+    for index, slab in enumerate(layout.slabs):
+        memory = body[slab.offset : slab.offset + slab.byte_count]
+        good = np.zeros((layout.strip_count, 16), np.uint8)
+        rows = checksum_strips(memory, layout, index, seeds)
+        good[slab.strip_first : slab.strip_first + slab.strip_count] = np.frombuffer(rows, np.uint8).reshape(-1, 16)
+        for strip in range(slab.strip_count):
+            at = int(layout.strip_offsets[slab.strip_first + strip]) - slab.offset
+            last = at + int(layout.strip_lengths[slab.strip_first + strip]) - 1
+            for byte in (at, last):
+                memory[byte] ^= 0x80
+                alone = [verify_slab(memory, layout, index, seeds, good, k, 1) for k in range(slab.strip_count)]
+                assert alone == [k != strip for k in range(slab.strip_count)]
+                assert not verify_slab(memory, layout, index, seeds, good)
+                memory[byte] ^= 0x80
+        assert verify_slab(memory, layout, index, seeds, good)

@@ -57,8 +57,63 @@ def test_units() -> None:
     assert [parse_bytes(text) for text in ("64 GiB", "1.5kB", "7", 9)] == [64 << 30, 1500, 7, 9]
     assert [parse_duration(text) for text in ("30 s", "250ms", "2 min", 4)] == [30.0, 0.25, 120.0, 4.0]
     assert [format_bytes(count) for count in (5, 1536, 64 << 30)] == ["5 B", "1.5 KiB", "64 GiB"]
-    for bad in ("", "GiB", "-1", "1 parsec", "1 1"):
+    for bad in ("", "GiB", "-1", "1 parsec", "1 1", "9" * 400, "1e3", None, True):
         with pytest.raises(InvalidRequest):
-            parse_bytes(bad)
+            parse_bytes(bad)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest):
-            parse_duration(bad)
+            parse_duration(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("ARENA__CAPACITY", "1", ["arena.capacity", "did you mean 'capacity_bytes'"]),
+        ("ARENAS__CAPACITY_BYTES", "1", ["[arenas]", "did you mean 'arena'"]),
+        ("", "1", ["unknown section"]),
+        ("ARENA__CAPACITY_BYTES", "1 parsec", ["arena.capacity_bytes", "64 GiB"]),
+        ("ARENA__CAPACITY_BYTES", "8191", ["arena.capacity_bytes", "8 KiB"]),
+        ("ARENA__PREFAULT", "maybe", ["arena.prefault", "bool"]),
+        ("SERVER__METRICS_PORT", "65536", ["server.metrics_port", "0..65535"]),
+        ("SERVER__METRICS_PORT", "-1", ["server.metrics_port", "0..65535"]),
+        ("SERVER__LOG_LEVEL", "loud", ["server.log_level", "info"]),
+        ("SERVER__STATE_DIRECTORY", "~no_such_user_here/x", ["server.state_directory", "Path"]),
+        ("SERVER__SOCKET_DIRECTORY", "/" + "x" * 99, ["server.socket_directory", "99"]),
+        ("LIMITS__LEASE_COUNT_MAX", "-1", ["limits.lease_count_max", "0 or more"]),
+        ("LIMITS__MESSAGE_BYTES_MAX", "4095", ["limits.message_bytes_max", "4 KiB"]),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named(name: str, text: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load(None, {f"KVSTORE__{name}": text, "HOME": "/h"})
+    for word in [f"KVSTORE__{name}", *words]:
+        assert word in caught.value.message
+
+
+def test_a_mistake_in_a_flag_is_named() -> None:
+    for flag, value in (("server.metrics_port", "70000"), ("server.metrics_port", True)):
+        with pytest.raises(InvalidRequest, match="--metrics-port"):
+            load(None, {"HOME": "/h"}, {flag: value})
+    with pytest.raises(InvalidRequest, match="did you mean 'metrics_port'"):
+        load(None, {"HOME": "/h"}, {"server.metric_port": 1})
+
+
+def test_limits_of_ranges_are_inside_them() -> None:
+    environment = {"HOME": "/h", "KVSTORE__ARENA__CAPACITY_BYTES": "8 KiB", "KVSTORE__SERVER__METRICS_PORT": "65535"}
+    settings = load(None, environment).settings
+    assert (settings.arena.capacity_bytes, settings.server.metrics_port) == (8192, 65535)
+
+
+def test_derived_defaults_follow_what_they_derive_from() -> None:
+    loaded = load(None, {"HOME": "/h", "XDG_STATE_HOME": "/s", "KVSTORE__ARENA__CAPACITY_BYTES": "1 GiB"})
+    assert loaded.settings.server.state_directory == Path("/s/kvstore")
+    assert loaded.settings.server.socket_directory == Path("/s/kvstore/run")
+    assert loaded.settings.limits.pin_bytes_max == 1 << 29
+    assert loaded.is_default("limits.pin_bytes_max")
+    assert not loaded.is_default("arena.capacity_bytes")
+    runtime = load(None, {"HOME": "/h", "XDG_RUNTIME_DIR": "/r"}).settings
+    assert runtime.server.socket_directory == Path("/r/kvstore")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"absent\.toml: cannot be read"):
+        load(tmp_path / "absent.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -115,7 +116,9 @@ def test_canonical_spec_comes_back_and_garbage_does_not() -> None:
             ModelSpec.parse(bad)
 
 
-@pytest.mark.parametrize("bad", [[-1], [1000], [[1, 2]], [1.5], ["a"], 7, [2**40]])
+@pytest.mark.parametrize(
+    "bad", [[-1], [1000], [[1, 2]], [1.5], ["a"], 7, [2**40], [2**70], [True], None, [[1], [1, 2]]]
+)
 def test_bad_tokens_are_named(bad: object) -> None:
     with pytest.raises(InvalidRequest, match="token"):
         keys.token_array(bad, 1000)
@@ -132,3 +135,75 @@ def test_bad_tokens_are_named(bad: object) -> None:
 def test_a_wrong_spec_is_refused(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest):
         small_spec(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("position", "data"), [(-1, b""), (2**64, b""), (0, "text"), (0, bytes(keys.EXTRA_BYTES_MAX + 1)), (1.0, b"")]
+)
+def test_bad_extras_are_refused(position: int, data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="extra"):
+        Extra(position, data)
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda a: a.astype(">u4"), lambda a: np.repeat(a, 2)[::2]])
+def test_a_digest_does_not_depend_on_how_the_tokens_came(form: Callable[[keys.Tokens], object]) -> None:
+    assert keys.token_digest(keys.token_array(form(tokens(16)), 1000)).hex() == GOLDEN["tokens"]
+
+
+def test_token_range_is_the_vocabulary() -> None:
+    assert keys.token_array([0, 999], 1000).tolist() == [0, 999]
+    assert keys.token_array([2**32 - 1], 2**32).tolist() == [2**32 - 1]
+    assert keys.token_array([], 1000).tolist() == []
+
+
+def test_a_tail_is_named_alike_alone_and_in_its_chain() -> None:
+    extras = [Extra(35, b"late"), Extra(20, b"image"), Extra(3, b"image"), Extra(0, b"salt")]
+    chain = keys.chain_digests(tokens(40), 16, extras)
+    assert chain == keys.chain_digests(tokens(40), 16, extras[::-1])
+    assert keys.tail_digest(tokens(40), 32, 40, chain[1], extras) == chain[2]
+    assert keys.tail_digest(tokens(40), 32, 40, chain[0], extras) != chain[2]
+
+
+def test_the_same_tokens_have_a_name_of_their_own_in_each_domain() -> None:
+    run = tokens(16)
+    found = [
+        keys.chain_digests(run, 16)[0],
+        keys.content_digest(run),
+        keys.content_digest(run, [Extra(0, b"a")]),
+        keys.content_digest(run, [Extra(1, b"a")]),
+        keys.token_digest(run),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_kinds_and_layers_do_not_share_a_name() -> None:
+    mla = small_spec(layers=(LayerSpec(kv_heads=1, k_dim=24, v_dim=8),) * 2, mla=True)
+    specs = [mla, replace(mla, mla=False)]
+    found = [keys.fingerprint(spec, kind) for spec in specs for kind in CacheKind if kind is not CacheKind.E]
+    found += [keys.fingerprint(spec, CacheKind.E, layer) for spec in specs for layer in (0, 1)]
+    assert len(set(found)) == len(found) == 10
+
+
+def test_equal_specs_have_one_canonical_form() -> None:
+    whole = small_spec(rope=RopeSpec(rotary_dim=8, theta=10000, factors=(("factor", 2),)), scales=((1, 1), (1, 2)))
+    real = small_spec(
+        rope=RopeSpec(rotary_dim=8, theta=10000.0, factors=(("factor", 2.0),)), scales=((1.0, 1.0), (1.0, 2.0))
+    )
+    assert whole == real
+    assert whole.canonical == real.canonical
+    assert ModelSpec.parse(whole.canonical) == real
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RopeSpec(theta="1"),  # type: ignore[arg-type]
+        lambda: RopeSpec(theta=10**400),
+        lambda: RopeSpec(factors=(("factor", True),)),
+        lambda: small_spec(scales=(("1", 1.0), (1.0, 1.0))),
+        lambda: small_spec(mla=1),
+    ],
+)
+def test_numbers_that_are_none_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidRequest):
+        make()

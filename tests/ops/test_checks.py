@@ -12,6 +12,13 @@ BAD = {
     "os.urandom": "kvstore/keys.py|import os\nos.urandom(3)\n",
     "threading.Thread": "kvstore/server/x.py|import threading\nthreading.Thread()\n",
     "create_task": "kvstore/server/x.py|import asyncio\nasyncio.create_task(f())\n",
+    "imports threading.Thread": "kvstore/server/x.py|from threading import Thread\n",
+    "imports os.urandom": "kvstore/keys.py|from os import urandom\n",
+    "imports torch.load": "ops/x.py|from torch import load\n",
+    "imports kvstore.controller": "kvstore/catalog/x.py|from kvstore import controller\n",
+    "client imports": "clients/kvstore_client/x.py|from kvstore import controller\n",
+    "in full": "kvstore/catalog/x.py|from ..controller import Controller\n",
+    "give both a layer": "kvstore/catalog/x.py|import kvstore.attic\n",
     "pickle": "ops/x.py|import pickle\n",
     "torch.load": "tests/x.py|import torch\ntorch.load('x')\n",
     "allow_pickle": "ops/x.py|import numpy as np\nnp.load('x', allow_pickle=True)\n",
@@ -33,6 +40,11 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/seams/clock.py", "import time\ntime.sleep(1)\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore.controller import Controller\n") == []
     assert lint.check_source("ops/x.py", "import time\n") == []
+    assert lint.check_source("kvstore/server/x.py", "from kvstore import __version__, controller\n") == []
+    assert lint.check_source("kvstore/server/x.py", "group.create_task(f())\n") == []
+    assert lint.check_source("ops/x.py", "np.load('x', allow_pickle=False)\n") == []
+    assert lint.check_source("kvstore/x.py", "def f():\n" + "    x = 1\n" * 59) == []
+    assert lint.check_source("tests/x.py", "x = 1\n" * 401) == []
     assert lint.check_source("kvstore/server/x.py", "import time  # seam: a reason\n") == []
     assert lint.check_tree() == []
 
@@ -68,3 +80,79 @@ def test_naming_rules_are_found() -> None:
 
 def test_the_committed_contract_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert contract.check() == 0, capsys.readouterr().out
+
+
+def one_file(change: str = "") -> descriptor_pb2.FileDescriptorSet:
+    """A small contract with something of each sort, and one change to it."""
+    files = descriptor_pb2.FileDescriptorSet()
+    file = files.file.add(name="a/v1/x.proto", package="a.v1")
+    outer = file.message_type.add(name="Outer")
+    inner = outer.nested_type.add(name="Inner")
+    inner.field.add(name="kept", number=1, type=9, label=1)
+    if not change.startswith("drop field"):
+        inner.field.add(name="gone", number=3 if change == "renumber" else 2, type=9, label=1)
+    if change in ("drop field, reserve number", "drop field, reserve both"):
+        inner.reserved_range.add(start=2, end=3)
+    if change in ("drop field, reserve name", "drop field, reserve both"):
+        inner.reserved_name.append("gone")
+    for name in ("GetRequest", "GetResponse"):
+        if change != "drop message" or name != "GetResponse":
+            file.message_type.add(name=name)
+    state = file.enum_type.add(name="MyState")
+    state.value.add(name="MY_STATE_UNSPECIFIED", number=0)
+    if change != "drop value":
+        state.value.add(name="MY_STATE_ON", number=2 if change == "renumber value" else 1)
+    service = file.service.add(name="XService")
+    if change != "drop method":
+        output = ".a.v1.Outer" if change == "retype method" else ".a.v1.GetResponse"
+        stream = change == "stream"
+        service.method.add(name="Get", input_type=".a.v1.GetRequest", output_type=output, server_streaming=stream)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("drop field", "field a.v1.Outer.Inner.gone was removed"),
+        ("drop field, reserve number", "field a.v1.Outer.Inner.gone was removed"),
+        ("drop field, reserve name", "field a.v1.Outer.Inner.gone was removed"),
+        ("renumber", "field a.v1.Outer.Inner.gone changed"),
+        ("drop message", "message a.v1.GetResponse was removed"),
+        ("drop value", "enum value a.v1.MyState.MY_STATE_ON was removed"),
+        ("renumber value", "enum value a.v1.MyState.MY_STATE_ON changed"),
+        ("drop method", "method a.v1.XService.Get was removed"),
+        ("retype method", "method a.v1.XService.Get changed"),
+        ("stream", "method a.v1.XService.Get changed"),
+    ],
+)
+def test_each_breaking_change_is_named_and_only_it(change: str, named: str) -> None:
+    found = contract.breaking(one_file(), one_file(change))
+    assert len(found) == 1
+    assert found[0].startswith(named)
+
+
+def test_what_peers_survive_is_not_breaking() -> None:
+    assert contract.breaking(one_file(), one_file("drop field, reserve both")) == []
+    assert contract.breaking(one_file("drop message"), one_file()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        ("message_type", "outer", "not PascalCase"),
+        ("message_type.nested_type.field", "isKept", "not snake_case"),
+        ("enum_type.value", "UNSPECIFIED", "must begin with MY_STATE_"),
+        ("enum_type.value", "MY_STATE_NONE", "must start with MY_STATE_UNSPECIFIED"),
+        ("service", "X", "must end in Service"),
+        ("service.method", "Put", "must use PutRequest"),
+        ("", "b/v1/x.proto", "does not match its folder"),
+    ],
+)
+def test_each_naming_rule_catches_a_bad_example(path: str, name: str, words: str) -> None:
+    files = one_file()
+    assert contract.lint(files) == []
+    target = files.file[0]
+    for step in filter(None, path.split(".")):
+        target = getattr(target, step)[0]
+    target.name = name
+    assert any(words in line for line in contract.lint(files))
