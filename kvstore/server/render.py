@@ -16,11 +16,13 @@ from kvstore.controller import (
     Tail,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.keys import DIGEST_BYTES
+from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.spec import ChunkState, Encoding, Exactness, Tier
 from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
 
+POSITION_STOP = 1 << 63
+"""Room for the longest chain behind it before a header's 64 bits end."""
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
 
@@ -45,8 +47,14 @@ def parse_query(message: pb.ChainQuery) -> ChainQuery:
 
 
 def parse_reserve(message: pb.Reserve) -> ReserveRequest:
+    """Raises InvalidRequest for a chain that no tokens have, or a position past what a header holds."""
+    query = parse_query(message.query)
+    if ROOT_DIGEST in query.digests or len(set(query.digests)) != len(query.digests):
+        raise InvalidRequest("digests: a chain names each chunk once, and not its root")
+    if message.first_position >= POSITION_STOP:
+        raise InvalidRequest(f"first_position {message.first_position} must be below 2**63")
     return ReserveRequest(
-        parse_query(message.query),
+        query,
         _digests(message.token_digests, "token_digests"),
         message.tail_token_count,
         message.first_position,

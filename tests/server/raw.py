@@ -149,10 +149,12 @@ class Raw(Handoff):
         return fills, memory
 
     def store(self, spec: ModelSpec, chunk_count: int, seed: int = 0) -> Any:
-        """Stores a chain of random bytes whole; returns its tokens."""
+        """Stores what is missing of a chain of random bytes; returns its tokens."""
         tokens = tokens_of(chunk_count * spec.chunk_tokens, seed)
         fills, _ = self.staged(spec, chunk_count)
-        reservation = self.reserve(spec, tokens).reservation_id
-        answer = self.call("Store", pb.StoreRequest(commit=pb.Commit(reservation_id=reservation, fills=fills)))
+        reserved = self.reserve(spec, tokens)
+        wanted = [fill for fill in fills if reserved.states[fill.chunk] == pb.STORE_STATE_WANTED]
+        commit = pb.Commit(reservation_id=reserved.reservation_id, fills=wanted)
+        answer = self.call("Store", pb.StoreRequest(commit=commit))
         assert answer.committed_count == chunk_count
         return tokens

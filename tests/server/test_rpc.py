@@ -144,6 +144,22 @@ def test_a_fill_out_of_bounds_is_refused_and_a_right_one_still_works(raw: Raw, c
     assert raw.call("Store", pb.StoreRequest(commit=commit)).committed_count == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query_digests": b"a" * 64}, {"query_digests": bytes(32) + b"b" * 32}, {"first_position": 1 << 63},
+        {"first_position": (1 << 64) - 1}, {"tail_token_count": 16}, {"token_digests": b""},
+    ],
+)  # fmt: skip
+def test_a_chain_that_no_tokens_have_reserves_nothing(raw: Raw, change: dict[str, Any]) -> None:
+    query = raw.query(small_spec(model_id="chain"), tokens_of(32))
+    query.digests = change.get("query_digests", query.digests)
+    fields = {name: value for name, value in change.items() if name != "query_digests"}
+    reserve = pb.Reserve(**{"query": query, "token_digests": bytes(64), **fields})
+    assert raw.status("Store", pb.StoreRequest(reserve=reserve)) == "INVALID_ARGUMENT"
+    assert raw.stats().sessions.reservation_count == 0
+
+
 def test_an_unfilled_chunk_is_never_visible(raw: Raw) -> None:
     spec, tokens = small_spec(model_id="unfilled"), tokens_of(32)
     reservation = raw.reserve(spec, tokens).reservation_id
