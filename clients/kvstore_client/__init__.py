@@ -26,7 +26,7 @@ from kvstore_client.aio import AsyncClient, connect_async
 from kvstore_client.client import Client, connect
 from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import ChunkMatch, Match
-from kvstore_client.storing import Receipt
+from kvstore_client.receipt import Receipt
 
 __all__ = [
     "AsyncClient",

@@ -12,7 +12,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
 from kvstore_client.fetching import FetchedKV
 from kvstore_client.match import Match
-from kvstore_client.storing import Receipt
+from kvstore_client.receipt import Receipt
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
@@ -54,12 +54,14 @@ class AsyncClient:
         self, spec: ModelSpec, tokens: Any, **options: Any
     ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
         """See ``Client.fetch_layers``."""
-        stream = iter(await self._run(self.client.fetch_layers, spec, tokens, **options))
+        stream = await self._run(self.client.fetch_layers, spec, tokens, **options)
+        layers = iter(stream)
         try:
-            while (item := await self._run(next, stream, _END)) is not _END:
+            while (item := await self._run(next, layers, _END)) is not _END:
                 yield item
         finally:
-            await self._run(stream.close)  # type: ignore[attr-defined]  # a generator's iterator
+            await self._run(layers.close)  # type: ignore[attr-defined]  # a generator's iterator
+            stream.close()
 
     async def store(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,13 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
     return value
 
 
+def settle_device(planes: Sequence[Any]) -> None:
+    """Wait until the caller's stream is done with its GPU tensors: the copies run on streams of other threads."""
+    torch = torch_module()
+    for device in {plane.device for plane in planes if is_tensor(plane) and plane.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def destination(byte_count: int) -> NDArray[np.uint8]:
     """Fresh owned memory. Large runs are anonymous maps that ask for huge pages: first touch costs a tenth."""
     if byte_count < 4 << 20:
@@ -82,3 +90,19 @@ def raw_array(value: Any) -> NDArray[Any]:
     """An unsigned view of a numpy array."""
     array: NDArray[Any] = value.view(_UNSIGNED[value.itemsize])
     return array
+
+
+class _Alias:
+    """Carries an array interface and keeps its owner alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def readable(mapping: mmap.mmap) -> NDArray[np.uint8]:
+    """The mapping's bytes. The array does not know that they are read-only (torch takes no such array without a
+    warning); nothing here writes them, and the kernel would not let it."""
+    view = np.frombuffer(mapping, np.uint8)
+    interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
+    return np.asarray(_Alias(interface, view))

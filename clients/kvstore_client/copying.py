@@ -6,17 +6,20 @@ memcpy's string instructions are slow there. Without torch, numpy.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 
 from kvstore.chunk import Part
+from kvstore.errors import DeadlineExceeded
 from kvstore.seams import Workers, WorkerThreads
 from kvstore_client.arrays import is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
+SMALL_KEPT = 64
 
 
 def raw(value: Any) -> Any:
@@ -28,6 +31,8 @@ def raw(value: Any) -> Any:
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     if is_tensor(value):
         return value.view(signed[value.element_size()])
+    if not value.flags.writeable or min(value.strides, default=0) < 0:
+        value = np.array(value)  # torch shares neither read-only nor reversed memory
     return torch.from_numpy(value.view(f"i{value.itemsize}"))
 
 
@@ -69,17 +74,33 @@ class Copier:
 
     def __init__(self, workers: Workers | None = None) -> None:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
+        self._small: deque[Future[None]] = deque(maxlen=SMALL_KEPT)
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
         return self._workers.submit(_plainly, function, *args)
 
+    def soon(self, function: Callable[[], None]) -> None:
+        """Run something small when a thread is free; at once when the client is being closed."""
+        try:
+            self._small.append(self._workers.submit(function))
+        except RuntimeError:
+            function()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what was put off with ``soon`` is done."""
+        wait(list(self._small), timeout_s)
+
     def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
-        """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises what either raised."""
+        """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises what either raised, and
+        DeadlineExceeded while one may still be running."""
         count = self._workers.count
         halves = [work[start::count] for start in range(count) if work[start::count]]
         futures = [self.submit(function, half) for half in halves]
-        for future in futures:
-            future.exception(timeout_s)
+        _, late = wait(futures, timeout_s)
+        if late:
+            for future in late:
+                future.cancel()
+            raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
         for future in futures:
             future.result()
 

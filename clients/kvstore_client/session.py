@@ -28,6 +28,7 @@ from kvstore.seams.memory import Bytes, map_read_only, map_writable, populate_re
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1alpha import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from kvstore.wire import METADATA_ERROR, METADATA_SESSION
+from kvstore_client.arrays import readable
 
 PROTOCOL_VERSION = 1
 CONNECT_TIMEOUT_S = 5.0
@@ -53,6 +54,7 @@ class Session:
         self.pid = os.getpid()
         self.ended = threading.Event()
         self._lock = threading.Lock()
+        self._growing = threading.Lock()
         self._replies: list[tuple[dict[str, Any], list[int]]] = []
         self._arrived = threading.Condition()
         self._maps: list[mmap.mmap] = []
@@ -78,7 +80,7 @@ class Session:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         _live.add(self)
         start_thread(self._watch, "kvstore-watch")
-        start_thread(self._populate, "kvstore-populate")
+        self._populate_soon(self._maps)
 
     @staticmethod
     def _connect(path: Path) -> socket.socket:
@@ -129,7 +131,10 @@ class Session:
                 come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
                 if self._replies:
                     return _unless_error(*self._replies.pop(0))
-            raise (DeadlineExceeded("the hand-off did not answer") if not come else Unavailable("the sidecar is gone"))
+        if come:
+            raise Unavailable("the sidecar is gone")
+        self.close()  # an answer that comes later would be taken for the next question's
+        raise DeadlineExceeded(f"the hand-off did not answer within {CONNECT_TIMEOUT_S} s")
 
     def _watch(self) -> None:
         try:
@@ -149,7 +154,7 @@ class Session:
         finally:
             os.close(descriptor)
         self._maps.append(mapping)
-        return _readable(mapping)
+        return readable(mapping)
 
     def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
         for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
@@ -161,12 +166,14 @@ class Session:
         while found is None:
             if self.ended.is_set():
                 raise Unavailable("the sidecar is gone")
-            have = len(self._regions)
-            reply, descriptors = self._exchange({"op": "regions", "have": have})
-            self._add_regions(reply["regions"], descriptors)
-            if len(self._regions) == have:
-                raise Unavailable(f"the sidecar has no region {index}")
-            found = self._regions.get(index)
+            with self._growing:
+                have, mapped = len(self._regions), len(self._maps)
+                reply, descriptors = self._exchange({"op": "regions", "have": have})
+                self._add_regions(reply["regions"], descriptors)
+                found = self._regions.get(index)
+                if found is None and len(self._regions) == have:
+                    raise Unavailable(f"the sidecar has no region {index}")
+                self._populate_soon(self._maps[mapped:])
         return found
 
     def create_staging(self, byte_count: int) -> tuple[int, Bytes]:
@@ -179,13 +186,19 @@ class Session:
         self._maps.append(mapping)
         return int(reply["staging_id"]), np.frombuffer(mapping, np.uint8)
 
-    def _populate(self) -> None:
-        """Fill this process's page tables for the regions, so that the first fetch pays no faults."""
-        for mapping in list(self._maps):
-            for offset in range(0, len(mapping), POPULATE_BYTES):
-                if self.ended.is_set():
-                    return
+    def _populate_soon(self, mappings: list[mmap.mmap]) -> None:
+        """Fill this process's page tables in the background, so that the first fetch pays no faults."""
+        runs = [(each, offset) for each in mappings for offset in range(0, len(each), POPULATE_BYTES)]
+        runs.reverse()
+
+        def populate() -> None:
+            while runs and not self.ended.is_set():
+                mapping, offset = runs.pop()
                 populate_read(mapping, offset, min(POPULATE_BYTES, len(mapping) - offset))
+            runs.clear()
+
+        if runs:
+            start_thread(populate, "kvstore-populate")
 
     # ------------------------------------------------------------ end
 
@@ -222,6 +235,14 @@ class Session:
             except ValueError:
                 return  # the channel was closed: the lease ended with the session
 
+    def settle_releases(self, timeout_s: float) -> None:
+        """Wait until the leases given back so far are."""
+        for future in list(self.releasing):
+            try:
+                future.result(timeout_s)
+            except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                continue
+
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call. Raises the typed error its status means."""
         try:
@@ -238,22 +259,6 @@ class Session:
             if key == METADATA_ERROR:
                 fields = json.loads(value)
         return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
-
-
-class _Alias:
-    """Carries an array interface and keeps its owner alive."""
-
-    def __init__(self, interface: dict[str, Any], owner: object) -> None:
-        self.__array_interface__ = interface
-        self.owner = owner
-
-
-def _readable(mapping: mmap.mmap) -> Bytes:
-    """The mapping's bytes. The array does not know that they are read-only (torch takes no such array without a
-    warning); nothing here writes them, and the kernel would not let it."""
-    view = np.frombuffer(mapping, np.uint8)
-    interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
-    return np.asarray(_Alias(interface, view))
 
 
 def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:

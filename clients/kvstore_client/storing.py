@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError
-from kvstore.keys import Tokens, token_digest
+from kvstore.keys import token_digest
 from kvstore.seams import FaultPoints
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1alpha import cache_pb2 as pb
-from kvstore_client.arrays import checked
+from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
+from kvstore_client.prompt import Prompt
 from kvstore_client.session import Session
 from kvstore_client.staging import Run, StagingPool
 
 UNIT_BYTES_MAX = 64 << 20
 """A chunk larger than this is staged in runs of slabs."""
-
-
-class Receipt:
-    """The promise of a store. The tensors may be reused as soon as it is in your hands."""
-
-    def __init__(self, future: Future[tuple[Durability, int, str]]) -> None:
-        self._future = future
-
-    @staticmethod
-    def nothing(reason: str) -> Receipt:
-        """The receipt of a store that kept nothing."""
-        future: Future[tuple[Durability, int, str]] = Future()
-        future.set_result((Durability.NONE, 0, reason))
-        return Receipt(future)
-
-    def wait(self, timeout: float | None = None) -> Durability:
-        """The durability reached by the leading ``stored_token_count`` tokens; NONE when nothing was kept.
-
-        Raises: DeadlineExceeded after ``timeout`` seconds (None: as long as the calls' own deadlines allow).
-        """
-        try:
-            return self._future.result(timeout)[0]
-        except TimeoutError:
-            raise DeadlineExceeded(f"the store did not finish within {timeout} s") from None
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    @property
-    def stored_token_count(self) -> int:
-        """Leading tokens that are resident now. Waits like ``wait()``."""
-        return self._future.result()[1]
-
-    @property
-    def reason(self) -> str:
-        """Why less than everything was kept; empty otherwise. Waits like ``wait()``."""
-        return self._future.result()[2]
 
 
 @dataclass(frozen=True)
@@ -84,13 +46,17 @@ class Source:
             v = checked(pair[1], (layer.kv_heads, token_count, layer.v_dim), spec.cache_dtype, f"kv[{index}][1] (V)")
             slabs.append((raw(k), raw(v)))
         planes = [slabs]
+        if hidden is not None and not isinstance(hidden, Mapping):
+            raise InvalidRequest(f"hidden must be {{layer: [tokens, hidden]}}, not {type(hidden).__name__}")
+        for layer_index in hidden or ():
+            if not isinstance(layer_index, int) or not 0 <= layer_index < spec.layer_count:
+                raise InvalidRequest(f"hidden[{layer_index}]: the model has layers 0..{spec.layer_count - 1}")
         hidden_layers = tuple(sorted(hidden or ()))
         for layer_index in hidden_layers:
-            if not 0 <= layer_index < spec.layer_count:
-                raise InvalidRequest(f"hidden[{layer_index}]: the model has layers 0..{spec.layer_count - 1}")
             shape = (token_count, spec.hidden_size)
             x = checked((hidden or {})[layer_index], shape, spec.hidden_dtype, f"hidden[{layer_index}]")
             planes.append([(raw(x.reshape(1, *shape)),)])
+        settle_device([plane for part in planes for slab in part for plane in slab])
         return Source(spec, token_count, hidden_layers, planes)
 
     def layout(self, part: int, token_count: int) -> ChunkLayout:
@@ -162,14 +128,13 @@ class Store:
         self._reservation_id = 0
         self._staged: list[tuple[Unit, Run]] = []
 
-    def stage(self, name: bytes, tokens: Tokens, digests: list[bytes], exactness: int) -> None:
+    def stage(self, name: bytes, prompt: Prompt) -> None:
         """Reserve, and copy what is wanted into staging. When staging is short, fills go out in between."""
-        spec = self._source.spec
-        step = spec.chunk_tokens
+        step, tokens = self._source.spec.chunk_tokens, prompt.tokens
         request = pb.Reserve(
             query=pb.ChainQuery(
-                fingerprint=name, digests=b"".join(digests), hidden_layers=self._source.hidden_layers,
-                exactness=exactness,  # type: ignore[arg-type]
+                fingerprint=name, digests=b"".join(prompt.digests), hidden_layers=self._source.hidden_layers,
+                exactness=prompt.exactness,  # type: ignore[arg-type]
             ),
             token_digests=b"".join(token_digest(tokens[start : start + step]) for start in range(0, tokens.size, step)),
             tail_token_count=tokens.size % step,
@@ -230,7 +195,12 @@ class Store:
                 groups.append([(unit, run)])
         work = [(group, index) for group in groups for index in range(group[0][0].slab_first, group[0][0].slab_stop)]
         if work:
-            self._copier.split(self._copy_slabs, work, self._timeout_s)
+            try:
+                self._copier.split(self._copy_slabs, work, self._timeout_s)
+            except DeadlineExceeded:
+                # A copy may still write to its staging, so that must never be used again: it goes with the session.
+                self._session.close()
+                raise
 
     def _copy_slabs(self, work: Sequence[tuple[list[tuple[Unit, Run]], int]]) -> None:
         for group, index in work:
@@ -263,6 +233,7 @@ class Store:
             response = self._call(pb.StoreRequest(commit=step))
             self._give_back()
         except KVStoreError as error:
+            self.abort()
             return Durability.NONE, 0, error.message
         step_tokens = self._source.spec.chunk_tokens
         stored = min(response.committed_count * step_tokens, self._source.token_count)

@@ -28,7 +28,7 @@ from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.arrays import as_tensor, carve, destination
 from kvstore_client.client import Client
 from kvstore_client.fetching import LayerStream
-from kvstore_client.storing import Receipt
+from kvstore_client.receipt import Receipt
 
 _log = logging.getLogger("kvstore.client")
 _UNSUPPORTED = (

@@ -1,0 +1,206 @@
+"""A resident prefix as the sidecar shows it: which chunks, where they lie, whether they are still what they were."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import grpc
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds
+from kvstore.errors import DataLoss, Unavailable
+from kvstore.keys import fingerprint
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, MissReason, Tier
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.session import Session
+from kvstore_client.wanted import Wanted
+
+_log = logging.getLogger("kvstore.client")
+_fence = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread of the parent may have held the fence when it forked."""
+    global _fence
+    _fence = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """One resident part of a chunk: views of its pieces, and what its generation must stay."""
+
+    part: int
+    token_start: int
+    layout: ChunkLayout
+    extents: list[Bytes]
+    slot: int
+    generation: int
+    header: ChunkHeader
+    home: tuple[Bytes, int, int] | None
+    """(region bytes, region index, offset) when the chunk lies in one extent."""
+
+    def slab(self, index: int) -> Bytes:
+        """The bytes of one slab."""
+        start = self.layout.header_bytes + self.layout.slabs[index].offset
+        for extent in self.extents:
+            if start < extent.size:
+                return extent[start : start + self.layout.slabs[index].byte_count]
+            start -= extent.size
+        raise DataLoss("the chunk's extents end before its slabs", reason="extents")
+
+    @property
+    def seeds(self) -> list[int]:
+        return _kept_seeds(self.header.storage_key, self.layout, self.header.write_id)
+
+
+_kept_seeds = lru_cache(maxsize=512)(strip_seeds)
+"""A chunk that is fetched once is fetched again: its seeds cost more than its hashes do."""
+
+
+class ChunkRun(NamedTuple):
+    """Chunks of one layout, in token order, whose bytes lie at one distance: copied in one call per part."""
+
+    chunks: list[Chunk]
+    stride: int
+
+    def memory(self, slab_index: int) -> Bytes:
+        """Memory that begins with the first chunk's slab and reaches the last's."""
+        first = self.chunks[0]
+        if len(self.chunks) == 1 or first.home is None:
+            return first.slab(slab_index)
+        region, _, offset = first.home
+        return region[offset + first.layout.header_bytes + first.layout.slabs[slab_index].offset :]
+
+
+def runs_of(chunks: Sequence[Chunk]) -> list[ChunkRun]:
+    """Group neighbours that lie at a constant distance in one region."""
+    runs: list[ChunkRun] = []
+    for chunk in chunks:
+        if runs and (stride := _stride(runs[-1], chunk)):
+            runs[-1] = ChunkRun([*runs[-1].chunks, chunk], stride)
+        else:
+            runs.append(ChunkRun([chunk], 0))
+    return runs
+
+
+def _stride(run: ChunkRun, chunk: Chunk) -> int:
+    """The distance at which ``chunk`` continues ``run``, or 0."""
+    last = run.chunks[-1]
+    if last.home is None or chunk.home is None or last.home[1] != chunk.home[1] or last.layout is not chunk.layout:
+        return 0
+    distance = chunk.home[2] - last.home[2]
+    follows = chunk.token_start == last.token_start + last.layout.token_count
+    return distance if follows and distance > 0 and run.stride in (0, distance) else 0
+
+
+class Prefix:
+    """A leased prefix in mapped memory. ``close`` gives the lease back."""
+
+    def __init__(self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes]) -> None:
+        self.session = session
+        self.wanted = wanted
+        self.tier = Tier(response.tier)
+        self.reason = MissReason(response.reason)
+        self.tails = response.tails
+        self._lease_id = response.lease_id
+        self._generations = session.generations
+        try:
+            self.chunks = self._read(response.chunks, digests)
+        except BaseException:
+            self.close()
+            raise
+        self.token_count = self.settle(set())
+        self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.token_count]
+
+    def _read(self, entries: Iterable[pb.ResidentChunk], digests: list[bytes]) -> list[Chunk]:
+        """Read the chunks' headers. The prefix ends before the first that is not what it should be."""
+        chunks: list[Chunk] = []
+        stop = len(digests) * self.wanted.spec.chunk_tokens
+        for entry in entries:
+            try:
+                chunks.append(self._chunk(entry, digests))
+            except DataLoss as error:
+                stop = min(stop, entry.index * self.wanted.spec.chunk_tokens)
+                if not self._is_current(entry.generation_slot, entry.generation):
+                    self.reason = MissReason.STALE
+                    continue
+                self.reason = MissReason.CORRUPT
+                _log.error("kvstore: %s: treated as a miss", error.message)
+        return [chunk for chunk in chunks if chunk.token_start < stop]
+
+    def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
+        spec = self.wanted.spec
+        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
+        kind = spec.kind if layer is None else CacheKind.E
+        layout = layout_of(spec, kind, entry.token_count, layer)
+        extents = [
+            self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
+        ]
+        if sum(extent.size for extent in extents) != layout.total_bytes:
+            raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
+        header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
+        if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
+            raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
+        start = entry.index * spec.chunk_tokens
+        home = None
+        if len(entry.extents) == 1:
+            extent = entry.extents[0]
+            home = (self.session.region(extent.region), extent.region, extent.offset)
+        return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
+
+    def runs(self, part: int) -> list[ChunkRun]:
+        """The chunks of one part, grouped for copying."""
+        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+
+    def _is_current(self, slot: int, generation: int) -> bool:
+        """Whether everything read from a chunk so far was the chunk's."""
+        if len(self._generations) == 0:
+            return False
+        with _fence:  # orders the copies' loads before the generation's, on machines that reorder loads
+            pass
+        return bool(self._generations[slot] == generation)
+
+    def settle(self, bad: set[int]) -> int:
+        """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
+        When that is not all of them, ``reason`` tells why."""
+        good = max((chunk.token_start + chunk.layout.token_count for chunk in self.chunks), default=0)
+        for chunk in self.chunks:
+            current = self._is_current(chunk.slot, chunk.generation)
+            if chunk.token_start < good and not (current and id(chunk) not in bad):
+                good = chunk.token_start
+                self.reason = MissReason.CORRUPT if current else MissReason.STALE
+        return good
+
+    def close(self) -> None:
+        """Give the lease back. Idempotent."""
+        lease_id, self._lease_id = self._lease_id, 0
+        self.session.release(lease_id)
+
+
+def open_prefix(
+    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float
+) -> Prefix:
+    """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
+    query = pb.ChainQuery(
+        fingerprint=name,
+        digests=b"".join(digests),
+        hidden_layers=wanted.hidden_layers,
+        exactness=exactness,  # type: ignore[arg-type]
+    )
+    try:
+        stream = session.cache.Fetch(pb.FetchRequest(query=query), timeout=timeout_s, metadata=session.metadata)
+        response = next(iter(stream))
+    except grpc.RpcError as error:
+        raise session.translated(error) from error
+    except (StopIteration, ValueError) as error:
+        raise Unavailable("the sidecar is gone") from error
+    return Prefix(session, wanted, response, digests)
