@@ -1,5 +1,8 @@
 """Files. The state directory and the tiers that live on disk reach it through here, so that a simulated
-disk can lose, tear and refuse writes. The simulated twin comes with the NVMe tier."""
+disk (``simulated_disk``) can lose, tear and refuse writes.
+
+Every method but ``close`` may raise OSError; who calls translates it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,22 @@ class Disk(Protocol):
 
     def sync_directory(self, path: Path) -> None: ...
 
-    def allocate(self, descriptor: int, byte_count: int) -> None: ...
+    def allocate(self, descriptor: int, byte_count: int) -> None:
+        """Make the file ``byte_count`` bytes long with its room taken: a later write cannot run out of it."""
+
+    def truncate(self, descriptor: int, byte_count: int) -> None: ...
+
+    def size(self, descriptor: int) -> int:
+        """The file's length in bytes."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Put a file in another's place, at once for every reader; durable after ``sync_directory``."""
+
+    def names(self, directory: Path) -> list[str]:
+        """The names in a directory, sorted."""
+
+    def free_bytes(self, directory: Path) -> int:
+        """What the file system that holds ``directory`` has left for us."""
 
     def lock(self, descriptor: int) -> bool:
         """Take the file's exclusive lock without waiting. False when another process holds it."""
@@ -65,6 +83,22 @@ class SystemDisk:
 
     def allocate(self, descriptor: int, byte_count: int) -> None:
         os.posix_fallocate(descriptor, 0, byte_count)
+
+    def truncate(self, descriptor: int, byte_count: int) -> None:
+        os.ftruncate(descriptor, byte_count)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def names(self, directory: Path) -> list[str]:
+        return sorted(os.listdir(directory))
+
+    def free_bytes(self, directory: Path) -> int:
+        status = os.statvfs(directory)
+        return status.f_bavail * status.f_frsize
 
     def lock(self, descriptor: int) -> bool:
         try:
