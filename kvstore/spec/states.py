@@ -40,6 +40,7 @@ class Encoding(IntEnum):
 
     NONE = 0
     RAW = 1
+    LZ4 = 2
 
 
 class StoreState(IntEnum):

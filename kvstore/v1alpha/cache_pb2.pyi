@@ -45,6 +45,7 @@ class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ENCODING_UNSPECIFIED: _ClassVar[Encoding]
     ENCODING_RAW: _ClassVar[Encoding]
+    ENCODING_LZ4: _ClassVar[Encoding]
 
 class Exactness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -93,6 +94,7 @@ TIER_NVME: Tier
 TIER_S3: Tier
 ENCODING_UNSPECIFIED: Encoding
 ENCODING_RAW: Encoding
+ENCODING_LZ4: Encoding
 EXACTNESS_UNSPECIFIED: Exactness
 EXACTNESS_EXACT: Exactness
 EXACTNESS_DERIVED: Exactness
