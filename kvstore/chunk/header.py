@@ -12,13 +12,15 @@ Layout, little-endian, padded with zeros to a multiple of 4 KiB:
     384  strip table: per strip offset u64, stored bytes u32, zero u32, checksum 16
          envelope tags, when there is an envelope
 
+The strip table says where the strips lie as they are stored, and the checksums are of what is stored. The offsets
+follow from the lengths: a reader refuses any other, and any length above the layout's.
 The header's checksum is XXH3-128 of its bytes with the checksum field zero.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
@@ -31,6 +33,8 @@ from kvstore.chunk.layout import (
     PAGE_BYTES,
     STRIP_ENTRY_BYTES,
     ChunkLayout,
+    StoredStrips,
+    place_strips,
 )
 from kvstore.errors import DataLoss
 from kvstore.keys import FORMAT_VERSION
@@ -45,7 +49,7 @@ HEADER_BYTES_MAX = 64 << 20
 _KINDS = (CacheKind.KV, CacheKind.E, CacheKind.MLA, CacheKind.ENCODER)
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
-ENCODINGS = ("raw",)
+ENCODINGS = ("raw", "lz4")
 _FIXED = struct.Struct("<8sHHIQQ6B2xIIiIQ32s32s32s32s32s32s16s16s16s16s48x16s")
 _CHECKSUM_AT = 368
 _ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("zero", "<u4"), ("checksum", "u1", 16)])
@@ -55,7 +59,10 @@ assert _ENTRY.itemsize == STRIP_ENTRY_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkHeader:
-    """A chunk's identity, and its strips' checksums [strips, 16]."""
+    """A chunk's identity, and its strips' checksums [strips, 16].
+
+    ``stored`` is where the strips lie when they are encoded; None for raw ones, which lie where the layout says.
+    """
 
     kind: CacheKind
     e_layer: int = -1
@@ -74,13 +81,16 @@ class ChunkHeader:
     rope_digest: bytes
     write_id: bytes
     checksums: Checksums = field(repr=False, compare=False)
+    stored: StoredStrips | None = field(default=None, repr=False, compare=False)
 
 
 def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
     """The header's bytes, ``layout.header_bytes`` of them."""
     assert header.checksums.shape == (layout.strip_count, CHECKSUM_BYTES)
+    assert (header.stored is None) == (header.encoding == "raw")
+    body_bytes = layout.body_bytes if header.stored is None else header.stored.body_bytes
     fixed = _FIXED.pack(
-        MAGIC, FORMAT_VERSION, READER_VERSION, layout.header_bytes, layout.body_bytes, 0,
+        MAGIC, FORMAT_VERSION, READER_VERSION, layout.header_bytes, body_bytes, 0,
         _KINDS.index(header.kind), _PROVENANCES.index(header.provenance), _EXACTNESSES.index(header.exactness),
         ENCODINGS.index(header.encoding), 0, 0,
         header.token_count, layout.strip_count, header.e_layer, 0, header.first_position,
@@ -88,8 +98,8 @@ def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
         header.token_digest, header.tenant_digest, header.rope_digest, header.write_id, bytes(16), bytes(16),
     )  # fmt: skip
     table = np.zeros(layout.strip_count, _ENTRY)
-    table["offset"] = layout.strip_offsets
-    table["length"] = layout.strip_lengths
+    table["offset"] = layout.strip_offsets if header.stored is None else header.stored.offsets
+    table["length"] = layout.strip_lengths if header.stored is None else header.stored.lengths
     table["checksum"] = header.checksums
     packed = bytearray(fixed + table.tobytes())
     packed.extend(bytes(layout.header_bytes - len(packed)))
@@ -104,6 +114,7 @@ def _bad(reason: str) -> NoReturn:
 def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> ChunkHeader:
     """Read a header and, given the layout its spec implies, check that it describes exactly that layout.
 
+    Without a layout it says which chunk this is, and nothing of where strips lie: ``stored`` is None.
     ``data`` begins with the header and may be longer. Trusts nothing; allocates no more than ``data`` holds.
     Raises: DataLoss whose ``reason`` field says what is wrong.
     """
@@ -129,32 +140,39 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
     if not codes or envelope or tag_bytes or zero:
         _bad("unknown kind, encoding or envelope")
     table = np.frombuffer(bytes(whole[FIXED_HEADER_BYTES:table_end]), _ENTRY)
-    if layout is not None:
-        _check_layout(layout, _KINDS[kind], token_count, header_bytes, body_bytes, table)
-    return ChunkHeader(
+    found = ChunkHeader(
         kind=_KINDS[kind], e_layer=e_layer, provenance=_PROVENANCES[provenance], exactness=_EXACTNESSES[exactness],
         encoding=ENCODINGS[encoding], token_count=token_count, namespace=namespace, fingerprint=fingerprint,
         storage_key=storage_key, parent=parent, chain_digest=chain_digest, token_digest=token_digest,
         tenant_digest=tenant_digest, first_position=first_position, rope_digest=rope_digest, write_id=write_id,
         checksums=table["checksum"],
     )  # fmt: skip
+    return found if layout is None else _checked(found, layout, header_bytes, body_bytes, table)
 
 
-def _check_layout(
-    layout: ChunkLayout,
-    kind: CacheKind,
-    token_count: int,
-    header_bytes: int,
-    body_bytes: int,
-    table: np.ndarray,
-) -> None:
+def _checked(
+    header: ChunkHeader, layout: ChunkLayout, header_bytes: int, body_bytes: int, table: np.ndarray
+) -> ChunkHeader:
+    """The header with its strips' places, or DataLoss where it contradicts the layout."""
     same = (
-        kind is layout.kind
-        and token_count == layout.token_count
+        header.kind is layout.kind
+        and header.e_layer == (layout.slabs[0].layer if layout.kind is CacheKind.E else -1)
+        and header.token_count == layout.token_count
         and header_bytes == layout.header_bytes
-        and body_bytes == layout.body_bytes
         and len(table) == layout.strip_count
         and not table["zero"].any()
     )
-    if not same or (table["offset"] != layout.strip_offsets).any() or (table["length"] != layout.strip_lengths).any():
-        _bad("its strips do not lie where this model's do")
+    if not same:
+        _bad("it describes another model's chunk")
+    if header.encoding == "raw":
+        raw = body_bytes == layout.body_bytes and (table["length"] == layout.strip_lengths).all()
+        if not raw or (table["offset"] != layout.strip_offsets).any():
+            _bad("its strips do not lie where this model's do")
+        return header
+    lengths = table["length"].astype(np.uint32)
+    if (lengths < 1).any() or (lengths > layout.strip_lengths).any():
+        _bad("its strips are empty or longer than this model's")
+    stored = place_strips(layout, lengths)
+    if body_bytes != stored.body_bytes or (table["offset"] != stored.offsets).any():
+        _bad("its strips do not lie where their lengths put them")
+    return replace(header, stored=stored)

@@ -78,6 +78,48 @@ class ChunkLayout:
         """Bytes of strips, without alignment and header."""
         return int(self.strip_lengths.sum(dtype=np.uint64))
 
+    @cached_property
+    def slab_firsts(self) -> NDArray[np.intp]:
+        """Number of each slab's first strip."""
+        return np.array([slab.strip_first for slab in self.slabs], np.intp)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredStrips:
+    """Where an encoding put the strips: in the layout's order, only shorter. Offsets count from the body's start.
+
+    Shapes: ``offsets`` and ``lengths`` [strips]; ``slab_offsets`` [slabs + 1], whose last is the body's end.
+    """
+
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    slab_offsets: NDArray[np.uint64]
+
+    @property
+    def body_bytes(self) -> int:
+        return int(self.slab_offsets[-1])
+
+
+def place_strips(layout: ChunkLayout, lengths: NDArray[np.uint32]) -> StoredStrips:
+    """The one place that strips of these stored lengths have: strips 64 B-aligned, slabs 4 KiB-aligned, no room
+    between. ``lengths`` [strips], none longer than the layout's, so that nothing here is larger than in a raw chunk.
+
+    Cost: about 20 us, no loop over strips.
+    """
+    firsts = layout.slab_firsts
+    aligned = _align_each(lengths.astype(np.uint64), STRIP_ALIGNMENT)
+    slab_bytes = _align_each(np.add.reduceat(aligned, firsts), PAGE_BYTES)
+    slab_offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(slab_bytes)])
+    before = np.cumsum(aligned) - aligned
+    shifts = slab_offsets[:-1] - before[firsts]  # modulo 2**64, as is the sum below
+    counts = np.diff(firsts, append=layout.strip_count)
+    return StoredStrips(before + np.repeat(shifts, counts), lengths, slab_offsets)
+
+
+def _align_each(values: NDArray[np.uint64], alignment: int) -> NDArray[np.uint64]:
+    mask = np.uint64(alignment - 1)
+    return (values + mask) & ~mask
+
 
 @lru_cache(maxsize=512)
 def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | None = None) -> ChunkLayout:

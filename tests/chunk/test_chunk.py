@@ -38,8 +38,9 @@ def header_of(layout: ChunkLayout, seed: int = 0) -> ChunkHeader:
     random = np.random.default_rng(seed)
     e = layout.kind is CacheKind.E
     return ChunkHeader(
-        kind=layout.kind, e_layer=1 if e else -1, token_count=layout.token_count, namespace=b"n" * 32,
-        fingerprint=b"f" * 32, storage_key=b"s" * 32, parent=bytes(32), chain_digest=b"c" * 32,
+        kind=layout.kind, e_layer=layout.slabs[0].layer if e else -1, token_count=layout.token_count,
+        namespace=b"n" * 32, fingerprint=b"f" * 32, storage_key=b"s" * 32, parent=bytes(32),
+        chain_digest=b"c" * 32,
         token_digest=b"t" * 32, tenant_digest=b"T" * 16, first_position=7, rope_digest=b"r" * 16,
         write_id=b"w" * 16, checksums=random.integers(0, 255, (layout.strip_count, 16), dtype=np.uint8),
     )  # fmt: skip
@@ -244,10 +245,11 @@ def test_a_header_with_any_fields_is_read_or_refused(name: str, changes: list[tu
         (32, 9),  # kind
         (33, 2),  # provenance
         (34, 2),  # exactness
-        (35, 1),  # encoding
+        (35, 2),  # encoding
         (36, 1),  # envelope
         (40, 15),  # token count
         (44, 3),  # strip count
+        (48, 0),  # E layer
         (17, 1),  # body bytes
         (384, 1),  # first strip's offset
         (392, 1),  # first strip's length
