@@ -12,11 +12,13 @@ from kvstore.seams.memory import BytearrayMemory, Mapping, Memory, SystemMemory
 from kvstore.seams.randomness import Random, SeededRandom, SystemRandom
 from kvstore.seams.scheduler import InlineWorkers, Workers, WorkerThreads
 from kvstore.seams.secrets import TenantKeys
+from kvstore.seams.simulated_disk import DiskStopped, SimulatedDisk
 
 __all__ = [
     "BytearrayMemory",
     "Clock",
     "Disk",
+    "DiskStopped",
     "FaultPoints",
     "InlineWorkers",
     "ManualClock",
@@ -24,6 +26,7 @@ __all__ = [
     "Memory",
     "Random",
     "SeededRandom",
+    "SimulatedDisk",
     "SystemClock",
     "SystemDisk",
     "SystemMemory",
