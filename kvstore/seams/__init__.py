@@ -10,9 +10,10 @@ from kvstore.seams.disk import Disk, SystemDisk
 from kvstore.seams.faults import FaultPoints
 from kvstore.seams.memory import BytearrayMemory, Mapping, Memory, SystemMemory
 from kvstore.seams.randomness import Random, SeededRandom, SystemRandom
-from kvstore.seams.scheduler import InlineWorkers, Workers, WorkerThreads
+from kvstore.seams.scheduler import InlineWorkers, SeededWorkers, Workers, WorkerThreads
 from kvstore.seams.secrets import TenantKeys
 from kvstore.seams.simulated_disk import DiskStopped, SimulatedDisk
+from kvstore.seams.simulated_loop import LoopClock, SimulatedLoop, simulate
 
 __all__ = [
     "BytearrayMemory",
@@ -21,12 +22,15 @@ __all__ = [
     "DiskStopped",
     "FaultPoints",
     "InlineWorkers",
+    "LoopClock",
     "ManualClock",
     "Mapping",
     "Memory",
     "Random",
     "SeededRandom",
+    "SeededWorkers",
     "SimulatedDisk",
+    "SimulatedLoop",
     "SystemClock",
     "SystemDisk",
     "SystemMemory",
@@ -34,4 +38,5 @@ __all__ = [
     "TenantKeys",
     "WorkerThreads",
     "Workers",
+    "simulate",
 ]

@@ -182,6 +182,25 @@ def test_synced_names_survive() -> None:
     assert {tuple(disk.names(HOME)) for disk in over_seeds(lived)} == {("file", "kept", "there")}
 
 
+def test_changes_of_different_names_are_lost_independently() -> None:
+    def lived(disk: SimulatedDisk, file: int) -> None:
+        put(disk, HOME / "a", b"")
+        put(disk, HOME / "b", b"")
+
+    found = {tuple(disk.names(HOME)) for disk in over_seeds(lived)}
+    assert found == {("file",), ("a", "file"), ("b", "file"), ("a", "b", "file")}
+
+
+def test_a_file_that_moved_twice_has_one_name() -> None:
+    def lived(disk: SimulatedDisk, file: int) -> None:
+        disk.rename(FILE, HOME / "once")
+        disk.rename(HOME / "once", HOME / "twice")
+
+    disks = over_seeds(lived)
+    assert {tuple(disk.names(HOME)) for disk in disks} == {("file",), ("once",), ("twice",)}
+    assert {disk.read_file(HOME / disk.names(HOME)[0]) for disk in disks} == {OLD}
+
+
 def replace(disk: SimulatedDisk, data: bytes) -> None:
     """The old content or the new, whenever the power goes: as a careful writer does it."""
     fresh = disk.open(HOME / "file.new", CREATE | os.O_TRUNC)
@@ -249,8 +268,12 @@ def test_a_new_directory_is_lost_with_all_that_is_in_it_or_kept_by_its_own_sync(
         make(disk, file)
         disk.sync_directory(below)
 
-    found = {tuple(disk.names(HOME)) for disk in over_seeds(make)}
-    assert found == {("file",), ("below", "file")}
+    found = set()
+    for disk in over_seeds(make):
+        left = disk.names(HOME)
+        disk.make_directory(below)
+        found.add((*left, *disk.names(below)))
+    assert found == {("file",), ("below", "file"), ("below", "file", "a")}
     assert {tuple(disk.names(below)) for disk in over_seeds(keep)} == {("a",)}
 
 
@@ -356,6 +379,19 @@ def test_the_write_that_was_cut_short_happened_in_part_or_not() -> None:
         lengths.add(content.count(b"n"))
         assert content == NEW[: content.count(b"n")] + OLD[content.count(b"n") :]
     assert lengths == {512 * count for count in range(9)}
+
+
+def test_a_rename_that_was_cut_short_happened_or_not() -> None:
+    found = set()
+    for seed in SEEDS:
+        disk = SimulatedDisk(seed)
+        disk.write_file(FILE, OLD)
+        disk.stop_after = 0
+        with pytest.raises(DiskStopped):
+            disk.rename(FILE, HOME / "there")
+        disk.kill()
+        found.add(tuple(disk.names(HOME)))
+    assert found == {("file",), ("there",)}
 
 
 def test_a_call_that_would_have_failed_stops_all_the_same() -> None:
