@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -235,12 +236,11 @@ class Client:
         """Keep a context's cache. Returns as soon as the tensors may be reused; the receipt tells what was kept.
 
         Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype; ``hidden``
-        {layer: [tokens, hidden_size]}. Raises: InvalidRequest naming the argument that is wrong.
+        {layer: [tokens, hidden_size]}. ``durability``: what the receipt's ``wait`` waits for; None: the highest
+        level the sidecar has. Raises: InvalidRequest naming the argument that is wrong.
         """
-        if durability not in (None, Durability.MEMORY):
-            raise InvalidRequest(
-                f"durability {durability!r}: this sidecar has memory only; no lower tier is configured"
-            )
+        if durability not in (None, Durability.MEMORY, Durability.LOCAL):
+            raise InvalidRequest(f"durability {durability!r}: this release has MEMORY and LOCAL")
         prompt = Prompt.of(spec, tokens, extras, exactness)
         if not prompt.digests:
             raise InvalidRequest("tokens is empty: there is nothing to store")
@@ -250,13 +250,34 @@ class Client:
             session, name = self._ready(spec)
             store = Store(session, session.staging, source, self._copier, self.faults, self._timeout_s)
             store.stage(name, prompt)
-            return Receipt(self._committer.submit(store.commit))
+            settle = None if durability is Durability.MEMORY else partial(self._settle, prompt, source.hidden_layers)
+            return Receipt(self._committer.submit(store.commit), settle)
 
         try:
             return self._connection.or_gone(run, Receipt.nothing)
         except Exhausted as error:
             self._connection.counters["stores_refused"] += 1
             return Receipt.nothing(error.message)
+
+    def _settle(
+        self, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, timeout_s: float
+    ) -> tuple[Durability, str, bool]:
+        """What a stored prefix has reached, asked of the sidecar, which waits for the device."""
+        step = prompt.spec.chunk_tokens
+
+        def ask() -> tuple[Durability, str, bool]:
+            session, name = self._ready(prompt.spec)
+            query = pb.ChainQuery(
+                fingerprint=name, digests=b"".join(prompt.digests[: -(-token_count // step)]),
+                hidden_layers=hidden_layers, exactness=prompt.exactness,  # type: ignore[arg-type]
+            )  # fmt: skip
+            request = pb.StoreRequest(settle=pb.Settle(query=query, timeout_seconds=timeout_s))
+            reply = session.call(session.cache.Store, request, timeout_s + self._timeout_s)
+            if min(reply.committed_count * step, token_count) < token_count:
+                return Durability.NONE, "a part of it is gone again: raise arena.capacity_bytes", True
+            return Durability(reply.durability), reply.refusal, reply.is_settled
+
+        return self._connection.or_gone(ask, lambda why: (Durability.NONE, why, True))
 
     # ------------------------------------------------------------ the rest
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from kvstore.chunk import layout_of
 from kvstore.errors import DataLoss, DeadlineExceeded
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
@@ -38,14 +39,92 @@ class FetchedKV(list[Any]):
 def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
     bad: set[int] = set()
+    if prefix.is_arriving:
+        landing = Landing(prefix, target, copier, faults, bad)
+        while landing.advance():
+            pass
+        landing.finish(timeout_s)
+        return _settled(prefix, bad)
     cache = prefix.runs(0)
     work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(prefix.wanted.layers))]
     for part, layer in enumerate(prefix.wanted.hidden_layers, start=1):
         work.append(partial(target.copy_hidden, layer, prefix.runs(part), bad))
     copier.split(_each, work, timeout_s)
+    return _settled(prefix, bad)
+
+
+def _settled(prefix: Prefix, bad: set[int]) -> int:
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
     return prefix.settle(bad)
+
+
+class Landing:
+    """Copies of a prefix that is still arriving: what memory has at once, the rest layer by layer as it lands."""
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        target: Target,
+        copier: Copier,
+        faults: FaultPoints,
+        bad: set[int],
+        on_copied: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prefix = prefix
+        self._on_copied = on_copied
+        self._target = target
+        self._copier = copier
+        self._faults = faults
+        self._bad = bad
+        slabs = layout_of(prefix.wanted.spec, prefix.wanted.spec.kind, 1).slab_of_layer
+        self._coming = [(0, slabs[layer], position) for position, layer in enumerate(prefix.wanted.layers)]
+        self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
+        self.layers: list[list[Future[Any]]] = [[] for _ in prefix.wanted.layers]
+        self._hidden: list[Future[Any]] = []
+        for part, _, position in self._coming:
+            self._copy(part, position, prefix.runs(part))
+
+    def _copy(self, part: int, position: int, runs: list[ChunkRun]) -> None:
+        if not runs:
+            return
+        if part == 0:
+            self.layers[position].append(self._copier.submit(self._copy_layer, position, runs))
+        else:
+            layer = self._prefix.wanted.hidden_layers[part - 1]
+            self._hidden.append(self._copier.submit(self._target.copy_hidden, layer, runs, self._bad))
+
+    def _copy_layer(self, position: int, runs: list[ChunkRun]) -> None:
+        self._target.copy_layer(position, runs, self._bad, self._faults)
+        self._on_copied()
+
+    def advance(self) -> bool:
+        """Wait for news and start the copies it allows. False when nothing is arriving any more."""
+        more = self._prefix.advance()
+        waiting = []
+        for part, slab, position in self._coming:
+            chunks = self._prefix.arrived(part, slab)
+            if chunks is None:
+                waiting.append((part, slab, position))
+            else:
+                self._copy(part, position, runs_of(chunks))
+        self._coming = waiting
+        return more
+
+    def has_landed(self, position: int) -> bool:
+        """Whether all copies of a layer have been started."""
+        return (0, position) not in {(part, number) for part, _, number in self._coming}
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
+        futures = [future for layer in self.layers for future in layer] + self._hidden
+        _, late = wait(futures, timeout_s)
+        if late:
+            for future in late:
+                future.cancel()
+            raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
+        for future in futures:
+            future.result()
 
 
 def _each(work: Sequence[Callable[[], None]]) -> None:
@@ -92,13 +171,15 @@ class LayerStream:
         layers = prefix.wanted.layers
         dtype = prefix.wanted.spec.cache_dtype
         bad: set[int] = set()
-        # The memory is there already, so nothing is gained by holding copies back; two threads bound them.
-        runs = prefix.runs(0)
-        jobs = [self._copier.submit(self._copy, target, runs, position, bad) for position in range(len(layers))]
+        # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
+        landing = Landing(prefix, target, self._copier, self._faults, bad, self._landed)
         try:
             for position, layer in enumerate(layers):
+                while not landing.has_landed(position) and landing.advance():
+                    pass
                 try:
-                    jobs[position].result(self._timeout_s)
+                    for job in landing.layers[position]:
+                        job.result(self._timeout_s)
                 except TimeoutError:
                     raise DeadlineExceeded(f"layer {layer} was not copied within {self._timeout_s} s") from None
                 if bad or prefix.settle(bad) < self.token_count:
@@ -106,12 +187,11 @@ class LayerStream:
                 k, v = target.planes[2 * position : 2 * position + 2]
                 yield layer, (target.shown(k, dtype), target.shown(v, dtype))
         finally:
-            running = [job for job in jobs if not job.cancel()]
+            running = [job for jobs in landing.layers for job in jobs if not job.cancel()]
             wait(running, self._timeout_s)
             self.close()
 
-    def _copy(self, target: Target, runs: list[ChunkRun], position: int, bad: set[int]) -> None:
-        target.copy_layer(position, runs, bad, self._faults)
+    def _landed(self) -> None:
         self.landed_s = self._clock.monotonic()
 
     def close(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -103,39 +103,104 @@ def _stride(run: ChunkRun, chunk: Chunk) -> int:
 
 
 class Prefix:
-    """A leased prefix in mapped memory. ``close`` gives the lease back."""
+    """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` gives the lease
+    back."""
 
-    def __init__(self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes]) -> None:
+    def __init__(
+        self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any
+    ) -> None:
         self.session = session
         self.wanted = wanted
         self.tier = Tier(response.tier)
         self.reason = MissReason(response.reason)
         self.tails = response.tails
+        self._digests = digests
+        self._stream = stream
         self._lease_id = response.lease_id
         self._generations = session.generations
+        self._entries = list(response.chunks)
+        self._stop = max((self._span(entry)[1] for entry in self._entries), default=0)
+        self._arriving = {number: entry for number, entry in enumerate(self._entries) if entry.is_arriving}
+        self._landed: dict[int, tuple[Chunk, int]] = {}
+        self.chunks: list[Chunk] = []
         try:
-            self.chunks = self._read(response.chunks, digests)
+            for entry in self._entries:
+                if not entry.is_arriving and (chunk := self._read(entry)) is not None:
+                    self.chunks.append(chunk)
         except BaseException:
             self.close()
             raise
         self.token_count = self.settle(set())
         self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.token_count]
 
-    def _read(self, entries: Iterable[pb.ResidentChunk], digests: list[bytes]) -> list[Chunk]:
-        """Read the chunks' headers. The prefix ends before the first that is not what it should be."""
-        chunks: list[Chunk] = []
-        stop = len(digests) * self.wanted.spec.chunk_tokens
-        for entry in entries:
-            try:
-                chunks.append(self._chunk(entry, digests))
-            except DataLoss as error:
-                stop = min(stop, entry.index * self.wanted.spec.chunk_tokens)
-                if not self._is_current(entry.generation_slot, entry.generation):
-                    self.reason = MissReason.STALE
-                    continue
-                self.reason = MissReason.CORRUPT
-                _log.error("kvstore: %s: treated as a miss", error.message)
-        return [chunk for chunk in chunks if chunk.token_start < stop]
+    def _span(self, entry: pb.ResidentChunk) -> tuple[int, int]:
+        """The tokens of a chunk."""
+        start = entry.index * self.wanted.spec.chunk_tokens
+        return start, start + entry.token_count
+
+    def _read(self, entry: pb.ResidentChunk) -> Chunk | None:
+        """Read a chunk's header. The prefix ends before one that is not what it should be."""
+        try:
+            return self._chunk(entry, self._digests)
+        except DataLoss as error:
+            if not self._is_current(entry.generation_slot, entry.generation):
+                self._cut(entry, MissReason.STALE)
+                return None
+            self._cut(entry, MissReason.CORRUPT)
+            _log.error("kvstore: %s: treated as a miss", error.message)
+            return None
+
+    def _cut(self, entry: pb.ResidentChunk, reason: MissReason) -> None:
+        start = self._span(entry)[0]
+        if start < self._stop:
+            self._stop, self.reason = start, reason
+
+    # ------------------------------------------------------------ arrivals
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether chunks of it are still on their way to memory."""
+        return bool(self._arriving)
+
+    def advance(self) -> bool:
+        """Wait for news of what is on its way. False when no more will come: what did not arrive is lost then."""
+        try:
+            response = next(self._stream, None)
+        except (grpc.RpcError, ValueError):
+            response = None
+        for each in response.arrivals if response is not None else ():
+            entry = self._arriving.get(each.chunk)
+            if entry is not None:
+                self._note(each.chunk, entry, each)
+        if response is None:
+            for entry in self._arriving.values():
+                self._cut(entry, MissReason.UNAVAILABLE)
+            self._arriving = {}
+        return bool(self._arriving)
+
+    def _note(self, number: int, entry: pb.ResidentChunk, arrival: pb.Arrival) -> None:
+        known = self._landed.get(number)
+        chunk = known[0] if known else self._read(entry) if arrival.slab_count else None
+        if chunk is not None:
+            self._landed[number] = chunk, arrival.slab_count
+            if known is None:
+                self.chunks.append(chunk)
+        if arrival.lost:
+            self._cut(entry, MissReason(arrival.lost))
+        if arrival.lost or (chunk is not None and arrival.slab_count >= len(chunk.layout.slabs)):
+            del self._arriving[number]
+
+    def arrived(self, part: int, slab: int) -> list[Chunk] | None:
+        """The chunks of one part that came from the device, once that slab of all of them is there; else None."""
+        found = []
+        for number, entry in enumerate(self._entries):
+            if entry.part != part or not entry.is_arriving or self._span(entry)[0] >= self._stop:
+                continue
+            landed = self._landed.get(number)
+            if landed is None or landed[1] <= slab:
+                return None
+            found.append(landed[0])
+        return found
 
     def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
         spec = self.wanted.spec
@@ -148,6 +213,8 @@ class Prefix:
         if sum(extent.size for extent in extents) != layout.total_bytes:
             raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
         header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
+        if header.encoding != "raw":
+            raise DataLoss("memory holds raw chunks only", reason="encoding")
         if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
             raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
         start = entry.index * spec.chunk_tokens
@@ -172,7 +239,7 @@ class Prefix:
     def settle(self, bad: set[int]) -> int:
         """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
         When that is not all of them, ``reason`` tells why."""
-        good = max((chunk.token_start + chunk.layout.token_count for chunk in self.chunks), default=0)
+        good = self._stop
         for chunk in self.chunks:
             current = self._is_current(chunk.slot, chunk.generation)
             if chunk.token_start < good and not (current and id(chunk) not in bad):
@@ -183,6 +250,8 @@ class Prefix:
     def close(self) -> None:
         """Give the lease back. Idempotent."""
         lease_id, self._lease_id = self._lease_id, 0
+        if self._arriving:
+            self._stream.cancel()
         self.session.release(lease_id)
 
 
@@ -198,9 +267,9 @@ def open_prefix(
     )
     try:
         stream = session.cache.Fetch(pb.FetchRequest(query=query), timeout=timeout_s, metadata=session.metadata)
-        response = next(iter(stream))
+        response = next(stream)
     except grpc.RpcError as error:
         raise session.translated(error) from error
     except (StopIteration, ValueError) as error:
         raise Unavailable("the sidecar is gone") from error
-    return Prefix(session, wanted, response, digests)
+    return Prefix(session, wanted, response, digests, stream)

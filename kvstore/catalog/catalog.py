@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from kvstore.catalog.record import Namespace, Record
+import numpy as np
+
+from kvstore.catalog.namespace import Namespace, SpaceKey
+from kvstore.catalog.table import ROOT_ROW, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
-from kvstore.spec import CacheKind, ChunkState, Exactness, MissReason, ModelSpec, Provenance
+from kvstore.spec import CacheKind, ChunkState, Encoding, Exactness, MissReason, ModelSpec, Provenance, Tier
 
 TAIL_COUNT_MAX = 2
-Run = tuple[int, ChunkState, MissReason]
-"""(count, state, reason) of consecutive chunks that are alike."""
+
+
+class Run(NamedTuple):
+    """``chunk_count`` consecutive chunks that are alike."""
+
+    chunk_count: int
+    state: ChunkState
+    reason: MissReason
+    tier: Tier
+    encoding: Encoding
 
 
 @dataclass(eq=False)
@@ -21,6 +33,7 @@ class Model:
 
     spec: ModelSpec
     fingerprint: bytes
+    spaces: Spaces = field(repr=False)
     namespaces: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict)
 
     def namespace(
@@ -33,32 +46,68 @@ class Model:
             if layer is not None and not 0 <= layer < self.spec.layer_count:
                 raise InvalidRequest(f"hidden layer {layer}: the model has layers 0..{self.spec.layer_count - 1}")
             kind = self.spec.kind if layer is None else CacheKind.E
-            name = fingerprint(self.spec, kind, layer)
-            found = self.namespaces[key] = Namespace(name, self.spec, kind, layer, provenance, exactness)
+            found = self.spaces.get(fingerprint(self.spec, kind, layer), provenance, exactness)
+            found.model_spec, found.model_kind, found.layer = self.spec, kind, layer
+            self.spaces.adopt_tails(found)
+            self.namespaces[key] = found
         return found
+
+
+class Spaces:
+    """All namespaces: those of registered models, and those found on a device whose model nobody named yet."""
+
+    def __init__(self, table: ChunkTable) -> None:
+        self._table = table
+        self.numbered: list[Namespace] = []
+        self._by_key: dict[SpaceKey, Namespace] = {}
+
+    def get(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
+        key = (name, provenance, exactness)
+        found = self._by_key.get(key)
+        if found is None:
+            found = self._by_key[key] = Namespace(len(self.numbered), name, provenance, exactness)
+            self.numbered.append(found)
+        return found
+
+    def adopt_tails(self, namespace: Namespace) -> None:
+        """Which recovered chunks are partial tails shows once the model's chunk size is known."""
+        table = self._table
+        spaces, counts = (np.frombuffer(each, each.typecode) for each in (table.spaces, table.token_counts))
+        short = np.flatnonzero((spaces == namespace.number) & (counts < namespace.spec.chunk_tokens))
+        for row in short.tolist():
+            if namespace.index.get(table.digests[row]) == row:
+                namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
+
+
+def _parent_digest(table: ChunkTable, row: int) -> bytes:
+    parent = table.parents[row]
+    return ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent]
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a chain met: how many leading chunks hit, and runs over the whole chain."""
+    """What a chain met: how many leading chunks hit, runs over the whole chain, and per namespace the hits' rows."""
 
     hit_count: int
     runs: tuple[Run, ...]
+    chains: list[list[int]]
 
     @property
     def reason(self) -> MissReason:
         """Why the chunk after the last hit is missing; NONE when the whole chain hit."""
-        for _, state, reason in self.runs:
-            if state is not ChunkState.HIT:
-                return reason
+        for run in self.runs:
+            if run.state is not ChunkState.HIT:
+                return run.reason
         return MissReason.NONE
 
 
 class Catalog:
-    """All models of one tenant."""
+    """All models of one tenant, and the table of its chunks."""
 
     def __init__(self, model_count_max: int) -> None:
         self._model_count_max = model_count_max
+        self.table = ChunkTable()
+        self.spaces = Spaces(self.table)
         self.models: dict[bytes, Model] = {}
         self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
 
@@ -73,7 +122,7 @@ class Catalog:
         if len(self.models) >= self._model_count_max:
             raise Exhausted(f"{len(self.models)} models are registered: raise limits.model_count_max")
         self._geometries.setdefault((spec.model_id, spec.weights_digest, spec.adapter_id), spec)
-        model = self.models[name] = Model(spec, name)
+        model = self.models[name] = Model(spec, name, self.spaces)
         return model
 
     def model(self, name: bytes) -> Model:
@@ -86,56 +135,123 @@ class Catalog:
     def walk(self, namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> Walk:
         """A chunk hits when every namespace holds it. Cost: a dict look-up per chunk and namespace."""
         hits = len(digests)
+        chains: list[list[int]] = []
         for namespace in namespaces:
-            index = namespace.index
-            for position in range(hits):
-                if digests[position] not in index:
-                    hits = position
-                    break
-        runs: list[Run] = [(hits, ChunkState.HIT, MissReason.NONE)] if hits else []
+            rows = list(map(namespace.index.get, digests[:hits]))
+            if None in rows:
+                hits = rows.index(None)
+            chains.append(rows)  # type: ignore[arg-type]  # cut before the first None below
+        chains = [rows[:hits] for rows in chains]
+        runs = self._hit_runs(chains, hits)
         for digest in digests[hits:]:
             state, reason = _absent(namespaces, digest)
-            if runs and runs[-1][1] is state and runs[-1][2] is reason:
-                runs[-1] = (runs[-1][0] + 1, state, reason)
+            if runs and runs[-1].state is state and runs[-1].reason is reason:
+                runs[-1] = runs[-1]._replace(chunk_count=runs[-1].chunk_count + 1)
             else:
-                runs.append((1, state, reason))
-        return Walk(hits, tuple(runs))
+                runs.append(Run(1, state, reason, Tier.NONE, Encoding.NONE))
+        return Walk(hits, tuple(runs), chains)
 
-    def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> list[Record]:
-        """Partial tails after ``parent`` that every namespace holds."""
+    def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:
+        """Runs of chunks that lie in the same tier: the slowest of their parts counts."""
+        arena = self.table.arena
+        if not hits:
+            return []
+        if all(all(map(arena.__contains__, rows)) for rows in chains):
+            return [Run(hits, ChunkState.HIT, MissReason.NONE, Tier.DRAM, Encoding.RAW)]
+        runs: list[Run] = []
+        for parts in zip(*chains, strict=True):
+            cold = [row for row in parts if row not in arena]
+            tier = Tier.NVME if cold else Tier.DRAM
+            encoding = Encoding(self.table.residencies[cold[0]] >> 56) if cold else Encoding.RAW
+            if runs and runs[-1].tier is tier and runs[-1].encoding is encoding:
+                runs[-1] = runs[-1]._replace(chunk_count=runs[-1].chunk_count + 1)
+            else:
+                runs.append(Run(1, ChunkState.HIT, MissReason.NONE, tier, encoding))
+        return runs
+
+    def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> list[int]:
+        """Rows of partial tails after ``parent`` that every namespace holds."""
         first = namespaces[0].tails.get(parent, ())
-        return [record for record in first if all(record.digest in each.index for each in namespaces)]
+        digests = self.table.digests
+        return [row for row in first if all(digests[row] in each.index for each in namespaces)]
 
-    def publish(self, record: Record) -> list[Record]:
-        """Make a chunk visible. Its parent must be. Returns the partial tails it puts out of use, for removal."""
-        namespace = record.namespace
-        assert record.digest not in namespace.index
-        namespace.index[record.digest] = record
-        namespace.departures.pop(record.digest, None)
-        if record.parent is not None:
-            record.parent.child_count += 1
-        parent = record.parent.digest if record.parent else ROOT_DIGEST
+    def space_of(self, row: int) -> Namespace:
+        return self.spaces.numbered[self.table.spaces[row]]
+
+    def is_visible(self, row: int) -> bool:
+        """Whether the chunk can be found; not so of a ghost."""
+        return self.space_of(row).index.get(self.table.digests[row]) == row
+
+    def row_of(self, namespace: Namespace, digest: bytes, parent: bytes, token_count: int) -> int:
+        """The ghost's row, or a new one, for a chunk that is about to be published. A parent that is not here
+        becomes a ghost of its own."""
+        row = namespace.ghosts.get(digest)
+        if row is not None:
+            self.table.token_counts[row] = token_count
+            if self.table.parents[row] == ROOT_ROW and parent != ROOT_DIGEST:
+                self._adopt(namespace, row, parent)
+            return row
+        return self.table.add(namespace.number, digest, self._parent_row(namespace, parent), token_count)
+
+    def _parent_row(self, namespace: Namespace, parent: bytes) -> int:
+        if parent == ROOT_DIGEST:
+            return ROOT_ROW
+        row = namespace.index.get(parent, namespace.ghosts.get(parent))
+        if row is None:
+            row = namespace.ghosts[parent] = self.table.add(namespace.number, parent, ROOT_ROW, 0)
+        return row
+
+    def _adopt(self, namespace: Namespace, row: int, parent: bytes) -> None:
+        """Hang a ghost that stood for an unknown chunk under the parent its own store names."""
+        above = self.table.parents[row] = self._parent_row(namespace, parent)
+        self.table.child_counts[above] += 1
+
+    def publish(self, row: int) -> list[int]:
+        """Make a chunk that a tier holds visible. Returns the partial tails it puts out of use, for removal."""
+        table = self.table
+        assert table.is_resident(row)
+        namespace, digest = self.space_of(row), table.digests[row]
+        assert digest not in namespace.index
+        namespace.ghosts.pop(digest, None)
+        namespace.index[digest] = row
+        namespace.departures.pop(digest, None)
+        parent = _parent_digest(table, row)
         tails = namespace.tails.get(parent, [])
-        if record.token_count == namespace.spec.chunk_tokens:
+        if not namespace.is_tail(table.token_counts[row]):
             return list(tails)
-        namespace.tails[parent] = [*tails, record]
+        namespace.tails[parent] = [*tails, row]
         return tails[: max(0, len(tails) + 1 - TAIL_COUNT_MAX)]
 
-    def withdraw(self, record: Record, reason: MissReason) -> None:
-        """Make a chunk invisible. It must have no children."""
-        assert record.child_count == 0
-        namespace = record.namespace
-        del namespace.index[record.digest]
-        namespace.depart(record.digest, reason)
-        parent = record.parent.digest if record.parent else ROOT_DIGEST
-        if record.parent is not None:
-            record.parent.child_count -= 1
-        if record.token_count < namespace.spec.chunk_tokens:
-            remaining = [tail for tail in namespace.tails[parent] if tail is not record]
-            if remaining:
-                namespace.tails[parent] = remaining
-            else:
-                del namespace.tails[parent]
+    def withdraw(self, row: int, reason: MissReason) -> None:
+        """Make a chunk that no tier holds any more invisible. While something refers to its row it is a ghost."""
+        table = self.table
+        assert not table.is_resident(row)
+        namespace, digest = self.space_of(row), table.digests[row]
+        del namespace.index[digest]
+        namespace.depart(digest, reason)
+        parent = _parent_digest(table, row)
+        remaining = [tail for tail in namespace.tails.get(parent, ()) if tail != row]
+        if remaining:
+            namespace.tails[parent] = remaining
+        else:
+            namespace.tails.pop(parent, None)
+        namespace.ghosts[digest] = row
+        self.forget_ghost(row)
+
+    def forget_ghost(self, row: int) -> None:
+        """Free the row of a chunk that is nowhere once nothing refers to it, and its parent's after it."""
+        table = self.table
+        while row != ROOT_ROW and not table.is_needed(row) and not table.is_resident(row):
+            namespace, digest, parent = self.space_of(row), table.digests[row], table.parents[row]
+            if namespace.ghosts.pop(digest, None) is None:
+                return
+            table.remove(row)
+            row = parent
+
+    def unhold(self, row: int) -> None:
+        """Undo one ``table.hold``."""
+        self.table.unhold(row)
+        self.forget_ghost(row)
 
 
 def _absent(namespaces: Sequence[Namespace], digest: bytes) -> tuple[ChunkState, MissReason]:

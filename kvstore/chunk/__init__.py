@@ -18,7 +18,7 @@ its place, so that right bytes in a wrong place fail. The parser trusts nothing.
 
 from kvstore.chunk.checksum import checksum_strips, strip_seeds, verify_slab
 from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range, stored_bytes
-from kvstore.chunk.header import ChunkHeader, pack_header, parse_header
+from kvstore.chunk.header import ChunkHeader, pack_header, parse_header, write_mark
 from kvstore.chunk.layout import ChunkLayout, Slab, layout_of
 from kvstore.chunk.parts import Part, slab_parts
 
@@ -40,4 +40,5 @@ __all__ = [
     "stored_bytes",
     "strip_seeds",
     "verify_slab",
+    "write_mark",
 ]

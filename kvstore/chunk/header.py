@@ -84,6 +84,11 @@ class ChunkHeader:
     stored: StoredStrips | None = field(default=None, repr=False, compare=False)
 
 
+def write_mark(write_id: bytes) -> int:
+    """The first 8 bytes of a write id as a number: what the catalog keeps of it."""
+    return int.from_bytes(write_id[:8], "little")
+
+
 def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
     """The header's bytes, ``layout.header_bytes`` of them."""
     assert header.checksums.shape == (layout.strip_count, CHECKSUM_BYTES)

@@ -45,6 +45,8 @@ class ChunkLayout:
 
     kind: CacheKind
     token_count: int
+    is_full: bool
+    """Whether it has as many tokens as a chunk of its model can have."""
     item_size: int
     blocked: bool
     header_bytes: int
@@ -132,18 +134,19 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
     if kind is CacheKind.E:
         if layer is None or not 0 <= layer < spec.layer_count:
             raise InvalidRequest(f"hidden states of layer {layer}: the model has layers 0..{spec.layer_count - 1}")
-        return _build(kind, token_count, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
+        full = token_count == spec.chunk_tokens
+        return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
     if kind is not spec.kind:
         raise InvalidRequest(f"this model's cache is of kind {spec.kind}, not {kind}")
     rows = [
         (index, spec.layers[index].kv_heads, (spec.layers[index].k_dim, spec.layers[index].v_dim))
         for index in spec.slab_layers
     ]
-    return _build(kind, token_count, spec.item_size, rows)
+    return _build(kind, token_count, token_count == spec.chunk_tokens, spec.item_size, rows)
 
 
 def _build(
-    kind: CacheKind, token_count: int, size: int, rows: Sequence[tuple[int, int, tuple[int, ...]]]
+    kind: CacheKind, token_count: int, is_full: bool, size: int, rows: Sequence[tuple[int, int, tuple[int, ...]]]
 ) -> ChunkLayout:
     blocked = kind is not CacheKind.KV
     slabs, offsets, lengths, layers, heads = [], [], [], [], []
@@ -170,6 +173,7 @@ def _build(
     return ChunkLayout(
         kind=kind,
         token_count=token_count,
+        is_full=is_full,
         item_size=size,
         blocked=blocked,
         header_bytes=header_bytes,

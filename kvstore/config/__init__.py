@@ -10,9 +10,11 @@ from kvstore.config.settings import (
     ArenaSettings,
     ControllerSettings,
     LimitSettings,
+    NvmeSettings,
     PolicySettings,
     ServerSettings,
     Settings,
+    TierSettings,
 )
 
 __all__ = [
@@ -20,8 +22,10 @@ __all__ = [
     "ControllerSettings",
     "LimitSettings",
     "LoadedSettings",
+    "NvmeSettings",
     "PolicySettings",
     "ServerSettings",
     "Settings",
+    "TierSettings",
     "load",
 ]

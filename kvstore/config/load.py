@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import tomllib
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from kvstore.config.memory import memory_limit_bytes
-from kvstore.config.settings import Settings, dependent_defaults, derived_defaults
+from kvstore.config.machine import device_room_bytes, memory_limit_bytes
+from kvstore.config.settings import Settings, TierSettings, dependent_defaults, derived_defaults, device_defaults
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.units import parse_bytes, parse_duration
 
@@ -31,16 +32,20 @@ class LoadedSettings:
 
     def rows(self) -> list[tuple[str, object, str]]:
         """(setting, value, origin) for each setting, in the tree's order."""
-        return [
-            (name, getattr(getattr(self.settings, section), leaf), origin)
-            for name, origin in self.origins.items()
-            for section, leaf in [name.split(".")]
-        ]
+        return [(name, attrgetter(name)(self.settings), origin) for name, origin in self.origins.items()]
+
+
+def _sections() -> dict[str, Any]:
+    """Every section's leaf class, by its dotted name; sections of sections are flattened."""
+    found: dict[str, Any] = {}
+    for name, leaf in get_type_hints(Settings).items():
+        inner = {part: each for part, each in get_type_hints(leaf).items() if is_dataclass(each)}
+        found.update({f"{name}.{part}": each for part, each in inner.items()} or {name: leaf})
+    return found
 
 
 def _schema() -> dict[str, dict[str, Any]]:
-    sections = get_type_hints(Settings)
-    return {name: get_type_hints(leaf, include_extras=True) for name, leaf in sections.items()}
+    return {name: get_type_hints(leaf, include_extras=True) for name, leaf in _sections().items()}
 
 
 def _read(text: object, hint: Any) -> object:
@@ -120,37 +125,54 @@ def load(
     Raises: InvalidRequest naming the source and the setting.
     """
     sources = _Sources()
-    for section, leaf in (_toml(path) if path else {}).items():
-        if not isinstance(leaf, dict):
-            raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
+    for section, leaf in _toml_sections(path, sources.schema):
         sources.known(section, f"{path}")
         for name, text in leaf.items():
             sources.put(section, name, text, f"{path}")
     for variable, text in sorted(environment.items()):
         if variable.startswith(PREFIX):
-            section, _, name = variable[len(PREFIX) :].lower().partition("__")
+            section, _, name = variable[len(PREFIX) :].lower().replace("__", ".").rpartition(".")
             sources.put(section, name, text, variable)
     for flag, value in flags.items():
         if value is not None:
-            section, _, name = flag.partition(".")
+            section, _, name = flag.rpartition(".")
             sources.put(section, name, value, f"--{name.replace('_', '-')}")
     sources.fill(derived_defaults(environment, memory_limit_bytes()))
     state, capacity = sources.values["server"]["state_directory"], sources.values["arena"]["capacity_bytes"]
     assert isinstance(state, Path)
     assert isinstance(capacity, int)
     sources.fill(dependent_defaults(environment, state, capacity))
+    directory = sources.values["tiers.nvme"]["directory"]
+    assert isinstance(directory, Path)
+    sources.fill(device_defaults(device_room_bytes(directory)))
     return _build(sources)
+
+
+def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sections of a file; those inside ``[tiers]`` by their dotted names."""
+    groups = {name.partition(".")[0] for name in schema if "." in name}
+    for section, leaf in (_toml(path) if path else {}).items():
+        if not isinstance(leaf, dict):
+            raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
+        if section not in groups:
+            yield section, leaf
+            continue
+        for name, inner in leaf.items():
+            if not isinstance(inner, dict):
+                raise InvalidRequest(f"{path}: {section}.{name} must be a section: [{section}.{name}]")
+            yield f"{section}.{name}", inner
 
 
 def _build(sources: _Sources) -> LoadedSettings:
     leaves: dict[str, Any] = {}
-    for section, leaf in get_type_hints(Settings).items():
+    for section, leaf in _sections().items():
         try:
             leaves[section] = leaf(**sources.values[section])
         except KVStoreError as error:
             setting = str(error.fields.get("setting", ""))
             raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
-    settings = Settings(**leaves)
     names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
     origins = {name: sources.origins.get(name, DEFAULT) for name in names}
-    return LoadedSettings(settings=settings, origins=origins)
+    whole = {name: leaf for name, leaf in leaves.items() if "." not in name}
+    tiers = TierSettings(nvme=leaves["tiers.nvme"])
+    return LoadedSettings(settings=Settings(tiers=tiers, **whole), origins=origins)

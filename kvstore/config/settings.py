@@ -61,6 +61,36 @@ class ArenaSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NvmeSettings:
+    """The device tier. ``capacity_bytes`` is a hard cap on all region files; 0 leaves the tier off. ``write``:
+    "back" acknowledges from memory and writes at once, "through" acknowledges when the device has it."""
+
+    directory: Path
+    capacity_bytes: Size
+    region_bytes: Size = GIB
+    encoding: str = "raw"
+    write: str = "back"
+    reader_count: int = 2
+    writer_count: int = 2
+
+    def __post_init__(self) -> None:
+        _require(self.capacity_bytes >= 0, "tiers.nvme.capacity_bytes", self.capacity_bytes, "use 0 or more")
+        _require(self.region_bytes >= MIB, "tiers.nvme.region_bytes", self.region_bytes, "use at least 1 MiB")
+        _require(self.encoding in ("raw", "lz4"), "tiers.nvme.encoding", self.encoding, "use raw or lz4")
+        _require(self.write in ("back", "through"), "tiers.nvme.write", self.write, "use back or through")
+        for name in ("reader_count", "writer_count"):
+            count = getattr(self, name)
+            _require(1 <= count <= 64, f"tiers.nvme.{name}", count, "use 1..64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """The tiers below memory."""
+
+    nvme: NvmeSettings
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitSettings:
     """What one session, and all together, may hold."""
 
@@ -86,11 +116,17 @@ class LimitSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """What leaves first when room is needed."""
+    """What leaves first when room is needed; how long a store waits for the device to take what is in its way; how
+    fast copies are read again (0: never), and how often a canary is sent (0: never)."""
 
     eviction: str = "lru"
+    demotion_wait_s: Duration = 1.0
+    scrub_bytes_per_s: Size = 16 * MIB
+    canary_interval_s: Duration = 60.0
 
     def __post_init__(self) -> None:
+        for name in ("demotion_wait_s", "scrub_bytes_per_s", "canary_interval_s"):
+            _require(getattr(self, name) >= 0, f"policy.{name}", getattr(self, name), "use 0 or more")
         _require(self.eviction == "lru", "policy.eviction", self.eviction, "use 'lru'")
 
 
@@ -110,6 +146,7 @@ class Settings:
 
     server: ServerSettings
     arena: ArenaSettings
+    tiers: TierSettings
     limits: LimitSettings
     policy: PolicySettings = field(default_factory=PolicySettings)
     controller: ControllerSettings = field(default_factory=ControllerSettings)
@@ -135,5 +172,11 @@ def dependent_defaults(
     sockets = Path(runtime) / "kvstore" if runtime else state_directory / "run"
     return {
         "server": {"socket_directory": sockets},
+        "tiers.nvme": {"directory": state_directory / "nvme"},
         "limits": {"leased_bytes_max": capacity_bytes, "pin_bytes_max": capacity_bytes // 2},
     }
+
+
+def device_defaults(room_bytes: int) -> dict[str, dict[str, object]]:
+    """The device tier takes min(10 % of the room its directory's file system has for us, 16 GiB)."""
+    return {"tiers.nvme": {"capacity_bytes": min(room_bytes // 10, 16 * GIB) // PAGE_BYTES * PAGE_BYTES}}

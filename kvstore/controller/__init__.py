@@ -5,27 +5,34 @@ thread; only the byte movers' jobs (copy and checksum) run elsewhere, and they t
 reservation owns.
 
 - ``sessions``  who is connected and what ends with the connection
-- ``capacity``  finding room: evict, revoke, or refuse
 - ``fetching``  lookups and leases
 - ``storing``   reserve, fill, commit, abort
 - ``moving``    the byte movers' job: staging to arena, checksummed
+- ``residency`` where chunks lie, and how copies go
+- ``capacity``  finding room in memory: demote, evict, revoke, or refuse
+- ``writeback`` memory to device
+- ``promotion`` device to memory
+- ``scrub``     reads again what lies there
 """
 
 from kvstore.controller.controller import Controller
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import (
+    Arrival,
     ChainQuery,
     FetchResult,
     Fill,
     LookupResult,
     ReserveRequest,
     Resident,
+    Settled,
     Stats,
     StoreResult,
     Tail,
 )
 
 __all__ = [
+    "Arrival",
     "ChainQuery",
     "Controller",
     "FetchResult",
@@ -34,6 +41,7 @@ __all__ = [
     "ReserveRequest",
     "Resident",
     "Session",
+    "Settled",
     "Stats",
     "StoreResult",
     "Tail",

@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog, Record
-from kvstore.policy import EvictionPolicy
+from kvstore.catalog import NOWHERE
+from kvstore.controller.residency import Residency
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 
 
 class Capacity:
-    """Allocates, evicting leaves in the policy's order until it fits."""
+    """Room in the arena: allocates, giving up copies in the policy's order until it fits."""
 
     def __init__(
-        self,
-        arena: Arena,
-        catalog: Catalog,
-        policy: EvictionPolicy[Record],
-        counters: Counters,
-        revoke_stale_leases: Callable[[], bool],
+        self, arena: Arena, residency: Residency, counters: Counters, revoke_stale_leases: Callable[[], bool]
     ) -> None:
         self._arena = arena
-        self._catalog = catalog
-        self._policy = policy
+        self._residency = residency
         self._counters = counters
         self._revoke_stale_leases = revoke_stale_leases
 
-    def allocate(self, piece_bytes: tuple[int, ...], keep: frozenset[Record]) -> Placement | None:
-        """Room for a chunk, or None when all that is left is held by children, pins, leases or ``keep``.
+    def allocate(
+        self, piece_bytes: tuple[int, ...], keep: frozenset[int], *, evict_unwritten: bool = True
+    ) -> Placement | None:
+        """Room for a chunk, or None when all that is left is held by children, pins, leases or ``keep``; without
+        ``evict_unwritten`` also when only chunks that no lower tier has could go.
 
         Raises: InvalidRequest when the chunk could never fit.
         """
@@ -37,27 +34,44 @@ class Capacity:
             placement = self._arena.allocate(piece_bytes)
             if placement is not None:
                 return placement
-            if not self._evict_for(sum(piece_bytes), keep) and not self._revoke_stale_leases():
+            byte_count = sum(piece_bytes)
+            if self._demote(byte_count, keep) or (evict_unwritten and self._evict(byte_count, keep)):
+                continue
+            if not self._revoke_stale_leases():
                 return None
 
-    def _evict_for(self, byte_count: int, keep: frozenset[Record]) -> bool:
-        """Evict about ``byte_count`` bytes. False when nothing could go."""
+    def _demote(self, byte_count: int, keep: frozenset[int]) -> bool:
+        """Give up about ``byte_count`` bytes of what a lower tier has too. False when there is nothing of the kind."""
+        table = self._residency.table
+
+        def eligible(row: int) -> bool:
+            return table.residencies[row] != NOWHERE and not table.is_held(row) and row not in keep
+
+        if not self._residency.has_lower_tier:
+            return False
         freed = 0
-        for record in self._policy.victims(lambda each: not each.is_held and each not in keep):
-            freed += record.placement.byte_count
-            self.evict(record)
+        for row in self._residency.arena_policy.victims(eligible):
+            freed += table.arena[row].byte_count
+            self._counters.add("demoted_chunks")
+            self._residency.drop(row)
             if freed >= byte_count:
                 break
         return freed > 0
 
-    def evict(self, record: Record) -> None:
-        """Remove one leaf for want of room."""
-        self._counters.add("evicted_chunks")
-        self._counters.add("evicted_bytes", record.placement.byte_count)
-        self.remove(record, MissReason.EVICTED)
+    def _evict(self, byte_count: int, keep: frozenset[int]) -> bool:
+        """Give up about ``byte_count`` bytes of leaves that only memory has. False when nothing could go."""
+        table = self._residency.table
 
-    def remove(self, record: Record, reason: MissReason) -> None:
-        """Take one leaf out of the catalog and free its bytes, in that order."""
-        self._catalog.withdraw(record, reason)
-        self._policy.removed(record)
-        self._arena.free(record.placement)
+        def eligible(row: int) -> bool:
+            return not table.child_counts[row] and not table.is_held(row) and row not in keep
+
+        freed = 0
+        for row in self._residency.arena_policy.victims(eligible):
+            freed += table.arena[row].byte_count
+            self._counters.add("evicted_chunks")
+            self._counters.add("evicted_bytes", table.arena[row].byte_count)
+            self._residency.drop(row)
+            self._residency.withdraw_if_gone(row, MissReason.EVICTED)
+            if freed >= byte_count:
+                break
+        return freed > 0

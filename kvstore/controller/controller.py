@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from kvstore.arena import Arena, Staging
-from kvstore.catalog import Catalog, Record
-from kvstore.config import LimitSettings
+from kvstore.catalog import Catalog
+from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.capacity import Capacity
-from kvstore.controller.fetching import Fetching, parts_of
+from kvstore.controller.fetching import Fetching, arrivals_of, parts_of
+from kvstore.controller.promotion import Promotion
+from kvstore.controller.residency import Residency
+from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.storing import Storing
 from kvstore.controller.values import (
+    Arrival,
     ChainQuery,
     FetchResult,
     Fill,
     LookupResult,
     ModelCount,
     ReserveRequest,
+    Settled,
     Stats,
     StoreResult,
 )
+from kvstore.controller.writeback import Writeback
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Memory, Random, TenantKeys, Workers
-from kvstore.spec import ModelSpec
+from kvstore.spec import Durability, ModelSpec
 from kvstore.telemetry import Counters
+from kvstore.tiers.nvme import NvmeTier
 
 DRAIN_STEP_S = 0.01
+SWEEP_INTERVAL_S = 1.0
+_log = logging.getLogger("kvstore.controller")
 
 
 class Controller:
@@ -40,7 +52,7 @@ class Controller:
         self,
         *,
         arena: Arena,
-        policy: EvictionPolicy[Record],
+        policy: EvictionPolicy,
         limits: LimitSettings,
         clock: Clock,
         random: Random,
@@ -50,23 +62,75 @@ class Controller:
         faults: FaultPoints,
         counters: Counters,
         deadline_s: float = 10.0,
+        policies: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
+        is_write_through: bool = False,
     ) -> None:
         self.arena = arena
         self.limits = limits
         self.counters = counters
         self.keys = keys
+        self.deadline_s = deadline_s
         self._clock = clock
+        self._is_write_through = is_write_through
         self.catalog = Catalog(limits.model_count_max)
         self.sessions = Sessions(limits, random, memory)
-        self.fetching = Fetching(self.catalog, policy, self.sessions, limits, clock, counters)
-        self.capacity = Capacity(arena, self.catalog, policy, counters, self.fetching.revoke_stale)
-        self.storing = Storing(
-            arena=arena, catalog=self.catalog, policy=policy, capacity=self.capacity, sessions=self.sessions,
-            limits=limits, clock=clock, random=random, workers=workers, keys=keys, faults=faults, counters=counters,
-            deadline_s=deadline_s,
+        self.residency = Residency(
+            arena=arena, catalog=self.catalog, policy=policy, keys=keys, faults=faults, counters=counters
+        )
+        self.fetching = Fetching(
+            catalog=self.catalog, residency=self.residency, sessions=self.sessions, limits=limits, clock=clock,
+            counters=counters,
         )  # fmt: skip
+        self.capacity = Capacity(arena, self.residency, counters, self.fetching.revoke_stale)
+        self.writeback = Writeback(self.catalog, self.residency, clock, faults, counters)
+        self.promotion = Promotion(
+            arena=arena, catalog=self.catalog, residency=self.residency, capacity=self.capacity, workers=workers,
+            faults=faults, counters=counters,
+        )  # fmt: skip
+        self.storing = Storing(
+            arena=arena, catalog=self.catalog, policy=policy, capacity=self.capacity, residency=self.residency,
+            writeback=self.writeback, sessions=self.sessions, limits=limits, clock=clock, random=random,
+            workers=workers, keys=keys, faults=faults, counters=counters, deadline_s=deadline_s,
+            demotion_wait_s=policies.demotion_wait_s,
+        )  # fmt: skip
+        self.scrub = Scrub(
+            arena=arena, catalog=self.catalog, residency=self.residency, writeback=self.writeback, clock=clock,
+            random=random, workers=workers, counters=counters, policies=policies,
+        )  # fmt: skip
+        self.nvme_reason = ""
+        """Why there is no device; empty when there is one, or none is wanted."""
+        self._pins: dict[int, int] = {}
         self._pinned_bytes = 0
         self._is_draining = False
+
+    # ------------------------------------------------------------ the device
+
+    async def attach(self, nvme: NvmeTier) -> None:
+        """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
+        started_s = self._clock.monotonic()
+        columns, clean = await nvme.recover()
+        self.residency.nvme = nvme
+        nvme.on_full = self.residency.make_room
+        count = self.residency.adopt(columns)
+        self.counters.add("nvme_recovered_chunks", count)
+        _log.info(
+            "device attached",
+            extra={"chunks": count, "clean": clean, "seconds": round(self._clock.monotonic() - started_s, 3)},
+        )
+
+    async def detach(self) -> None:
+        """A clean stop of the device, after ``run`` has ended."""
+        nvme, self.residency.nvme = self.residency.nvme, None
+        if nvme is not None:
+            await nvme.close(self.residency.columns())
+
+    async def run(self) -> None:
+        """Everything that goes on without being asked, for ever: write-back, promotion, scrub, expiry."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.writeback.run())
+            group.create_task(self.promotion.run())
+            group.create_task(self.scrub.run())
+            group.create_task(self.sweep(SWEEP_INTERVAL_S))
 
     # ------------------------------------------------------------ sessions
 
@@ -110,22 +174,41 @@ class Controller:
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         self._check(query)
-        return self.fetching.fetch(session, query)
+        return self.fetching.fetch(session, query, self.promotion)
+
+    def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
+        """What lands of a fetch's cold chunks, at most ``timeout_s`` seconds (None: controller.deadline_s)."""
+        return arrivals_of(result, min(timeout_s or self.deadline_s, self.deadline_s))
 
     def release(self, session: Session, lease_ids: list[int]) -> None:
         self.fetching.release(session, lease_ids)
 
-    def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
-        return self.storing.reserve(session, request)
+        return await self.storing.reserve(session, request)
 
     async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
         await self.storing.fill(session, reservation_id, fills)
 
     async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> StoreResult:
-        return await self.storing.commit(session, reservation_id, fills)
+        result = await self.storing.commit(session, reservation_id, fills)
+        if not self._is_write_through or not result.rows:
+            return result
+        level, reason, _ = await self.writeback.settle(result.rows, self.deadline_s)
+        return replace(result, durability=level, refusal=result.refusal or reason)
+
+    async def settle(self, query: ChainQuery, timeout_s: float) -> Settled:
+        """What the chain's stored prefix has reached once the device is through with it, at most ``timeout_s``
+        seconds from now."""
+        self._check(query)
+        rows = self._resident(query)
+        if not rows:
+            return Settled(0, Durability.NONE, "nothing of it is stored any more", True)
+        parts = len(parts_of(self.catalog, query))
+        level, reason, is_settled = await self.writeback.settle(rows, timeout_s)
+        return Settled(len(rows) // parts, level, reason, is_settled)
 
     async def abort(self, session: Session, reservation_id: int) -> None:
         await self.storing.abort(session, reservation_id)
@@ -140,37 +223,43 @@ class Controller:
 
     def pin(self, query: ChainQuery) -> int:
         """Keep the resident prefix of a chain. Returns how many chunks. Raises Exhausted past limits.pin_bytes_max."""
-        records = self._resident(query)
-        fresh = sum(record.placement.byte_count for record in records if not record.pin_count)
+        rows = self._resident(query)
+        fresh = sum(self._byte_count(row) for row in rows if row not in self._pins)
         if self._pinned_bytes + fresh > self.limits.pin_bytes_max:
             raise Exhausted(f"{self._pinned_bytes + fresh} pinned bytes: raise limits.pin_bytes_max")
         self._pinned_bytes += fresh
-        for record in records:
-            record.pin_count += 1
-        return len(records)
+        for row in rows:
+            self.catalog.table.hold(row)
+            self._pins[row] = self._pins.get(row, 0) + 1
+        return len(rows)
 
     def unpin(self, query: ChainQuery) -> int:
         """Undo one ``pin`` of the chain. Returns how many chunks."""
-        records = [record for record in self._resident(query) if record.pin_count]
-        for record in records:
-            record.pin_count -= 1
-            if not record.pin_count:
-                self._pinned_bytes -= record.placement.byte_count
-        return len(records)
+        rows = [row for row in self._resident(query) if row in self._pins]
+        for row in rows:
+            self._pins[row] -= 1
+            if not self._pins[row]:
+                del self._pins[row]
+                self._pinned_bytes -= self._byte_count(row)
+            self.catalog.unhold(row)
+        return len(rows)
 
-    def _resident(self, query: ChainQuery) -> list[Record]:
-        parts = parts_of(self.catalog, query)
-        hits = self.catalog.walk(parts, query.digests).hit_count
-        return [part.index[digest] for part in parts for digest in query.digests[:hits]]
+    def _byte_count(self, row: int) -> int:
+        return self.residency.name(row).layout.total_bytes
+
+    def _resident(self, query: ChainQuery) -> list[int]:
+        walk = self.catalog.walk(parts_of(self.catalog, query), query.digests)
+        return [row for chain in walk.chains for row in chain]
 
     def stats(self) -> Stats:
         """A consistent snapshot."""
         sessions = list(self.sessions)
         models = []
         for model in self.catalog.models.values():
-            records = [record for each in model.namespaces.values() for record in each.index.values()]
-            held = sum(record.placement.byte_count for record in records)
-            models.append(ModelCount(model.spec.model_id, model.fingerprint, len(records), held))
+            rows = [row for each in model.namespaces.values() for row in each.index.values()]
+            held = sum(self._byte_count(row) for row in rows)
+            models.append(ModelCount(model.spec.model_id, model.fingerprint, len(rows), held))
+        nvme = self.residency.nvme
         return Stats(
             capacity_bytes=self.arena.capacity_bytes,
             prefaulted_bytes=self.arena.prefaulted_bytes,
@@ -186,14 +275,20 @@ class Controller:
             stream_count=sum(session.stream_count for session in sessions),
             staging_bytes=self.sessions.staging_bytes,
             models=tuple(models),
+            loading_bytes=self.promotion.loading_bytes,
+            backlog_count=self.writeback.backlog,
+            ghost_count=sum(len(space.ghosts) for space in self.catalog.spaces.numbered),
+            nvme=nvme.statistics() if nvme is not None else None,
+            nvme_reason=self.writeback.reason or self.nvme_reason,
             counters=self.counters.snapshot(),
         )
 
     async def sweep(self, interval_s: float) -> None:
-        """Expire old reservations, for ever."""
+        """Expire old reservations and try again what the device refused, for ever."""
         while True:
             await self._clock.sleep(interval_s)
             await self.storing.expire()
+            self.writeback.retry()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new stores; let those in flight finish, at most ``grace_s`` seconds."""

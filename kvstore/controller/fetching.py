@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from kvstore.catalog import Catalog, Namespace, Record, Walk
+from kvstore.catalog import Catalog, Namespace, Walk
 from kvstore.config import LimitSettings
+from kvstore.controller.promotion import Loading, Promotion
+from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
-from kvstore.controller.values import ChainQuery, FetchResult, LookupResult, Resident, Tail
+from kvstore.controller.values import Arrival, ChainQuery, FetchResult, LookupResult, Resident, Tail
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock
-from kvstore.spec import Tier
+from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A session's promise-holder: the records stay where they are until it is released or revoked."""
+    """A session's promise-holder: the chunks stay where they are until it is released or revoked."""
 
     lease_id: int
     session: Session
-    records: tuple[Record, ...]
+    rows: tuple[int, ...]
     byte_count: int
     born_s: float
+
+
+async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[list[Arrival]]:
+    """What lands of a fetch's cold chunks, in batches, until all of it did or was lost. What did not land within
+    ``timeout_s`` counts as lost for this fetch."""
+    waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
+    told = dict.fromkeys(waiting, 0)
+    event = asyncio.Event()
+    for loading in waiting.values():
+        loading.listeners.add(event)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while waiting:
+                event.clear()
+                news = [
+                    Arrival(position, loading.landed, loading.lost)
+                    for position, loading in waiting.items()
+                    if loading.landed > told[position] or loading.lost
+                ]
+                for each in news:
+                    told[each.position] = each.slab_count
+                    if each.lost or each.slab_count == len(waiting[each.position].slabs):
+                        waiting.pop(each.position).listeners.discard(event)
+                if news:
+                    yield news
+                elif waiting:
+                    await event.wait()
+    except TimeoutError:
+        yield [Arrival(position, told[position], MissReason.UNAVAILABLE) for position in waiting]
+    finally:
+        for loading in waiting.values():
+            loading.listeners.discard(event)
 
 
 def parts_of(catalog: Catalog, query: ChainQuery) -> list[Namespace]:
@@ -44,15 +79,16 @@ class Fetching:
 
     def __init__(
         self,
+        *,
         catalog: Catalog,
-        policy: EvictionPolicy[Record],
+        residency: Residency,
         sessions: Sessions,
         limits: LimitSettings,
         clock: Clock,
         counters: Counters,
     ) -> None:
         self._catalog = catalog
-        self._policy = policy
+        self._residency = residency
         self._sessions = sessions
         self._limits = limits
         self._clock = clock
@@ -66,36 +102,60 @@ class Fetching:
         self._counters.add("lookup_calls")
         self._counters.add("lookup_hit_chunks", walk.hit_count)
         self._counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
-        return LookupResult(walk.hit_count, walk.runs, self._tails(parts, query, walk))
+        return LookupResult(walk.hit_count, walk.runs, self._tails(parts, query, walk.hit_count))
 
-    def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """The resident prefix under a lease. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
+    def fetch(self, session: Session, query: ChainQuery, promotion: Promotion) -> FetchResult:
+        """The stored prefix under a lease; what memory does not have is on its way there.
+
+        Raises Exhausted past limits.leased_bytes_max or lease_count_max.
+        """
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
         self._counters.add("fetch_calls")
-        self._counters.add("fetch_miss_chunks", len(query.digests) - walk.hit_count)
-        tails = self._tails(parts, query, walk)
-        if not walk.hit_count:
-            return FetchResult(0, 0, Tier.NONE, walk.reason, (), tails)
-        chains = [[part.index[digest] for digest in query.digests[: walk.hit_count]] for part in parts]
-        lease = self._lease(session, tuple(record for chain in chains for record in chain))
+        chains, loadings, reason = self._bring_in(walk, promotion)
+        count = len(chains[0])
+        self._counters.add("fetch_miss_chunks", len(query.digests) - count)
+        tails = self._tails(parts, query, count)
+        if not count:
+            return FetchResult(0, 0, Tier.NONE, reason, (), tails)
+        chunks = tuple(self._residents(chains, loadings))
+        lease = self._lease(session, tuple(row for chain in chains for row in chain), chunks)
         for chain in chains:
-            self._policy.used(chain)
-        self._counters.add("fetch_hit_chunks", walk.hit_count)
+            self._residency.used(chain)
+        self._counters.add("fetch_hit_chunks", count)
         self._counters.add("fetch_bytes", lease.byte_count)
-        chunks = tuple(
-            Resident(index, part, record.token_count, record.placement)
-            for part, chain in enumerate(chains)
-            for index, record in enumerate(chain)
-        )
-        return FetchResult(lease.lease_id, walk.hit_count, Tier.DRAM, walk.reason, chunks, tails)
+        cold = any(chunk.loading for chunk in chunks)
+        return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails)
 
-    def _tails(self, parts: list[Namespace], query: ChainQuery, walk: Walk) -> tuple[Tail, ...]:
-        parent = query.digests[walk.hit_count - 1] if walk.hit_count else ROOT_DIGEST
-        return tuple(Tail(record.token_count, record.digest) for record in self._catalog.tails(parts, parent))
+    def _bring_in(
+        self, walk: Walk, promotion: Promotion
+    ) -> tuple[list[list[int]], dict[int, Loading], MissReason]:  # fmt: skip
+        """Start promoting what is cold. The chain ends before the first chunk that cannot be had now."""
+        arena = self._catalog.table.arena
+        if all(all(map(arena.__contains__, chain)) for chain in walk.chains):
+            return walk.chains, {}, walk.reason
+        keep = frozenset(row for chain in walk.chains for row in chain)
+        order = [row for parts in zip(*walk.chains, strict=True) for row in parts]
+        found, reason = promotion.begin(order, keep)
+        whole = len(found) // len(walk.chains)
+        loadings = {row: loading for row, loading in zip(order, found, strict=False) if loading is not None}
+        return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
 
-    def _lease(self, session: Session, records: tuple[Record, ...]) -> Lease:
-        byte_count = sum(record.placement.byte_count for record in records)
+    def _residents(self, chains: list[list[int]], loadings: dict[int, Loading]) -> Iterator[Resident]:
+        table = self._catalog.table
+        for part, chain in enumerate(chains):
+            for index, row in enumerate(chain):
+                loading = loadings.get(row)
+                placement = loading.placement if loading else table.arena[row]
+                yield Resident(index, part, table.token_counts[row], placement, loading)
+
+    def _tails(self, parts: list[Namespace], query: ChainQuery, count: int) -> tuple[Tail, ...]:
+        parent = query.digests[count - 1] if count else ROOT_DIGEST
+        table = self._catalog.table
+        return tuple(Tail(table.token_counts[row], table.digests[row]) for row in self._catalog.tails(parts, parent))
+
+    def _lease(self, session: Session, rows: tuple[int, ...], chunks: tuple[Resident, ...]) -> Lease:
+        byte_count = sum(chunk.placement.byte_count for chunk in chunks)
         if session.leased_bytes + byte_count > self._limits.leased_bytes_max:
             raise Exhausted(
                 f"this session would lease {session.leased_bytes + byte_count} bytes: release some, or raise "
@@ -103,12 +163,12 @@ class Fetching:
             )
         if len(session.leases) >= self._limits.lease_count_max:
             raise Exhausted(f"this session holds {len(session.leases)} leases: raise limits.lease_count_max")
-        lease = Lease(self._sessions.next_id(), session, records, byte_count, self._clock.monotonic())
+        lease = Lease(self._sessions.next_id(), session, rows, byte_count, self._clock.monotonic())
         session.leases[lease.lease_id] = lease
         session.leased_bytes += byte_count
         self.leased_bytes += byte_count
-        for record in records:
-            record.lease_count += 1
+        for row in rows:
+            self._catalog.table.hold(row)
         return lease
 
     def release(self, session: Session, lease_ids: list[int]) -> None:
@@ -118,8 +178,8 @@ class Fetching:
             if lease is not None:
                 session.leased_bytes -= lease.byte_count
                 self.leased_bytes -= lease.byte_count
-                for record in lease.records:
-                    record.lease_count -= 1
+                for row in lease.rows:
+                    self._catalog.unhold(row)
 
     def revoke_stale(self) -> bool:
         """Take back leases older than limits.lease_age_s_max. Their readers notice by the generation."""

@@ -12,7 +12,7 @@ from kvstore.seams import Memory, Random
 
 if TYPE_CHECKING:
     from kvstore.controller.fetching import Lease
-    from kvstore.controller.storing import Reservation
+    from kvstore.controller.reservation import Reservation
 
 SECRET_BYTES = 32
 

@@ -5,61 +5,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog, Namespace, Record
-from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, pack_header
+from kvstore.catalog import Catalog, Namespace
+from kvstore.chunk import ChunkHeader, pack_header, write_mark
 from kvstore.chunk.checksum import Checksums
 from kvstore.config import LimitSettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.fetching import parts_of
 from kvstore.controller.moving import Move, move, moves_of
+from kvstore.controller.reservation import Entry, Reservation
+from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import Fill, ReserveRequest, StoreResult
+from kvstore.controller.writeback import Writeback
 from kvstore.errors import DeadlineExceeded, Exhausted, Internal, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, storage_key
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
 from kvstore.spec import Durability, MissReason, StoreState
 from kvstore.telemetry import Counters
-
-
-@dataclass(eq=False)
-class Entry:
-    """One chunk of a reservation. WANTED entries own a placement until they are committed or aborted."""
-
-    namespace: Namespace
-    digest: bytes
-    parent: bytes
-    state: StoreState
-    ended: asyncio.Future[None] | None = None
-    """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
-    held: Record | None = None
-    """The resident chunk of a PRESENT entry: kept until the reservation ends, for the chunks after it."""
-    layout: ChunkLayout | None = None
-    placement: Placement | None = None
-    header: ChunkHeader | None = None
-    filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-
-
-@dataclass(eq=False)
-class Reservation:
-    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them."""
-
-    reservation_id: int
-    session: Session
-    entries: list[Entry]
-    part_count: int
-    born_s: float
-    refusal: str = ""
-    busy: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    has_ended: bool = False
 
 
 class Storing:
@@ -70,8 +38,10 @@ class Storing:
         *,
         arena: Arena,
         catalog: Catalog,
-        policy: EvictionPolicy[Record],
+        policy: EvictionPolicy,
         capacity: Capacity,
+        residency: Residency,
+        writeback: Writeback,
         sessions: Sessions,
         limits: LimitSettings,
         clock: Clock,
@@ -81,11 +51,14 @@ class Storing:
         faults: FaultPoints,
         counters: Counters,
         deadline_s: float,
+        demotion_wait_s: float,
     ) -> None:
         self._arena = arena
         self._catalog = catalog
         self._policy = policy
         self._capacity = capacity
+        self._residency = residency
+        self._writeback = writeback
         self._sessions = sessions
         self._limits = limits
         self._clock = clock
@@ -95,13 +68,15 @@ class Storing:
         self._faults = faults
         self._counters = counters
         self._deadline_s = deadline_s
+        self._demotion_wait_s = demotion_wait_s
         self.reserved_bytes = 0
 
     # ------------------------------------------------------------ reserve
 
-    def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
         """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
-        chunk without its parent is of no use. Raises Exhausted past limits.reservation_count_max."""
+        chunk without its parent is of no use. Where only unwritten chunks could make room it waits for the device,
+        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max."""
         query = request.query
         parts = parts_of(self._catalog, query)
         spec = parts[0].spec
@@ -116,7 +91,7 @@ class Storing:
         reservation = Reservation(self._sessions.next_id(), session, [], len(parts), self._clock.monotonic())
         session.reservations[reservation.reservation_id] = reservation
         try:
-            self._claim_all(reservation, request, parts)
+            await self._claim_all(reservation, request, parts)
         except BaseException:
             self._end(reservation)
             raise
@@ -124,7 +99,7 @@ class Storing:
         states = tuple(entry.state for entry in reservation.entries)
         return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal)
 
-    def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
+    async def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
         digests = request.query.digests
         wanted = set(digests)
         keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
@@ -137,24 +112,25 @@ class Storing:
                 reservation.entries.append(entry)
                 if not reservation.refusal:
                     position = request.first_position + index * part.spec.chunk_tokens
-                    self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
+                    await self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
 
-    def _claim(
+    async def _claim(
         self, reservation: Reservation, entry: Entry, token_count: int, position: int, token_digest: bytes,
-        keep: frozenset[Record],
+        keep: frozenset[int],
     ) -> None:  # fmt: skip
         part = entry.namespace
-        entry.held = part.index.get(entry.digest)
-        if entry.held is not None:
-            entry.held.lease_count += 1
-            entry.state = StoreState.PRESENT
+        layout = part.layout(token_count)
+        placement: Placement | None = None
+        while not self._is_elsewhere(entry):
+            is_waiting = self._may_wait(reservation)
+            placement = self._capacity.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
+            if placement is not None or not is_waiting:
+                break
+            await self._writeback.progress(self._demotion_wait_s)
+            if reservation.has_ended:
+                raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it waited for room")
+        if entry.state is not StoreState.REFUSED:
             return
-        other = part.pending.get(entry.digest)
-        if isinstance(other, Entry):
-            entry.state, entry.ended = StoreState.PENDING, other.ended
-            return
-        layout = layout_of(part.spec, part.kind, token_count, part.layer)
-        placement = self._capacity.allocate(layout.piece_bytes, keep)
         if placement is None:
             reservation.refusal = (
                 "no room: what is left is pinned, leased or being stored; raise arena.capacity_bytes "
@@ -169,6 +145,25 @@ class Storing:
         entry.filled = np.zeros(layout.strip_count, np.bool_)
         entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
         part.pending[entry.digest] = entry
+
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        """Whether the chunk is resident (then it is kept until the reservation ends) or another's store in flight."""
+        part = entry.namespace
+        entry.held = part.index.get(entry.digest)
+        if entry.held is not None:
+            self._catalog.table.hold(entry.held)
+            entry.state = StoreState.PRESENT
+            return True
+        other = part.pending.get(entry.digest)
+        if isinstance(other, Entry):
+            entry.state, entry.ended = StoreState.PENDING, other.ended
+            return True
+        return False
+
+    def _may_wait(self, reservation: Reservation) -> bool:
+        """Whether the device may soon have taken what is in the way."""
+        waited_s = self._clock.monotonic() - reservation.born_s
+        return self._writeback.is_moving and waited_s < self._demotion_wait_s
 
     def _header(
         self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int
@@ -270,28 +265,27 @@ class Storing:
 
     def _publish(self, entry: Entry) -> None:
         part = entry.namespace
-        parent = None if entry.parent == ROOT_DIGEST else part.index.get(entry.parent)
-        if not entry.filled.all() or (parent is None and entry.parent != ROOT_DIGEST):
+        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in part.index):
             return
         assert entry.layout is not None
         assert entry.placement is not None
         assert entry.header is not None
         packed = pack_header(entry.header, entry.layout)
         np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
-        record = Record(
-            part, entry.digest, parent, entry.header.token_count, entry.placement, entry.header.storage_key,
-            slabs=(1 << len(entry.layout.slabs)) - 1,
-        )  # fmt: skip
+        row = self._catalog.row_of(part, entry.digest, entry.parent, entry.header.token_count)
+        self._catalog.table.arena[row] = entry.placement
+        self._catalog.table.write_marks[row] = write_mark(entry.header.write_id)
         del part.pending[entry.digest]
         self.reserved_bytes -= entry.placement.byte_count
-        superseded = self._catalog.publish(record)
-        self._policy.used([record])
-        for tail in superseded:
-            if not tail.is_held:
-                self._capacity.remove(tail, MissReason.STALE)
-        entry.state, entry.placement = StoreState.COMMITTED, None
         self._counters.add("store_committed_chunks")
-        self._counters.add("store_committed_bytes", record.placement.byte_count)
+        self._counters.add("store_committed_bytes", entry.placement.byte_count)
+        entry.state, entry.placement = StoreState.COMMITTED, None
+        superseded = self._catalog.publish(row)
+        self._policy.used([row])
+        self._writeback.add(row)
+        for tail in superseded:
+            if not self._catalog.table.is_needed(tail):
+                self._residency.remove(tail, MissReason.STALE)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
         """Truth, not intention: what the catalog holds now."""
@@ -306,12 +300,16 @@ class Storing:
                 break
             count += 1
         parts = [reservation.entries[part].namespace for part in range(reservation.part_count)]
+        rows: list[int] = []
         for number, part in enumerate(parts):
-            chain = reservation.entries[number :: reservation.part_count][:count]
-            self._policy.used([part.index[entry.digest] for entry in chain])
+            chain = [
+                part.index[entry.digest] for entry in reservation.entries[number :: reservation.part_count][:count]
+            ]
+            self._residency.used(chain)
+            rows += chain
         states = tuple(entry.state for entry in reservation.entries)
         level = Durability.MEMORY if count else Durability.NONE
-        return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal)
+        return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal, tuple(rows))
 
     async def abort(self, session: Session, reservation_id: int) -> None:
         """Drop a reservation. Unknown ids are fine: it ended before."""
@@ -348,7 +346,7 @@ class Storing:
         reservation.session.reservations.pop(reservation.reservation_id, None)
         for entry in reservation.entries:
             if entry.held is not None:
-                entry.held.lease_count -= 1
+                self._catalog.unhold(entry.held)
                 entry.held = None
             if entry.placement is not None:
                 entry.namespace.pending.pop(entry.digest, None)

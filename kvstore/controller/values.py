@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.arena import Placement
-from kvstore.catalog.catalog import Run
+from kvstore.catalog import Run
+from kvstore.controller.promotion import Loading
 from kvstore.spec import Durability, Exactness, MissReason, StoreState, Tier
+from kvstore.tiers import TierStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,17 @@ class Resident:
     part: int
     token_count: int
     placement: Placement
+    loading: Loading | None = None
+    """Set while its slabs are still landing."""
+
+
+class Arrival(NamedTuple):
+    """Of the chunk at ``position`` of a fetch's result, ``slab_count`` leading slabs are in memory now; ``lost`` says
+    why no more will come."""
+
+    position: int
+    slab_count: int
+    lost: MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,19 @@ class StoreResult:
     committed_count: int = 0
     durability: Durability = Durability.NONE
     refusal: str = ""
+    rows: tuple[int, ...] = ()
+    """The catalog's rows of the committed prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How durable a chain's stored prefix is: ``chunk_count`` chunks have reached ``durability``; ``reason`` says
+    why that is not more. ``is_settled``: nothing is on its way to the device any more."""
+
+    chunk_count: int
+    durability: Durability
+    reason: str
+    is_settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +145,9 @@ class Stats:
     stream_count: int
     staging_bytes: int
     models: tuple[ModelCount, ...]
+    loading_bytes: int
+    backlog_count: int
+    ghost_count: int
+    nvme: TierStatistics | None
+    nvme_reason: str
     counters: dict[str, int]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol, TypeVar
-
-Name = TypeVar("Name", bound=Hashable)
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 
-class EvictionPolicy(Protocol[Name]):
-    """Orders names of resident chunks. A chain is always given root first."""
+class EvictionPolicy(Protocol):
+    """Orders the chunks of one tier, by row number. A chain is always given root first."""
 
-    def used(self, chain: Sequence[Name]) -> None:
+    def used(self, chain: Sequence[int]) -> None:
         """These chunks were stored or read, as one chain."""
 
-    def removed(self, name: Name) -> None:
-        """The chunk is gone."""
+    def removed(self, row: int) -> None:
+        """The chunk is gone from this tier; its row number may come back as another chunk's."""
 
-    def victims(self, eligible: Callable[[Name], bool]) -> Iterator[Name]:
-        """Names to remove, most dispensable first. ``eligible`` is asked anew before each is yielded; the caller
+    def victims(self, eligible: Callable[[int], bool]) -> Iterator[int]:
+        """Rows to remove, most dispensable first. ``eligible`` is asked anew before each is yielded; the caller
         calls ``removed`` for what it takes. Never yields a parent before its children when ``eligible`` refuses
         chunks that have children."""

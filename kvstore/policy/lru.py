@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
-Name = TypeVar("Name", bound=Hashable)
+_ABSENT = -1
+_END = 0
+"""The list's own node: links of row r are kept at r + 1."""
 
 
-class LeastRecentlyUsed(Generic[Name]):
+class LeastRecentlyUsed:
     """A chain is touched from its deepest chunk to its root, so that a parent is always more recent than each of
-    its children and the least recent chunk of all is a leaf. Use and removal cost O(1) per chunk."""
+    its children and the least recent chunk of all is a leaf.
+
+    A linked list in two columns: use and removal cost O(1) and 8 bytes per row.
+    """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Name, None] = OrderedDict()
+        self._next = array("i", [_END])
+        self._previous = array("i", [_END])
 
-    def used(self, chain: Sequence[Name]) -> None:
-        for name in reversed(chain):
-            self._order[name] = None
-            self._order.move_to_end(name)
+    def used(self, chain: Sequence[int]) -> None:
+        following, previous = self._next, self._previous
+        for row in reversed(chain):
+            node = row + 1
+            if node >= len(following):
+                missing = node + 1 - len(following)
+                following.extend([_ABSENT] * missing)
+                previous.extend([_ABSENT] * missing)
+            elif following[node] != _ABSENT:
+                self._unlink(node)
+            last = previous[_END]
+            following[last] = previous[_END] = node
+            previous[node], following[node] = last, _END
 
-    def removed(self, name: Name) -> None:
-        self._order.pop(name, None)
+    def removed(self, row: int) -> None:
+        node = row + 1
+        if node < len(self._next) and self._next[node] != _ABSENT:
+            self._unlink(node)
+            self._next[node] = _ABSENT
 
-    def victims(self, eligible: Callable[[Name], bool]) -> Iterator[Name]:
-        for name in list(self._order):
-            if name in self._order and eligible(name):
-                yield name
+    def _unlink(self, node: int) -> None:
+        before, after = self._previous[node], self._next[node]
+        self._next[before] = after
+        self._previous[after] = before
+
+    def victims(self, eligible: Callable[[int], bool]) -> Iterator[int]:
+        node = self._next[_END]
+        while node != _END:
+            after = self._next[node]
+            if eligible(node - 1):
+                yield node - 1
+                if self._next[node] != _ABSENT:
+                    after = self._next[node]
+                elif self._next[after] == _ABSENT:
+                    after = self._next[_END]  # the one we meant to go on with left too
+            node = after

@@ -46,6 +46,9 @@ class Disk(Protocol):
     def free_bytes(self, directory: Path) -> int:
         """What the file system that holds ``directory`` has left for us."""
 
+    def file_system(self, directory: Path) -> str:
+        """The kind of file system, as the kernel calls it ("ext4"); empty when it cannot be told."""
+
     def lock(self, descriptor: int) -> bool:
         """Take the file's exclusive lock without waiting. False when another process holds it."""
 
@@ -99,6 +102,19 @@ class SystemDisk:
     def free_bytes(self, directory: Path) -> int:
         status = os.statvfs(directory)
         return status.f_bavail * status.f_frsize
+
+    def file_system(self, directory: Path) -> str:
+        where = str(directory.resolve()) + "/"
+        best = ("", "")
+        try:
+            for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+                _, point, kind, *_ = line.split()
+                point = point.rstrip("/") + "/"
+                if where.startswith(point) and len(point) >= len(best[0]):
+                    best = (point, kind)
+        except (OSError, ValueError):
+            return ""
+        return best[1]
 
     def lock(self, descriptor: int) -> bool:
         try:

@@ -29,17 +29,18 @@ from kvstore.seams import (
     TenantKeys,
     WorkerThreads,
 )
+from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.metrics import start_metrics
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import DATA_SOCKET, GRPC_SOCKET, claim_socket, listen, prepare
 from kvstore.telemetry import Counters, configure_logging
+from kvstore.tiers.nvme import FutureFormat
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2, cache_pb2
 
 MOVER_COUNT = 2
-SWEEP_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
 """How long a byte mover may hold the interpreter while the event loop waits."""
 PR_SET_DUMPABLE = 4
@@ -72,7 +73,8 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     clock = SystemClock()
     workers = WorkerThreads(MOVER_COUNT, "mover")
     background = WorkerThreads(1, "prefault", nice=19)
-    controller = _controller(loaded, clock, workers)
+    faults = _faults()
+    controller = _controller(loaded, clock, workers, faults)
     arena = controller.arena
     sockets = settings.server.socket_directory
     stopping = asyncio.Event()
@@ -89,12 +91,13 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             tasks = [group.create_task(Handoff(controller, clock).serve(listener, group))]
             if server.add_insecure_port(f"unix:{sockets / GRPC_SOCKET}") == 0:
                 raise Unavailable(f"cannot listen on {sockets / GRPC_SOCKET}")
+            await _attach(controller, loaded, disk, clock, faults)
             await server.start()
             await _report_healthy(health_service)
             os.chmod(sockets / GRPC_SOCKET, 0o600)
             if settings.arena.prefault:
                 tasks.append(group.create_task(prefault(arena, background, clock)))
-            tasks.append(group.create_task(controller.sweep(SWEEP_INTERVAL_S)))
+            tasks.append(group.create_task(controller.run()))
             _announce(loaded, page)
             await stopping.wait()
             _log.info("stopping")
@@ -104,8 +107,10 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             listener.close()
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for session in controller.sessions:
                 await controller.close_session(session)
+            await controller.detach()
             raise _Stopped
     except* _Stopped:
         pass
@@ -117,9 +122,9 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
         arena.close()
 
 
-def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThreads) -> Controller:
+def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThreads, faults: FaultPoints) -> Controller:
     """The service on the real world."""
-    settings, memory, faults = loaded.settings, SystemMemory(), FaultPoints()
+    settings, memory = loaded.settings, SystemMemory()
     arena = Arena(
         memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=settings.arena.region_bytes
     )
@@ -135,7 +140,44 @@ def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThrea
         faults=faults,
         counters=Counters(),
         deadline_s=settings.controller.deadline_s,
+        policies=settings.policy,
+        is_write_through=settings.tiers.nvme.write == "through",
     )
+
+
+async def _attach(
+    controller: Controller, loaded: LoadedSettings, disk: SystemDisk, clock: SystemClock, faults: FaultPoints
+) -> None:
+    """Open the device tier. A directory of a newer release stops the start; anything else that is wrong with it is
+    said, and the service runs without."""
+    settings = loaded.settings.tiers.nvme
+    if not settings.capacity_bytes:
+        return
+    try:
+        await controller.attach(open_nvme(settings, disk, clock, faults))
+    except FutureFormat:
+        raise
+    except (KVStoreError, OSError) as error:
+        reason = error.message if isinstance(error, KVStoreError) else f"{settings.directory}: {error.strerror}"
+        controller.nvme_reason = f"the NVMe tier is off: {reason} (tiers.nvme.directory)"
+        _log.error(controller.nvme_reason)
+
+
+def _faults() -> FaultPoints:
+    """``KVSTORE_CRASH=point:n`` kills this process the n-th time it reaches a fault point: how the crash tests test."""
+    faults = FaultPoints()
+    point, _, count = os.environ.get("KVSTORE_CRASH", "").partition(":")
+    if point:
+        remaining = int(count or 1)
+
+        def reach() -> None:
+            nonlocal remaining
+            remaining -= 1
+            if remaining <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        faults.arm(point, reach)
+    return faults
 
 
 class _Stopped(Exception):

@@ -29,6 +29,16 @@ _GAUGES = {
     "leases": ("lease_count", "Leases held"),
     "streams": ("stream_count", "Fetch streams open"),
     "staging_bytes": ("staging_bytes", "Staging of all sessions"),
+    "backlog_chunks": ("backlog_count", "Committed chunks that the device has not taken yet"),
+    "loading_bytes": ("loading_bytes", "Arena bytes of chunks on their way from the device"),
+}
+_TIER_GAUGES = {
+    "capacity_bytes": "Hard cap of the tier's files",
+    "file_bytes": "Bytes of the tier's files",
+    "allocated_bytes": "Bytes of slots that hold a chunk",
+    "free_bytes": "Bytes of slots that are free",
+    "quarantined_bytes": "Bytes of slots out of use because a check failed",
+    "chunk_count": "Chunks in the tier",
 }
 _log = logging.getLogger("kvstore.metrics")
 
@@ -47,6 +57,11 @@ class _Collector(Collector):
         stats = asyncio.run_coroutine_threadsafe(self._stats(), self._loop).result(COLLECT_TIMEOUT_S)
         for name, (field, description) in _GAUGES.items():
             yield GaugeMetricFamily(f"kvstore_{name}", description, value=getattr(stats, field))
+        if stats.nvme is not None:
+            for name, description in _TIER_GAUGES.items():
+                gauge = GaugeMetricFamily(f"kvstore_tier_{name}", description, labels=["tier"])
+                gauge.add_metric([stats.nvme.name], getattr(stats.nvme, name))
+                yield gauge
         for name, value in stats.counters.items():
             yield CounterMetricFamily(f"kvstore_{name}", DESCRIPTIONS[name], value=value)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from kvstore import __version__
 from kvstore.controller import (
+    Arrival,
     ChainQuery,
     FetchResult,
     Fill,
     LookupResult,
     ReserveRequest,
+    Settled,
     Stats,
     StoreResult,
     Tail,
 )
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
-from kvstore.spec import ChunkState, Encoding, Exactness, Tier
+from kvstore.spec import Exactness
+from kvstore.tiers import TierStatistics
 from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
 
@@ -73,15 +77,14 @@ def _tails(tails: tuple[Tail, ...]) -> list[pb.PartialTail]:
 
 def render_lookup(result: LookupResult) -> pb.LookupResponse:
     runs = []
-    for count, state, reason in result.runs:
-        hit = state is ChunkState.HIT
+    for run in result.runs:
         runs.append(
             pb.ChunkRun(
-                count=count,
-                state=int(state),  # type: ignore[arg-type]  # enum numbers are plain ints at run time
-                tier=int(Tier.DRAM) if hit else 0,  # type: ignore[arg-type]
-                encoding=int(Encoding.RAW) if hit else 0,  # type: ignore[arg-type]
-                reason=int(reason),  # type: ignore[arg-type]
+                count=run.chunk_count,
+                state=int(run.state),  # type: ignore[arg-type]  # enum numbers are plain ints at run time
+                tier=int(run.tier),  # type: ignore[arg-type]
+                encoding=int(run.encoding),  # type: ignore[arg-type]
+                reason=int(run.reason),  # type: ignore[arg-type]
             )
         )
     return pb.LookupResponse(hit_count=result.hit_count, runs=runs, tails=_tails(result.tails))
@@ -107,8 +110,31 @@ def render_fetch(result: FetchResult) -> pb.FetchResponse:
             ],
             generation_slot=placement.slot,
             generation=placement.generation,
+            is_arriving=chunk.loading is not None,
         )
     return response
+
+
+def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
+    return pb.FetchResponse(
+        arrivals=[
+            pb.Arrival(chunk=each.position, slab_count=each.slab_count, lost=int(each.lost))  # type: ignore[arg-type]
+            for each in arrivals
+        ]
+    )
+
+
+def render_settled(settled: Settled) -> pb.StoreResponse:
+    return pb.StoreResponse(
+        durability=int(settled.durability),  # type: ignore[arg-type]
+        committed_count=settled.chunk_count,
+        refusal=settled.reason,
+        is_settled=settled.is_settled,
+    )
+
+
+def _tier_stats(stats: TierStatistics) -> admin_pb2.TierStats:
+    return admin_pb2.TierStats(**asdict(stats))
 
 
 def render_store(result: StoreResult) -> pb.StoreResponse:
@@ -154,4 +180,8 @@ def render_stats(stats: Stats, tenant: str, uptime_seconds: float, server_pid: i
             for model in stats.models
         ],
         counters=stats.counters,
+        tiers=[_tier_stats(stats.nvme)] if stats.nvme is not None else [],
+        tier_problem=stats.nvme_reason,
+        backlog_chunk_count=stats.backlog_count,
+        loading_bytes=stats.loading_bytes,
     )

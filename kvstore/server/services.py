@@ -21,6 +21,10 @@ def _session(controller: Controller, context: Context) -> Session:
     raise Unauthenticated(f"the call carries no session: connect to data.sock and send {METADATA_SESSION}")
 
 
+SETTLE_S_MAX = 60.0
+"""Nobody is kept waiting for the device longer than this in one call."""
+
+
 class CacheService:
     """Names, extents and plans; the bytes take the data plane."""
 
@@ -39,14 +43,17 @@ class CacheService:
         return render.render_lookup(self._controller.lookup(render.parse_query(request.query)))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
-        """The resident prefix, leased, in the first message."""
+        """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
         session = _session(self._controller, context)
         limit = self._controller.limits.stream_count_max
         if session.stream_count >= limit:
             raise Exhausted(f"this session has {limit} streams open: raise limits.stream_count_max")
         session.stream_count += 1
         try:
-            yield render.render_fetch(self._controller.fetch(session, render.parse_query(request.query)))
+            result = self._controller.fetch(session, render.parse_query(request.query))
+            yield render.render_fetch(result)
+            async for news in self._controller.arrivals(result, context.time_remaining()):
+                yield render.render_arrivals(news)
         finally:
             session.stream_count -= 1
 
@@ -60,7 +67,7 @@ class CacheService:
         session = _session(self._controller, context)
         step = request.WhichOneof("step")
         if step == "reserve":
-            result = self._controller.reserve(session, render.parse_reserve(request.reserve))
+            result = await self._controller.reserve(session, render.parse_reserve(request.reserve))
             return render.render_store(result)
         if step == "fill":
             fills = render.parse_fills(request.fill.fills)
@@ -73,7 +80,12 @@ class CacheService:
         if step == "abort":
             await self._controller.abort(session, request.abort.reservation_id)
             return pb.StoreResponse(reservation_id=request.abort.reservation_id)
-        raise InvalidRequest("a store request names one step: reserve, fill, commit or abort")
+        if step == "settle":
+            wait_s = min(request.settle.timeout_seconds, context.time_remaining() or SETTLE_S_MAX, SETTLE_S_MAX)
+            return render.render_settled(
+                await self._controller.settle(render.parse_query(request.settle.query), max(0.0, wait_s))
+            )
+        raise InvalidRequest("a store request names one step: reserve, fill, commit, abort or settle")
 
 
 class AdminService:

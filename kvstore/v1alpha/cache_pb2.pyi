@@ -266,36 +266,50 @@ class Extent(_message.Message):
     def __init__(self, region: _Optional[int] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class ResidentChunk(_message.Message):
-    __slots__ = ("index", "part", "token_count", "extents", "generation_slot", "generation")
+    __slots__ = ("index", "part", "token_count", "extents", "generation_slot", "generation", "is_arriving")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    IS_ARRIVING_FIELD_NUMBER: _ClassVar[int]
     index: int
     part: int
     token_count: int
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
     generation_slot: int
     generation: int
-    def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    is_arriving: bool
+    def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ..., is_arriving: _Optional[bool] = ...) -> None: ...
+
+class Arrival(_message.Message):
+    __slots__ = ("chunk", "slab_count", "lost")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SLAB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    slab_count: int
+    lost: MissReason
+    def __init__(self, chunk: _Optional[int] = ..., slab_count: _Optional[int] = ..., lost: _Optional[_Union[MissReason, str]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails")
+    __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails", "arrivals")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     hit_count: int
     tier: Tier
     reason: MissReason
     chunks: _containers.RepeatedCompositeFieldContainer[ResidentChunk]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
-    def __init__(self, lease_id: _Optional[int] = ..., hit_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., chunks: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ...) -> None: ...
+    arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
+    def __init__(self, lease_id: _Optional[int] = ..., hit_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., chunks: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids",)
@@ -355,28 +369,40 @@ class Abort(_message.Message):
     reservation_id: int
     def __init__(self, reservation_id: _Optional[int] = ...) -> None: ...
 
+class Settle(_message.Message):
+    __slots__ = ("query", "timeout_seconds")
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    query: ChainQuery
+    timeout_seconds: float
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
 class StoreRequest(_message.Message):
-    __slots__ = ("reserve", "fill", "commit", "abort")
+    __slots__ = ("reserve", "fill", "commit", "abort", "settle")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     fill: FillStrips
     commit: Commit
     abort: Abort
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., fill: _Optional[_Union[FillStrips, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    settle: Settle
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., fill: _Optional[_Union[FillStrips, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal")
+    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_COUNT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    IS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     states: _containers.RepeatedScalarFieldContainer[StoreState]
     durability: Durability
     committed_count: int
     refusal: str
-    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    is_settled: bool
+    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ...) -> None: ...

@@ -45,10 +45,10 @@ class Service:
     def query(self, *path: int, **options: Any) -> ChainQuery:
         return ChainQuery(self.model, keys.chain_digests(self.tokens(*path), CHUNK), **options)
 
-    def reserve(self, session: Session, *path: int, **options: Any) -> StoreResult:
+    async def reserve(self, session: Session, *path: int, **options: Any) -> StoreResult:
         tokens = self.tokens(*path)
         digests = [keys.token_digest(tokens[at : at + CHUNK]) for at in range(0, tokens.size, CHUNK)]
-        return self.controller.reserve(session, ReserveRequest(self.query(*path, **options), digests))
+        return await self.controller.reserve(session, ReserveRequest(self.query(*path, **options), digests))
 
     def body(self, digest: bytes) -> Any:
         """What a chunk of this digest holds (gaps are zeros)."""
@@ -73,7 +73,7 @@ class Service:
         ]
 
     async def store(self, session: Session, *path: int, **options: Any) -> StoreResult:
-        result = self.reserve(session, *path, **options)
+        result = await self.reserve(session, *path, **options)
         fills = self.stage(session, result, *path)
         done = await self.controller.commit(session, result.reservation_id, fills)
         for fill in fills[:1]:

@@ -25,8 +25,8 @@ def session(service: Service) -> Session:
 
 
 async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Service, session: Session) -> None:
-    result = service.reserve(session, 1, 2)
-    assert service.controller.lookup(service.query(1, 2)).runs == ((2, ChunkState.PENDING, MissReason.NONE),)
+    result = await service.reserve(session, 1, 2)
+    assert service.controller.lookup(service.query(1, 2)).runs[0][:3] == (2, ChunkState.PENDING, MissReason.NONE)
     fills = service.stage(session, result, 1, 2)
     half = fills[1]._replace(strip_count=2)
     done = await service.controller.commit(session, result.reservation_id, [fills[0], half])
@@ -39,8 +39,8 @@ async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Servic
 
 async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service: Service) -> None:
     one, two = service.controller.open_session(0), service.controller.open_session(0)
-    first = service.reserve(one, 1)
-    second = service.reserve(two, 1, 2)
+    first = await service.reserve(one, 1)
+    second = await service.reserve(two, 1, 2)
     assert second.states == (StoreState.PENDING, StoreState.WANTED)
     fills = service.stage(two, second, 1, 2)
     waiting = asyncio.ensure_future(service.controller.commit(two, second.reservation_id, fills))
@@ -53,8 +53,8 @@ async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service
 
 async def test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable(service: Service) -> None:
     one, two = service.controller.open_session(0), service.controller.open_session(0)
-    service.reserve(one, 1)
-    second = service.reserve(two, 1, 2)
+    await service.reserve(one, 1)
+    second = await service.reserve(two, 1, 2)
     waiting = asyncio.ensure_future(
         service.controller.commit(two, second.reservation_id, service.stage(two, second, 1, 2))
     )
@@ -73,7 +73,7 @@ async def test_the_eldest_leaf_goes_first(service: Service, session: Session) ->
     service.check(session, 1, 2, 3)
     await service.store(session, 9)
     assert service.check(session, 1, 4) == 1  # 4 was the least recent leaf
-    assert service.controller.lookup(service.query(1, 4)).runs[1] == (1, ChunkState.MISS, MissReason.EVICTED)
+    assert service.controller.lookup(service.query(1, 4)).runs[1][:3] == (1, ChunkState.MISS, MissReason.EVICTED)
     assert service.check(session, 1, 2, 3) == 3
     assert service.arena.used_bytes <= service.arena.capacity_bytes
 
@@ -111,7 +111,7 @@ async def test_what_a_session_had_ends_with_it(service: Service, session: Sessio
     await service.store(session, 1, 2)
     other = service.controller.open_session(0)
     service.controller.fetch(other, service.query(1, 2))
-    pending = service.reserve(other, 3, 4)
+    pending = await service.reserve(other, 3, 4)
     service.stage(other, pending, 3, 4)
     await service.controller.close_session(other)
     stats = service.controller.stats()
@@ -122,7 +122,7 @@ async def test_what_a_session_had_ends_with_it(service: Service, session: Sessio
 
 
 async def test_old_reservations_expire(service: Service, session: Session) -> None:
-    result = service.reserve(session, 1)
+    result = await service.reserve(session, 1)
     service.clock.advance(61.0)
     await service.controller.storing.expire()
     with pytest.raises(InvalidRequest, match="reservation_age_s_max"):
@@ -133,7 +133,7 @@ async def test_old_reservations_expire(service: Service, session: Session) -> No
 async def test_ids_of_others_are_worth_nothing(service: Service, session: Session) -> None:
     await service.store(session, 1)
     result = service.controller.fetch(session, service.query(1))
-    reserved = service.reserve(session, 2)
+    reserved = await service.reserve(session, 2)
     fills = service.stage(session, reserved, 2)
     thief = service.controller.open_session(0)
     service.controller.release(thief, [result.lease_id])
@@ -141,7 +141,7 @@ async def test_ids_of_others_are_worth_nothing(service: Service, session: Sessio
     with pytest.raises(InvalidRequest, match="no reservation"):
         await service.controller.commit(thief, reserved.reservation_id, fills)
     await service.controller.abort(thief, reserved.reservation_id)
-    own = service.reserve(thief, 3)
+    own = await service.reserve(thief, 3)
     with pytest.raises(InvalidRequest, match="no staging"):
         await service.controller.fill(thief, own.reservation_id, fills)
     assert (await service.controller.commit(session, reserved.reservation_id, fills)).committed_count == 1
@@ -159,7 +159,7 @@ async def test_ids_of_others_are_worth_nothing(service: Service, session: Sessio
 async def test_a_fill_outside_its_chunk_or_staging_is_refused(
     service: Service, session: Session, wrong: dict[str, int]
 ) -> None:
-    result = service.reserve(session, 1)
+    result = await service.reserve(session, 1)
     good = service.stage(session, result, 1)[0]
     with pytest.raises(InvalidRequest):
         await service.controller.fill(session, result.reservation_id, [good._replace(**wrong)])
@@ -169,7 +169,7 @@ async def test_a_fill_outside_its_chunk_or_staging_is_refused(
 
 
 async def test_filling_twice_is_refused(service: Service, session: Session) -> None:
-    result = service.reserve(session, 1)
+    result = await service.reserve(session, 1)
     good = service.stage(session, result, 1)
     await service.controller.fill(session, result.reservation_id, good)
     with pytest.raises(InvalidRequest, match="filled before"):
@@ -186,9 +186,9 @@ async def test_limits_name_their_setting() -> None:
     await service.store(session, 1)
     with pytest.raises(Exhausted, match="session_count_max"):
         controller.open_session(0)
-    service.reserve(session, 2)
+    await service.reserve(session, 2)
     with pytest.raises(Exhausted, match="reservation_count_max"):
-        service.reserve(session, 3)
+        await service.reserve(session, 3)
     with pytest.raises(Exhausted, match="staging_bytes_max"):
         controller.create_staging(session, 12288)
     with pytest.raises(Exhausted, match="model_count_max"):
@@ -220,11 +220,11 @@ async def test_derived_lives_beside_exact(service: Service, session: Session) ->
 
 
 async def test_draining_takes_no_new_stores_and_finishes_the_old(service: Service, session: Session) -> None:
-    result = service.reserve(session, 1)
+    result = await service.reserve(session, 1)
     fills = service.stage(session, result, 1)
     draining = asyncio.ensure_future(service.controller.drain(100.0))
     await asyncio.sleep(0)
     with pytest.raises(Exception, match="stopping"):
-        service.reserve(session, 2)
+        await service.reserve(session, 2)
     assert (await service.controller.commit(session, result.reservation_id, fills)).committed_count == 1
     await asyncio.wait_for(draining, 5.0)

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstore.catalog import ROOT_ROW
 from kvstore.controller import Session, StoreResult
 from tests.controller.service import Service
 
@@ -21,7 +22,7 @@ class ControllerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.service = Service(chunks=6, lease_age_s_max=5.0, reservation_age_s_max=5.0)
+        self.service = Service(chunks=6, lease_age_s_max=5.0, reservation_age_s_max=5.0, leased_bytes_max=1 << 30)
         self.sessions: list[Session] = [self.service.controller.open_session(0)]
         self.open: list[tuple[Session, StoreResult, tuple[int, ...]]] = []
         self.leases: list[tuple[Session, int]] = []
@@ -50,7 +51,7 @@ class ControllerMachine(RuleBasedStateMachine):
     def reserve(self, data: st.DataObject, path: tuple[int, ...]) -> None:
         async def reserved() -> tuple[Session, StoreResult, tuple[int, ...]]:
             session = self.pick(data)
-            return session, self.service.reserve(session, *path), path
+            return session, await self.service.reserve(session, *path), path
 
         self.open.append(self.run(reserved()))
 
@@ -106,15 +107,18 @@ class ControllerMachine(RuleBasedStateMachine):
         stats = controller.stats()
         assert arena.used_bytes <= arena.capacity_bytes
         namespaces = [each for model in controller.catalog.models.values() for each in model.namespaces.values()]
-        records = [record for each in namespaces for record in each.index.values()]
+        table = controller.catalog.table
+        rows = [row for each in namespaces for row in each.index.values()]
+        ghosts = [row for each in namespaces for row in each.ghosts.values()]
         pending = sum(len(each.pending) for each in namespaces)
-        assert arena.chunk_count == len(records) + pending
-        assert stats.used_bytes == sum(record.placement.byte_count for record in records) + stats.reserved_bytes
+        assert sorted(rows + ghosts) == list(table.rows())
+        assert arena.chunk_count == len(rows) + pending
+        assert stats.used_bytes == sum(table.arena[row].byte_count for row in rows) + stats.reserved_bytes
         assert stats.lease_count == sum(len(session.leases) for session in self.sessions)
-        for record in records:
-            children = sum(1 for other in records if other.parent is record)
-            assert record.child_count == children
-            assert record.parent is None or record.parent in records, "a child outlived its parent"
+        for row in rows:
+            children = sum(1 for other in rows if table.parents[other] == row)
+            assert table.child_counts[row] == children
+            assert table.parents[row] == ROOT_ROW or table.parents[row] in rows, "a child outlived its parent"
 
     def teardown(self) -> None:
         for session in self.sessions:

@@ -1,0 +1,62 @@
+"""The chunks of one kind of one model, computed in one way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
+
+DEPARTURE_COUNT_MAX = 65536
+"""How many departed chunks a namespace remembers the reason of."""
+SpaceKey = tuple[bytes, Provenance, Exactness]
+
+
+@dataclass(eq=False)
+class Namespace:
+    """``model_spec``, ``model_kind`` and ``layer`` are None while a recovered namespace waits for its model's
+    registration; nobody can ask for its chunks before."""
+
+    number: int
+    fingerprint: bytes
+    provenance: Provenance
+    exactness: Exactness
+    model_spec: ModelSpec | None = None
+    model_kind: CacheKind | None = None
+    layer: int | None = None
+    index: dict[bytes, int] = field(default_factory=dict)
+    """Digest -> row of a chunk that some tier holds."""
+    ghosts: dict[bytes, int] = field(default_factory=dict)
+    """Digest -> row of a chunk that no tier holds and something still refers to."""
+    pending: dict[bytes, object] = field(default_factory=dict)
+    """Digest -> the store in flight that will publish it."""
+    tails: dict[bytes, list[int]] = field(default_factory=dict)
+    """Parent digest -> rows of its partial tails, at most two, the older first."""
+    departures: OrderedDict[bytes, MissReason] = field(default_factory=OrderedDict)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Only of a registered model."""
+        assert self.model_spec is not None
+        return self.model_spec
+
+    @property
+    def kind(self) -> CacheKind:
+        """Only of a registered model."""
+        assert self.model_kind is not None
+        return self.model_kind
+
+    def layout(self, token_count: int) -> ChunkLayout:
+        """The layout of a chunk of so many tokens. Only of a registered model."""
+        return layout_of(self.spec, self.kind, token_count, self.layer)
+
+    def is_tail(self, token_count: int) -> bool:
+        return self.model_spec is not None and token_count < self.model_spec.chunk_tokens
+
+    def depart(self, digest: bytes, reason: MissReason) -> None:
+        """Remember why a digest is not here."""
+        self.departures[digest] = reason
+        self.departures.move_to_end(digest)
+        if len(self.departures) > DEPARTURE_COUNT_MAX:
+            self.departures.popitem(last=False)

@@ -1,0 +1,96 @@
+"""The rows: one per chunk that is stored somewhere, or that another row hangs on."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from kvstore.arena import Placement
+
+ROOT_ROW = -1
+"""The parent of a chain's first chunk."""
+NOWHERE = -1
+"""The NVMe residency of a chunk that has none."""
+_EMPTY = b""
+
+
+class ChunkTable:
+    """Columns by row number. A row is a small integer; it is reused once nothing refers to it.
+
+    ``parents`` and ``child_counts`` are the chains; ``residencies`` says where the NVMe tier keeps the chunk;
+    ``write_marks`` are the first 8 bytes of its write id, which a read compares; ``arena`` where memory does.
+    """
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.spaces = array("H")
+        self.parents = array("i")
+        self.child_counts = array("i")
+        self.token_counts = array("i")
+        self.residencies = array("q")
+        self.write_marks = array("Q")
+        self.arena: dict[int, Placement] = {}
+        self._holds: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.digests) - len(self._free)
+
+    def add(self, space: int, digest: bytes, parent: int, token_count: int) -> int:
+        """A new row, resident nowhere. Its parent gains a child."""
+        if self._free:
+            row = self._free.pop()
+            self.digests[row] = digest
+            self.spaces[row] = space
+            self.parents[row] = parent
+            self.token_counts[row] = token_count
+        else:
+            row = len(self.digests)
+            self.digests.append(digest)
+            self.spaces.append(space)
+            self.parents.append(parent)
+            self.child_counts.append(0)
+            self.token_counts.append(token_count)
+            self.residencies.append(NOWHERE)
+            self.write_marks.append(0)
+        if parent != ROOT_ROW:
+            self.child_counts[parent] += 1
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget a row that nothing refers to. Its parent loses a child."""
+        assert not self.is_needed(row)
+        assert not self.is_resident(row)
+        parent = self.parents[row]
+        if parent != ROOT_ROW:
+            self.child_counts[parent] -= 1
+        self.digests[row] = _EMPTY
+        self._free.append(row)
+
+    def rows(self) -> Iterator[int]:
+        """Every row in use, ghosts included."""
+        return (row for row, digest in enumerate(self.digests) if digest)
+
+    # ------------------------------------------------------------ holds
+
+    def hold(self, row: int) -> None:
+        """Keep the row, and what tiers hold of it, from being evicted: a lease, a pin or a job needs it."""
+        self._holds[row] = self._holds.get(row, 0) + 1
+
+    def unhold(self, row: int) -> None:
+        count = self._holds[row] - 1
+        if count:
+            self._holds[row] = count
+        else:
+            del self._holds[row]
+
+    def is_held(self, row: int) -> bool:
+        return row in self._holds
+
+    def is_needed(self, row: int) -> bool:
+        """Whether another row or a holder refers to it."""
+        return bool(self.child_counts[row]) or row in self._holds
+
+    def is_resident(self, row: int) -> bool:
+        """Whether any tier has the chunk."""
+        return row in self.arena or self.residencies[row] != NOWHERE

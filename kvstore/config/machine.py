@@ -1,0 +1,34 @@
+"""What the machine has for us: memory (its own, or our control group's if that is less) and room on a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_limit_bytes() -> int:
+    """Physical memory, or the control group's limit (v2, then v1) where it is smaller."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in _CGROUP_LIMITS:
+        try:
+            text = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limit = min(limit, int(text))
+    return limit
+
+
+def device_room_bytes(directory: Path) -> int:
+    """What the file system of ``directory`` has left for us, counting what we took of it before."""
+    there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
+    if there is None:
+        return 0
+    try:
+        status = os.statvfs(there)
+        ours = sum(each.stat().st_size for each in directory.glob("region-*.kvs"))
+    except OSError:
+        return 0  # the tier itself says what is wrong with its directory
+    return status.f_bavail * status.f_frsize + ours

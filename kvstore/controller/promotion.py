@@ -1,0 +1,228 @@
+"""Device to memory, on use. One read per chunk however many ask for it; layers can be used as they land."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.arena import Arena, Placement
+from kvstore.catalog import Catalog
+from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, pack_header, raw_header, strip_seeds
+from kvstore.controller.capacity import Capacity
+from kvstore.controller.residency import Residency
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.seams import FaultPoints, Workers
+from kvstore.spec import MissReason
+from kvstore.telemetry import Counters
+from kvstore.tiers import StoredChunk
+
+GROUP_BYTES = 4 << 20
+"""Slabs of one chunk that are read as one request."""
+STALL_S = 2.0
+"""A device that has kept a request for so long gets no new ones on a reader's behalf."""
+_log = logging.getLogger("kvstore.promotion")
+
+
+@dataclass(eq=False)
+class Loading:
+    """A chunk on its way to memory. ``landed`` leading slabs are there and verified; ``lost`` says why it ended."""
+
+    row: int
+    residency: int
+    layout: ChunkLayout
+    placement: Placement
+    landed: int = 0
+    lost: MissReason = MissReason.NONE
+    is_done: bool = False
+    listeners: set[asyncio.Event] = field(default_factory=set)
+    slabs: list[bool] = field(default_factory=list)
+
+    def changed(self) -> None:
+        for listener in self.listeners:
+            listener.set()
+
+    def slab_landed(self, slabs: range) -> None:
+        """Some slabs are there: tell who waits."""
+        for slab in slabs:
+            self.slabs[slab] = True
+        while self.landed < len(self.slabs) and self.slabs[self.landed]:
+            self.landed += 1
+        self.changed()
+
+
+class Promotion:
+    """Chunks being read from the device."""
+
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        catalog: Catalog,
+        residency: Residency,
+        capacity: Capacity,
+        workers: Workers,
+        faults: FaultPoints,
+        counters: Counters,
+    ) -> None:
+        self._arena = arena
+        self._catalog = catalog
+        self._residency = residency
+        self._capacity = capacity
+        self._workers = workers
+        self._faults = faults
+        self._counters = counters
+        self._loading: dict[int, Loading] = {}
+        self._queue: asyncio.Queue[list[Loading]] = asyncio.Queue()
+        self.loading_bytes = 0
+
+    async def run(self) -> None:
+        """Read what ``begin`` asks for, for ever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._load_all(await self._queue.get()))
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the device answers nobody at present."""
+        return self._residency.nvme is not None and self._residency.nvme.stalled_s() > STALL_S
+
+    def begin(self, rows: Sequence[int], keep: frozenset[int]) -> tuple[list[Loading | None], MissReason]:
+        """Have these chunks brought in; rows that are in memory give None. The list ends early where there is no
+        room, or no device to read from, and the reason says which."""
+        table = self._catalog.table
+        found: list[Loading | None] = []
+        fresh: list[Loading] = []
+        reason = MissReason.NONE
+        for row in rows:
+            loading = self._loading.get(row)
+            if loading is not None and loading.lost:
+                reason = loading.lost
+                break
+            if loading is None and row not in table.arena:
+                if self.is_stalled:
+                    reason = MissReason.UNAVAILABLE
+                    break
+                loading = self._start(row, keep)
+                if loading is None:
+                    reason = MissReason.OVERLOADED
+                    break
+                fresh.append(loading)
+            found.append(loading)
+        if fresh:
+            self._queue.put_nowait(fresh)
+        return found, reason
+
+    def _start(self, row: int, keep: frozenset[int]) -> Loading | None:
+        table = self._catalog.table
+        layout = self._residency.name(row).layout
+        placement = self._capacity.allocate(layout.piece_bytes, keep)
+        if placement is None:
+            return None
+        loading = Loading(row, table.residencies[row], layout, placement, slabs=[False] * len(layout.slabs))
+        self._loading[row] = loading
+        self.loading_bytes += placement.byte_count
+        table.hold(row)
+        return loading
+
+    # ------------------------------------------------------------ reading
+
+    async def _load_all(self, batch: list[Loading]) -> None:
+        """Headers first, then the layers of all chunks in turn, so that a reader can begin with the first layer."""
+        opened = await asyncio.gather(*(self._open(each) for each in batch))
+        chunks = [(each, stored) for each, stored in zip(batch, opened, strict=True) if stored is not None]
+        jobs = []
+        for position in range(max((len(each.layout.slabs) for each, _ in chunks), default=0)):
+            for each, stored in chunks:
+                group = _group(each.layout, position)
+                if group is not None:
+                    jobs.append(self._read(each, stored, group))
+        await asyncio.gather(*jobs)
+        for each, stored in chunks:
+            if not each.lost:
+                await self._finish(each, stored)
+            stored.close()
+        for each in batch:
+            self._end(each)
+
+    async def _open(self, loading: Loading) -> StoredChunk | None:
+        nvme = self._residency.nvme
+        assert nvme is not None
+        try:
+            stored = await nvme.open(self._residency.name(loading.row), loading.residency)
+        except KVStoreError as error:
+            await self._lose(loading, error)
+            return None
+        if stored.header.encoding == "raw":
+            self._put_header(loading, pack_header(stored.header, loading.layout))
+        return stored
+
+    def _put_header(self, loading: Loading, packed: bytes) -> None:
+        np.copyto(loading.placement.pieces[0], np.frombuffer(packed, np.uint8))
+
+    async def _read(self, loading: Loading, stored: StoredChunk, slabs: range) -> None:
+        if loading.lost:
+            return
+        try:
+            await stored.read(slabs, loading.placement.pieces[1 + slabs.start : 1 + slabs.stop])
+        except KVStoreError as error:
+            await self._lose(loading, error)
+            return
+        self._counters.add("nvme_verified_bytes", sum(loading.layout.slabs[slab].byte_count for slab in slabs))
+        if stored.header.encoding == "raw":
+            loading.slab_landed(slabs)
+
+    async def _finish(self, loading: Loading, stored: StoredChunk) -> None:
+        """The whole chunk is there: it is memory's from now on."""
+        layout, placement = loading.layout, loading.placement
+        if stored.header.encoding != "raw":
+            packed = await asyncio.wrap_future(self._workers.submit(_raw_header, stored.header, layout, placement))
+            self._put_header(loading, packed)
+            loading.slab_landed(range(len(layout.slabs)))
+        self._faults.reach("promotion.finish")
+        self._counters.add("promoted_chunks")
+        self._counters.add("promoted_bytes", placement.byte_count)
+        self._catalog.table.arena[loading.row] = placement
+        self._residency.arena_policy.used([loading.row])
+
+    async def _lose(self, loading: Loading, error: KVStoreError) -> None:
+        """It will not come. Once every read of it has ended its room is free; the copy that failed a check is gone."""
+        if loading.lost:
+            return
+        corrupt = isinstance(error, DataLoss)
+        loading.lost = MissReason.CORRUPT if corrupt else MissReason.UNAVAILABLE
+        self._counters.add("promotion_failed_chunks")
+        _log.warning("a chunk could not be read", extra={"reason": error.message, "residency": loading.residency})
+        loading.changed()
+        if corrupt:
+            await self._residency.quarantine_nvme(loading.row, loading.residency)
+
+    def _end(self, loading: Loading) -> None:
+        """No read of it is on its way any more."""
+        loading.is_done = True
+        self.loading_bytes -= loading.placement.byte_count
+        del self._loading[loading.row]
+        if loading.lost:
+            self._arena.free(loading.placement)
+        self._catalog.unhold(loading.row)
+        loading.changed()
+
+
+def _group(layout: ChunkLayout, position: int) -> range | None:
+    """The slabs that are read together beginning with the one at ``position``; None when it belongs to another's."""
+    count = max(1, GROUP_BYTES // layout.slabs[0].byte_count)
+    if position % count or position >= len(layout.slabs):
+        return None
+    return range(position, min(position + count, len(layout.slabs)))
+
+
+def _raw_header(header: ChunkHeader, layout: ChunkLayout, placement: Placement) -> bytes:
+    """The header that a decoded chunk had before it was encoded."""
+    seeds = strip_seeds(header.storage_key, layout, header.write_id)
+    slabs = range(len(layout.slabs))
+    return pack_header(
+        raw_header(header, [checksum_strips(placement.pieces[1 + slab], layout, slab, seeds) for slab in slabs]), layout
+    )

@@ -1,0 +1,48 @@
+"""A store in flight: its chunks, and what of them is there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena import Placement
+from kvstore.catalog import Namespace
+from kvstore.chunk import ChunkHeader, ChunkLayout
+from kvstore.controller.sessions import Session
+from kvstore.spec import StoreState
+
+
+@dataclass(eq=False)
+class Entry:
+    """One chunk of a reservation. WANTED entries own a placement until they are committed or aborted."""
+
+    namespace: Namespace
+    digest: bytes
+    parent: bytes
+    state: StoreState
+    ended: asyncio.Future[None] | None = None
+    """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
+    held: int | None = None
+    """The row of the resident chunk of a PRESENT entry: kept until the reservation ends, for the chunks after it."""
+    layout: ChunkLayout | None = None
+    placement: Placement | None = None
+    header: ChunkHeader | None = None
+    filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them."""
+
+    reservation_id: int
+    session: Session
+    entries: list[Entry]
+    part_count: int
+    born_s: float
+    refusal: str = ""
+    busy: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False

@@ -1,0 +1,205 @@
+"""Reads again what lies there, slowly, so that rot is found before somebody asks; and the canaries, which show that
+a tier that says nothing still works."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from kvstore.arena import Arena
+from kvstore.catalog import NOWHERE, Catalog
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    checksum_strips,
+    layout_of,
+    pack_header,
+    parse_header,
+    strip_seeds,
+    verify_slab,
+)
+from kvstore.config import PolicySettings
+from kvstore.controller.residency import Residency
+from kvstore.controller.writeback import Writeback
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.seams import Clock, Random, Workers
+from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.telemetry import Counters
+from kvstore.tiers import ArenaTier, ChunkName, Tier, check_header
+from kvstore.tiers.nvme import aligned
+
+IDLE_S = 1.0
+PIECE_BYTES = 4 << 20
+_CANARY = ModelSpec(
+    model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
+    hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
+)  # fmt: skip
+_log = logging.getLogger("kvstore.scrub")
+
+
+class Scrub:
+    """Verifies every strip of every copy in turn, at policy.scrub_bytes_per_s; 0 leaves it off."""
+
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        catalog: Catalog,
+        residency: Residency,
+        writeback: Writeback,
+        clock: Clock,
+        random: Random,
+        workers: Workers,
+        counters: Counters,
+        policies: PolicySettings,
+    ) -> None:
+        self._arena = arena
+        self._catalog = catalog
+        self._residency = residency
+        self._writeback = writeback
+        self._clock = clock
+        self._random = random
+        self._workers = workers
+        self._counters = counters
+        self._policies = policies
+
+    async def run(self) -> None:
+        """Go round for ever."""
+        async with asyncio.TaskGroup() as group:
+            if self._policies.scrub_bytes_per_s:
+                group.create_task(self._go_round())
+            if self._policies.canary_interval_s:
+                group.create_task(self._canaries())
+
+    async def _go_round(self) -> None:
+        while True:
+            await self._clock.sleep(IDLE_S)
+            await self.round()
+
+    async def round(self) -> None:
+        """Every copy once."""
+        table = self._catalog.table
+        for row in list(table.arena):
+            if row in table.arena:
+                await self._paced(row, self.check_arena(row))
+        for row in [row for row in table.rows() if table.residencies[row] != NOWHERE]:
+            space = self._catalog.spaces.numbered[table.spaces[row]]
+            # A recovered chunk whose model nobody has registered yet cannot be checked: its layout is not known.
+            if table.residencies[row] != NOWHERE and space.model_spec is not None:
+                await self._paced(row, self.check_nvme(row))
+
+    async def _paced(self, row: int, check) -> None:  # type: ignore[no-untyped-def]  # Coroutine[Any, Any, bool]
+        byte_count = self._residency.name(row).layout.total_bytes
+        table = self._catalog.table
+        table.hold(row)
+        try:
+            await check
+        finally:
+            self._catalog.unhold(row)
+        self._counters.add("scrubbed_bytes", byte_count)
+        await self._clock.sleep(byte_count / self._policies.scrub_bytes_per_s)
+
+    async def check_arena(self, row: int) -> bool:
+        """Whether memory's copy is what it was. One that is not goes; the device's takes its place at its next use."""
+        table = self._catalog.table
+        placement, name = table.arena[row], self._residency.name(row)
+        intact = await asyncio.wrap_future(self._workers.submit(_is_intact, name, list(placement.pieces)))
+        if not intact and table.arena.get(row) is placement:
+            self._counters.add("scrub_failures")
+            self._residency.quarantine_arena(row)
+        return intact
+
+    async def check_nvme(self, row: int) -> bool:
+        """Whether the device's copy is what it was. One that is not is quarantined, and written again from memory."""
+        nvme, table = self._residency.nvme, self._catalog.table
+        residency, name = table.residencies[row], self._residency.name(row)
+        if nvme is None or residency == NOWHERE:
+            return True
+        try:
+            stored = await nvme.open(name, residency)
+            try:
+                for slab, entry in enumerate(name.layout.slabs):
+                    await stored.read(range(slab, slab + 1), [aligned(entry.byte_count)])
+            finally:
+                stored.close()
+        except DataLoss:
+            self._counters.add("scrub_failures")
+            await self._residency.quarantine_nvme(row, residency)
+            if row in table.arena:
+                self._writeback.add(row)
+            return False
+        except KVStoreError as error:
+            _log.warning("scrub could not read", extra={"reason": error.message})
+        return True
+
+    # ------------------------------------------------------------ canaries
+
+    async def _canaries(self) -> None:
+        while True:
+            await self.canary("dram", ArenaTier(self._arena))
+            nvme = self._residency.nvme
+            if nvme is not None:
+                slot_bytes = nvme.slot_bytes(_canary_layout())
+                # It never drives out a user's chunk.
+                if nvme.regions.free_count(slot_bytes) or nvme.regions.has_budget(slot_bytes):
+                    await self.canary("nvme", nvme)
+            await self._clock.sleep(self._policies.canary_interval_s)
+
+    async def canary(self, name: str, tier: Tier) -> bool:
+        """Store a chunk, read it, compare it, remove it. False, and said aloud, when that fails."""
+        layout = _canary_layout()
+        header, pieces = _canary_chunk(layout, self._random.bytes(layout.body_bytes), self._random.bytes(16))
+        found = [np.zeros_like(piece) for piece in pieces[1:]]
+        try:
+            residency = await tier.write(header, layout, pieces)
+            try:
+                stored = await tier.open(ChunkName(header.storage_key, layout), residency)
+                try:
+                    await stored.read(range(len(layout.slabs)), found)
+                finally:
+                    stored.close()
+            finally:
+                await tier.remove([residency], erase=True)
+            works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
+            reason = "" if works else "it gave other bytes back"
+        except KVStoreError as error:
+            works, reason = False, error.message
+        self._counters.add("canary_passes" if works else "canary_failures")
+        if not works:
+            _log.error("canary failed", extra={"tier": name, "reason": reason})
+        return works
+
+
+def _is_intact(name: ChunkName, pieces: list[np.ndarray]) -> bool:
+    """Blocking. Whether a raw chunk's header and every strip are what they should be."""
+    try:
+        header = check_header(name, parse_header(pieces[0], name.layout))
+    except DataLoss:
+        return False
+    seeds = strip_seeds(header.storage_key, name.layout, header.write_id)
+    return all(
+        verify_slab(pieces[1 + slab], name.layout, slab, seeds, header.checksums)
+        for slab in range(len(name.layout.slabs))
+    )
+
+
+def _canary_layout() -> ChunkLayout:
+    return layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
+
+
+def _canary_chunk(layout: ChunkLayout, body: bytes, write_id: bytes) -> tuple[ChunkHeader, list[np.ndarray]]:
+    slab = aligned(layout.body_bytes)
+    slab[:] = np.frombuffer(body, np.uint8)
+    digest = b"kvstore canary".ljust(32, b"\0")
+    header = ChunkHeader(
+        kind=CacheKind.KV, token_count=layout.token_count, namespace=digest, fingerprint=digest, storage_key=digest,
+        parent=bytes(32), chain_digest=digest, token_digest=digest, tenant_digest=bytes(16), first_position=0,
+        rope_digest=bytes(16), write_id=write_id, checksums=np.zeros((layout.strip_count, 16), np.uint8),
+    )  # fmt: skip
+    seeds = strip_seeds(digest, layout, write_id)
+    header.checksums[:] = np.frombuffer(checksum_strips(slab, layout, 0, seeds), np.uint8).reshape(-1, 16)
+    first = aligned(layout.header_bytes)
+    first[:] = np.frombuffer(pack_header(header, layout), np.uint8)
+    return header, [first, slab]

@@ -1,0 +1,40 @@
+"""Chunks on a device: region files of equal slots, one chunk in each.
+
+    <directory>/format            JSON: the format's version, and which snapshot is the one of the last clean stop
+    <directory>/index             the snapshot: what the catalog knew, for a quick start after a clean stop
+    <directory>/region-<number>-<slot bytes>.kvs
+                                  a page that says how it is cut, then slots: header and body of one chunk each
+    <directory>/lock              held by the one process that uses the directory
+
+The headers on the device are the truth. A chunk is acknowledged when its header and strips are synced; nothing
+else is written for it. After a crash every slot's header is read (``recovery``); the snapshot only saves that after
+a clean stop, and one that is missing, damaged or of another time is not believed. What a scan brings back may have
+been evicted before (its slot was not used again): it is whole or it fails its checks, and it is never something
+that an operator removed, nor a copy that failed a check, for those are erased with a sync.
+
+Room: a slot is exactly as large as a full raw chunk of its model, and at most an eighth larger than anything else.
+Regions of one slot size begin small and double. All of them together never pass the capacity.
+
+- ``directory``  the format file, the lock, the snapshot
+- ``regions``    files, slots, the account
+- ``io``         the engine that moves bytes between slots and memory
+- ``tier``       the contract: write with a shared sync, open, read, remove, scan
+- ``recovery``   what the slots hold, in bulk
+"""
+
+from kvstore.tiers.nvme.directory import Directory, FutureFormat, IndexColumns
+from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
+from kvstore.tiers.nvme.regions import Regions, encoding_of
+from kvstore.tiers.nvme.tier import NvmeTier
+
+__all__ = [
+    "DeviceIO",
+    "Directory",
+    "FutureFormat",
+    "IndexColumns",
+    "NvmeTier",
+    "PosixIO",
+    "Regions",
+    "aligned",
+    "encoding_of",
+]

@@ -1,0 +1,187 @@
+"""The directory as a whole: whose it is, of which format, and the snapshot of the last clean stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.errors import Unavailable
+from kvstore.keys import DIGEST_BYTES
+from kvstore.seams import Disk, FaultPoints
+from kvstore.spec import Exactness, Provenance
+
+FORMAT = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+FORMAT_FILE, INDEX_FILE, LOCK_FILE = "format", "index", "lock"
+_INDEX_MAGIC = b"KVSINDEX"
+_INDEX_HEAD = struct.Struct("<8sHHIQQ")
+_SPACE = struct.Struct("<32sBB2x")
+_PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
+_EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
+FILE_BYTES_MAX = 1 << 40
+SpaceName = tuple[bytes, Provenance, Exactness]
+
+
+@dataclass
+class IndexColumns:
+    """What the device holds, a row per chunk, the least recently used first. Digests and parents are 32 bytes each,
+    concatenated; ``spaces`` are positions in ``names``."""
+
+    names: list[SpaceName] = field(default_factory=list)
+    residencies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    token_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    spaces: NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
+    digests: bytes = b""
+    parents: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.residencies)
+
+
+class Directory:
+    """An open directory. Only ``open_directory`` makes one, and it changes nothing before all checks have passed."""
+
+    def __init__(self, path: Path, disk: Disk, faults: FaultPoints) -> None:
+        self.path = path
+        self._disk = disk
+        self._faults = faults
+        self._clean = ""
+        disk.make_directory(path)
+        self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        try:
+            if not disk.lock(self._lock):
+                raise Unavailable(f"another kvstore server uses {path}: stop it, or set tiers.nvme.directory")
+            self._read_format()
+        except BaseException:
+            disk.close(self._lock)
+            raise
+
+    def _read_format(self) -> None:
+        """Refuses what a newer release wrote, before a byte is changed."""
+        try:
+            found = json.loads(self._read(FORMAT_FILE))
+        except FileNotFoundError:
+            return
+        except (ValueError, RecursionError):
+            found = {}  # the regions carry their own version
+        if not isinstance(found, dict):
+            found = {}
+        minimum, features = found.get("minimum_reader", FORMAT), found.get("features", [])
+        unknown = set(map(str, features)) - KNOWN_FEATURES if isinstance(features, list) else {str(features)}
+        if not isinstance(minimum, int) or minimum > FORMAT or unknown:
+            raise FutureFormat(
+                f"{self.path} was written by a newer kvstore (format {found.get('format')}, needs a reader of "
+                f"{minimum}{', features ' + ', '.join(sorted(unknown)) if unknown else ''}; this one reads {FORMAT}): "
+                "start that release, or set tiers.nvme.directory to another directory. Nothing was changed"
+            )
+        self._clean = str(found.get("clean", ""))
+
+    def begin(self) -> IndexColumns | None:
+        """The snapshot of the last clean stop, or None when there is none to be believed: then the slots are to be
+        scanned. From here on the directory counts as in use."""
+        columns = self._read_index() if self._clean else None
+        self._write_format("")
+        return columns
+
+    def end(self, columns: IndexColumns) -> None:
+        """A clean stop: leave the snapshot that the next start believes."""
+        packed = _pack(columns)
+        self._write(INDEX_FILE, packed)
+        self._faults.reach("nvme.snapshot.written")
+        self._write_format(xxhash.xxh3_128_hexdigest(packed))
+
+    def close(self) -> None:
+        """Let another process have the directory. Idempotent."""
+        if self._lock >= 0:
+            self._disk.close(self._lock)
+            self._lock = -1
+
+    def _write_format(self, clean: str) -> None:
+        said = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT, "features": [], "clean": clean}
+        self._write(FORMAT_FILE, json.dumps(said).encode())
+
+    def _read_index(self) -> IndexColumns | None:
+        try:
+            packed = self._read(INDEX_FILE)
+        except OSError:
+            return None
+        return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == self._clean else None
+
+    def _read(self, name: str) -> bytes:
+        descriptor = self._disk.open(self.path / name, os.O_RDONLY)
+        try:
+            data = bytearray(min(self._disk.size(descriptor), FILE_BYTES_MAX))
+            done = 0
+            while done < len(data):
+                count = self._disk.pread(descriptor, memoryview(data)[done:], done)
+                if count <= 0:
+                    break
+                done += count
+            return bytes(data[:done])
+        finally:
+            self._disk.close(descriptor)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Replace a file at once: the old content or the new, whenever the power goes."""
+        fresh = self.path / f"{name}.new"
+        descriptor = self._disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            done = 0
+            while done < len(data):
+                done += self._disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
+            self._disk.sync(descriptor)
+        finally:
+            self._disk.close(descriptor)
+        self._disk.rename(fresh, self.path / name)
+        self._disk.sync_directory(self.path)
+
+
+class FutureFormat(Unavailable):
+    """The directory was written by a newer release: the start ends here."""
+
+
+def _pack(columns: IndexColumns) -> bytes:
+    names = b"".join(
+        _SPACE.pack(name, _PROVENANCES.index(provenance), _EXACTNESSES.index(exactness))
+        for name, provenance, exactness in columns.names
+    )
+    head = _INDEX_HEAD.pack(_INDEX_MAGIC, FORMAT, FORMAT, 0, len(columns.names), len(columns))
+    arrays = (columns.residencies, columns.marks, columns.token_counts, columns.spaces)
+    return b"".join([head, names, *(each.tobytes() for each in arrays), columns.digests, columns.parents])
+
+
+def _unpack(packed: bytes) -> IndexColumns | None:
+    """The snapshot's columns, or None when it is not one. Its checksum was compared before."""
+    if len(packed) < _INDEX_HEAD.size:
+        return None
+    magic, _, reader, _, name_count, count = _INDEX_HEAD.unpack_from(packed)
+    row_bytes = 8 + 8 + 4 + 2 + 2 * DIGEST_BYTES
+    if magic != _INDEX_MAGIC or reader > FORMAT:
+        return None
+    if len(packed) != _INDEX_HEAD.size + name_count * _SPACE.size + count * row_bytes:
+        return None
+    place = _INDEX_HEAD.size
+    names = [
+        (name, _PROVENANCES[provenance], _EXACTNESSES[exactness])
+        for name, provenance, exactness in _SPACE.iter_unpack(packed[place : place + name_count * _SPACE.size])
+    ]
+    place += name_count * _SPACE.size
+
+    def column(dtype: Any) -> NDArray[Any]:
+        nonlocal place
+        values = np.frombuffer(packed, dtype, count, place)
+        place += values.nbytes
+        return values
+
+    numbers, marks, counts, spaces = column(np.int64), column(np.uint64), column(np.int32), column(np.uint16)
+    middle = place + count * DIGEST_BYTES
+    return IndexColumns(names, numbers, marks, counts, spaces, packed[place:middle], packed[middle:])

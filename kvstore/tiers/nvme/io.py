@@ -1,0 +1,80 @@
+"""Moves bytes between a file and memory, whole runs at a time. Blocking: byte movers call it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.errors import DataLoss
+from kvstore.seams import Disk
+from kvstore.seams.memory import Bytes
+
+PAGE_BYTES = 4096
+IO_BYTES = 4 << 20
+"""A device is at its full rate with requests of this size; larger ones only hold others up."""
+
+
+class DeviceIO(Protocol):
+    """An engine. Offsets and lengths are multiples of 4 KiB; memory may lie anywhere.
+
+    Raises: OSError as the device does; DataLoss when the file ends before the run does.
+    """
+
+    def read(self, descriptor: int, offset: int, target: Bytes) -> None: ...
+
+    def write(self, descriptor: int, offset: int, source: Bytes) -> None: ...
+
+
+class PosixIO:
+    """pread and pwrite through the Disk seam, with O_DIRECT where the descriptor was opened so: memory that is not
+    page-aligned takes the way over a buffer that is."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def read(self, descriptor: int, offset: int, target: Bytes) -> None:
+        for start in range(0, target.size, IO_BYTES):
+            part = target[start : start + IO_BYTES]
+            into = part if _is_aligned(part) else aligned(part.size)
+            done = 0
+            while done < part.size:
+                count = self._disk.pread(descriptor, into[done:].data, offset + start + done)
+                if count <= 0:
+                    raise DataLoss("the region file ends before its slots do", reason="truncated")
+                done += count
+            if into is not part:
+                np.copyto(part, into)
+
+    def write(self, descriptor: int, offset: int, source: Bytes) -> None:
+        for start in range(0, source.size, IO_BYTES):
+            part = source[start : start + IO_BYTES]
+            if not _is_aligned(part):
+                copy = aligned(part.size)
+                np.copyto(copy, part)
+                part = copy
+            done = 0
+            while done < part.size:
+                done += self._disk.pwrite(descriptor, part[done:].data, offset + start + done)
+
+
+def _is_aligned(memory: Bytes) -> bool:
+    return memory.ctypes.data % PAGE_BYTES == 0 and memory.flags.c_contiguous
+
+
+def aligned(byte_count: int) -> Bytes:
+    """Page-aligned memory."""
+    room = np.empty(byte_count + PAGE_BYTES, np.uint8)
+    start = -room.ctypes.data % PAGE_BYTES
+    return room[start : start + byte_count]
+
+
+def joined(arrays: list[Bytes]) -> list[Bytes]:
+    """The same memory in as few arrays as it has runs: neighbours that touch become one."""
+    runs: list[Bytes] = []
+    for each in arrays:
+        if runs and runs[-1].ctypes.data + runs[-1].size == each.ctypes.data and runs[-1].base is each.base:
+            runs[-1] = np.lib.stride_tricks.as_strided(runs[-1], (runs[-1].size + each.size,), (1,))
+        else:
+            runs.append(each)
+    return runs

@@ -1,0 +1,323 @@
+"""Region files and their slots: where there is room, and the account of all of it.
+
+A residency is one number: encoding << 56 | region << 32 | slot. Slots are handed out and given back on the event
+loop's thread; files are made and removed on a byte mover, one at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import struct
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from kvstore.errors import Exhausted, Unavailable
+from kvstore.seams import Disk, FaultPoints
+from kvstore.spec import Encoding
+from kvstore.tiers.contract import Residency
+from kvstore.tiers.nvme.directory import FORMAT
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+
+MAGIC = b"KVSREGIN"
+_HEAD = struct.Struct("<8sHHIQQQ")
+_NAME = re.compile(r"region-(\d{5,7})-(\d{4,13})\.kvs")
+REGION_COUNT_MAX = 1 << 24
+FIRST_REGION_BYTES = 4 << 20
+FIRST_SLOT_COUNT = 4
+QUARANTINE_SHARE = 64
+"""At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
+_log = logging.getLogger("kvstore.nvme")
+
+
+def encoding_of(residency: Residency) -> Encoding:
+    """How the copy is encoded, without reading it."""
+    return Encoding(residency >> 56)
+
+
+def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
+    """The slot for so many stored bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
+    pages = -(-stored // PAGE_BYTES)
+    if not is_full_raw:
+        step = 1 << max(0, pages.bit_length() - 4)
+        pages = -(-pages // step) * step
+    return pages * PAGE_BYTES
+
+
+@dataclass(eq=False)
+class Region:
+    """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
+    ``leaving`` for its last reader."""
+
+    number: int
+    path: Path
+    descriptor: int
+    slot_bytes: int
+    slot_count: int
+    is_read_only: bool = False
+    free: array[int] = field(default_factory=lambda: array("i"))
+    quarantined: list[int] = field(default_factory=list)
+    readers: dict[int, int] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+
+    @property
+    def file_bytes(self) -> int:
+        return PAGE_BYTES + self.slot_bytes * self.slot_count
+
+    @property
+    def used_count(self) -> int:
+        return self.slot_count - len(self.free) - len(self.quarantined)
+
+    def offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes
+
+
+class Regions:
+    """All region files of a directory. Raises: Unavailable when the directory cannot be read."""
+
+    def __init__(
+        self, directory: Path, disk: Disk, io: DeviceIO, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._directory = directory
+        self._region_bytes = region_bytes
+        self._disk = disk
+        self._io = io
+        self._faults = faults
+        self.by_number: dict[int, Region] = {}
+        self.lost_files = 0
+        self.lost_bytes = 0
+        self._numbers: set[int] = set()
+        self.is_direct = True
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(region.file_bytes for region in self.by_number.values())
+
+    # ------------------------------------------------------------ files
+
+    def open_all(self) -> None:
+        """Find the files. One that cannot be used is left alone, its bytes count as lost, and its chunks are misses.
+        All slots count as free until ``claim``."""
+        for name in self._disk.names(self._directory):
+            match = _NAME.fullmatch(name)
+            if match is None:
+                continue
+            self._numbers.add(int(match[1]))
+            try:
+                region = self._open(self._directory / name, int(match[1]), int(match[2]))
+            except (OSError, ValueError) as error:
+                self.lost_files += 1
+                _log.error("a region file cannot be used", extra={"file": name, "reason": str(error)})
+                continue
+            self.by_number[region.number] = region
+            self._numbers.add(region.number)
+
+    def _descriptor(self, path: Path, flags: int) -> int:
+        """Open for direct I/O, or buffered where the file system has none."""
+        if self.is_direct:
+            try:
+                return self._disk.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.is_direct = False
+                _log.warning("this file system has no direct I/O: reads and writes go through the page cache")
+        return self._disk.open(path, flags)
+
+    def _open(self, path: Path, number: int, slot_bytes: int) -> Region:
+        """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged."""
+        descriptor = self._descriptor(path, os.O_RDWR)
+        size = 0
+        try:
+            size = self._disk.size(descriptor)
+            said = self._read_head(descriptor) if size >= PAGE_BYTES else None
+            number, slot_bytes, slot_count = said or (number, slot_bytes, (size - PAGE_BYTES) // slot_bytes)
+            if number in self.by_number:
+                raise ValueError("another file is the same region")
+            there = max(0, size - PAGE_BYTES) // slot_bytes
+            region = Region(number, path, descriptor, slot_bytes, min(slot_count, there))
+            region.free.extend(range(region.slot_count - 1, -1, -1))
+            region.is_read_only = there < slot_count
+            if said is None and region.slot_count:
+                self._write_head(region)
+            if said is None or region.is_read_only:
+                _log.error("a region file was damaged", extra={"file": path.name, "slots_left": region.slot_count})
+                self.lost_files += 1
+            return region
+        except BaseException:
+            self.lost_bytes += size
+            self._disk.close(descriptor)
+            raise
+
+    def _read_head(self, descriptor: int) -> tuple[int, int, int] | None:
+        """(number, slot bytes, slot count), or None when the page is damaged. Raises ValueError for a newer format."""
+        page = aligned(PAGE_BYTES)
+        self._io.read(descriptor, 0, page)
+        head = page[: _HEAD.size].tobytes()
+        magic, _, reader, number, slot_bytes, slot_count, features = _HEAD.unpack(head)
+        if magic != MAGIC or page[_HEAD.size : _HEAD.size + 8].tobytes() != xxhash.xxh3_64_digest(head):
+            return None
+        if reader > FORMAT or features:
+            raise ValueError("it was written by a newer release")
+        return number, slot_bytes, slot_count
+
+    def create(self, slot_bytes: int) -> Region:
+        """A new file for slots of one size: file and directory synced before the first slot is used. Blocking.
+
+        Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
+        """
+        budget = self.capacity_bytes - self.file_bytes - self.lost_bytes - PAGE_BYTES
+        used = sum(each.slot_count for each in self.by_number.values() if each.slot_bytes == slot_bytes)
+        count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
+        count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes), budget // slot_bytes)
+        if count < 1:
+            raise Exhausted(f"the NVMe tier is full: raise tiers.nvme.capacity_bytes ({self.capacity_bytes})")
+        number = next(each for each in range(REGION_COUNT_MAX) if each not in self._numbers)
+        path = self._directory / f"region-{number:05d}-{slot_bytes}.kvs"
+        region = Region(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))
+        self._faults.reach("nvme.region.begin")
+        try:
+            region.descriptor = self._descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._disk.allocate(region.descriptor, region.file_bytes)
+            self._write_head(region)
+            self._faults.reach("nvme.region.written")
+            self._disk.sync(region.descriptor)
+            self._disk.sync_directory(self._directory)
+        except OSError as error:
+            self._abandon(region)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise Exhausted(
+                    f"the file system of {self._directory} has no room for {region.file_bytes} bytes more: free some, "
+                    "or lower tiers.nvme.capacity_bytes"
+                ) from error
+            raise
+        self._faults.reach("nvme.region.synced")
+        self.by_number[number] = region
+        self._numbers.add(number)
+        return region
+
+    def _write_head(self, region: Region) -> None:
+        head = _HEAD.pack(MAGIC, FORMAT, FORMAT, region.number, region.slot_bytes, region.slot_count, 0)
+        page = aligned(PAGE_BYTES)
+        page[:] = 0
+        page.data[: len(head)] = head
+        page.data[len(head) : len(head) + 8] = xxhash.xxh3_64_digest(head)
+        self._io.write(region.descriptor, 0, page)
+
+    def _abandon(self, region: Region) -> None:
+        try:
+            if region.descriptor >= 0:
+                self._disk.close(region.descriptor)
+            self._disk.remove(region.path)
+        except OSError:
+            return  # it stays behind as an unused file; the next start counts it
+
+    def idle_region(self, slot_bytes: int) -> Region | None:
+        """A file of another slot size of which nothing is used: its room can be had."""
+        for region in self.by_number.values():
+            idle = not (region.used_count or region.quarantined or region.readers)
+            if idle and region.slot_bytes != slot_bytes:
+                return region
+        return None
+
+    def retire(self, region: Region) -> None:
+        """Take an idle file out of use; ``remove_file`` follows. Its bytes count until then."""
+        del self.by_number[region.number]
+        self.lost_bytes += region.file_bytes
+
+    def remove_file(self, region: Region) -> None:
+        """Blocking. Raises OSError; the file's bytes then count as lost until the next start."""
+        self._disk.close(region.descriptor)
+        self._disk.remove(region.path)
+        self._disk.sync_directory(self._directory)
+        self.lost_bytes -= region.file_bytes
+        self._numbers.discard(region.number)
+
+    def has_budget(self, slot_bytes: int) -> bool:
+        """Whether the capacity has room for a file with one slot of that size."""
+        return self.capacity_bytes - self.file_bytes - self.lost_bytes >= PAGE_BYTES + slot_bytes
+
+    def close(self) -> None:
+        for region in self.by_number.values():
+            self._disk.close(region.descriptor)
+        self.by_number.clear()
+
+    # ------------------------------------------------------------ slots
+
+    def take(self, slot_bytes: int, encoding: Encoding) -> Residency | None:
+        """A free slot of that size, or None."""
+        for region in self.by_number.values():
+            if region.slot_bytes == slot_bytes and region.free and not region.is_read_only:
+                return encoding << 56 | region.number << 32 | region.free.pop()
+        return None
+
+    def slot_bytes_at(self, residency: Residency) -> int:
+        """The size of the slot that giving this chunk up would free for another; 0 when it would free none."""
+        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
+        return 0 if region is None or region.is_read_only else region.slot_bytes
+
+    def least_used(self, slot_bytes: int) -> list[Residency]:
+        """Who is in the way of a new file for this slot size: the region of another size that holds the least.
+        Residencies without their encoding."""
+        others = [each for each in self.by_number.values() if each.slot_bytes != slot_bytes and each.used_count]
+        if not others:
+            return []
+        region = min(others, key=lambda each: each.used_count * each.slot_bytes)
+        free = set(region.free) | set(region.quarantined)
+        return [region.number << 32 | slot for slot in range(region.slot_count) if slot not in free]
+
+    def free_count(self, slot_bytes: int) -> int:
+        return sum(
+            len(each.free)
+            for each in self.by_number.values()
+            if each.slot_bytes == slot_bytes and not each.is_read_only
+        )
+
+    def find(self, residency: Residency) -> tuple[Region, int]:
+        """Raises Unavailable when its file is gone."""
+        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
+        slot = residency & 0xFFFFFFFF
+        if region is None or slot >= region.slot_count:
+            raise Unavailable("the region file of this chunk is gone", residency=residency)
+        return region, slot
+
+    def claim(self, residencies: list[Residency]) -> None:
+        """These slots are in use (found on the device). The others stay free."""
+        used: dict[int, set[int]] = {}
+        for residency in residencies:
+            used.setdefault(residency >> 32 & 0xFFFFFF, set()).add(residency & 0xFFFFFFFF)
+        for number, slots in used.items():
+            region = self.by_number[number]
+            region.free = array("i", (slot for slot in range(region.slot_count - 1, -1, -1) if slot not in slots))
+
+    def give_back(self, residency: Residency) -> None:
+        """A slot's chunk is gone. While somebody reads it the slot is not used again."""
+        region, slot = self.find(residency)
+        if slot in region.readers:
+            region.leaving.add(slot)
+        else:
+            region.free.append(slot)
+
+    def quarantine(self, residency: Residency) -> None:
+        """Keep a slot out of use: what it held failed a check. The oldest beyond the cap is used again."""
+        region, slot = self.find(residency)
+        region.quarantined.append(slot)
+        if len(region.quarantined) > max(1, region.slot_count // QUARANTINE_SHARE):
+            self.give_back(region.number << 32 | region.quarantined.pop(0))
+
+    def reading(self, region: Region, slot: int) -> None:
+        region.readers[slot] = region.readers.get(slot, 0) + 1
+
+    def was_read(self, region: Region, slot: int) -> None:
+        region.readers[slot] -= 1
+        if region.readers[slot] == 0:
+            del region.readers[slot]
+            if slot in region.leaving:
+                region.leaving.discard(slot)
+                region.free.append(slot)

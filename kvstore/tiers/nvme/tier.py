@@ -1,0 +1,368 @@
+"""The NVMe tier: chunks into slots and back.
+
+Writing: a slot is taken, the chunk's pieces go into it straight from memory, and one sync serves everybody who is
+waiting for one. Only then is the chunk acknowledged. A sync that failed is never tried again into a success: what
+it covered fails and its region takes no more writes.
+
+Reading: the header first, which must be the chunk that was asked for; then runs of slabs, each verified (and
+decoded) on the byte mover that read it, straight into its place where it is raw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    decode_slab,
+    encode_chunk,
+    parse_header,
+    slab_range,
+    strip_seeds,
+)
+from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.seams import Clock, Disk, FaultPoints, Workers
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Encoding
+from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics, check_header
+from kvstore.tiers.nvme import recovery
+from kvstore.tiers.nvme.directory import Directory, IndexColumns
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, joined
+from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
+
+Result = TypeVar("Result")
+ERASED = np.zeros(PAGE_BYTES, np.uint8)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Writes that one sync makes durable. ``failed``: regions whose sync failed."""
+
+    regions: dict[int, Region] = field(default_factory=dict)
+    failed: dict[int, OSError] = field(default_factory=dict)
+    is_done: bool = False
+
+
+class NvmeTier:
+    """Chunks in region files. ``readers`` and ``writers`` are its own: a stalled device stalls nobody else's movers.
+
+    Raises: what the contract says; the device's errors become Unavailable, a lack of room Exhausted.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        regions: Regions,
+        *,
+        disk: Disk,
+        io: DeviceIO,
+        readers: Workers,
+        writers: Workers,
+        clock: Clock,
+        faults: FaultPoints,
+        encoding: Encoding = Encoding.RAW,
+    ) -> None:
+        self.regions = regions
+        self._directory = directory
+        self._disk = disk
+        self._io = io
+        self._readers = readers
+        self._writers = writers
+        self._clock = clock
+        self._faults = faults
+        self._encoding = encoding
+        self._batch = _Batch()
+        self._syncing = asyncio.Lock()
+        self._growing = asyncio.Lock()
+        self._busy: dict[int, float] = {}
+        self._tickets = itertools.count()
+        self._read_bytes = self._written_bytes = self._verified_bytes = 0
+        self.failures = 0
+        self.on_full: Callable[[int], bool] = _no_room
+        """Asked for a free slot of a size when there is no room for more files; True when there is one now."""
+
+    async def recover(self) -> tuple[IndexColumns, bool]:
+        """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
+        try:
+            self.regions.open_all()
+            columns = self._directory.begin()
+            clean = columns is not None
+            if columns is None or not recovery.agree(self.regions, columns):
+                columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
+        except OSError as error:
+            raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
+        self.regions.claim(columns.residencies.tolist())
+        return columns, clean
+
+    async def close(self, columns: IndexColumns | None) -> None:
+        """A clean stop leaves the snapshot; without one (None) the next start reads the headers."""
+        self._readers.close()
+        self._writers.close()
+        try:
+            if columns is not None:
+                self._directory.end(columns)
+        except OSError:
+            pass  # no snapshot, then: the headers are there
+        self.regions.close()
+        self._directory.close()
+
+    # ------------------------------------------------------------ movers
+
+    async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
+        """A device job on a byte mover, its OSError translated. A caller that is cancelled is let go when the job
+        is done: until then memory and slot are the device's."""
+        ticket = next(self._tickets)
+        self._busy[ticket] = self._clock.monotonic()
+        future = asyncio.wrap_future(workers.submit(function, *args))
+        future.add_done_callback(lambda _: self._busy.pop(ticket, None))
+        try:
+            return await _to_its_end(future)
+        except OSError as error:
+            self.failures += 1
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise Exhausted("the device of tiers.nvme.directory is full: free some room there") from error
+            raise Unavailable(f"the NVMe device failed: {error}", errno=error.errno) from error
+
+    def stalled_s(self) -> float:
+        """For how long the oldest request has been with the device."""
+        return self._clock.monotonic() - min(self._busy.values()) if self._busy else 0.0
+
+    # ------------------------------------------------------------ write
+
+    def slot_bytes(self, layout: ChunkLayout) -> int:
+        """The slot a raw chunk of this layout takes."""
+        return slot_bytes_for(layout.total_bytes, is_full_raw=layout.is_full)
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
+        source = list(pieces)
+        if self._encoding is Encoding.LZ4:
+            encoded = await self._run(self._writers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
+            source = [encoded.data]
+        is_raw = self._encoding is Encoding.RAW
+        stored = sum(piece.size for piece in source)
+        slot_bytes = slot_bytes_for(stored, is_full_raw=is_raw and layout.is_full)
+        residency = await self._take(slot_bytes)
+        region, slot = self.regions.find(residency)
+        self._faults.reach("nvme.allocated")
+        try:
+            await self._run(self._writers, self._write_pieces, region, slot, source)
+            await self._sync(region)
+        except BaseException as error:
+            self._failed(region, residency, error)
+            raise
+        self._written_bytes += stored
+        return residency
+
+    async def _take(self, slot_bytes: int) -> Residency:
+        residency = self.regions.take(slot_bytes, self._encoding)
+        while residency is None:
+            async with self._growing:
+                if not self.regions.free_count(slot_bytes):
+                    await self._find_room(slot_bytes)
+            residency = self.regions.take(slot_bytes, self._encoding)
+        return residency
+
+    async def _find_room(self, slot_bytes: int) -> None:
+        """A free slot: in a new file; else another chunk's; else in a file that takes the place of another one."""
+        try:
+            await self._run(self._writers, self.regions.create, slot_bytes)
+            return
+        except Exhausted:
+            if not self.on_full(slot_bytes) and self.regions.idle_region(slot_bytes) is None:
+                raise
+        while not self.regions.free_count(slot_bytes):
+            idle = self.regions.idle_region(slot_bytes)
+            if idle is None:
+                raise Exhausted("no slot of this size is free: raise tiers.nvme.capacity_bytes")
+            self.regions.retire(idle)
+            await self._run(self._writers, self.regions.remove_file, idle)
+            if self.regions.has_budget(slot_bytes):
+                await self._run(self._writers, self.regions.create, slot_bytes)
+
+    def _write_pieces(self, region: Region, slot: int, pieces: list[Bytes]) -> None:
+        offset = region.offset(slot)
+        for run in joined(pieces):
+            self._io.write(region.descriptor, offset, run)
+            offset += run.size
+        self._faults.reach("nvme.written")
+
+    async def _sync(self, region: Region) -> None:
+        """Wait until what was written is durable. Who comes while a sync runs shares the next one."""
+        batch = self._batch
+        batch.regions[region.number] = region
+        async with self._syncing:
+            if not batch.is_done:
+                self._batch = _Batch()
+                try:
+                    await self._run(self._writers, self._sync_all, batch)
+                finally:
+                    batch.is_done = True
+        if region.number in batch.failed:
+            raise Unavailable("the NVMe device could not sync") from batch.failed[region.number]
+
+    def _sync_all(self, batch: _Batch) -> None:
+        for region in batch.regions.values():
+            try:
+                self._disk.sync(region.descriptor)
+            except OSError as error:
+                batch.failed[region.number] = error
+        self._faults.reach("nvme.synced")
+
+    def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
+        """A write that did not end well: nobody knows what its slot holds now. Device errors close the region."""
+        if isinstance(error, KVStoreError):
+            region.is_read_only = True
+        self.regions.quarantine(residency)
+
+    # ------------------------------------------------------------ read
+
+    async def open(self, name: ChunkName, residency: Residency) -> NvmeChunk:
+        region, slot = self.regions.find(residency)
+        self.regions.reading(region, slot)
+        try:
+            header = await self._run(self._readers, self._read_header, region, slot, name)
+        except BaseException:
+            self.regions.was_read(region, slot)
+            raise
+        return NvmeChunk(self, region, slot, header, name.layout)
+
+    def _read_header(self, region: Region, slot: int, name: ChunkName) -> ChunkHeader:
+        page = aligned(name.layout.header_bytes)
+        if page.size > region.slot_bytes:
+            raise DataLoss("the slot is too small for this chunk", reason="slot")
+        self._io.read(region.descriptor, region.offset(slot), page)
+        return check_header(name, parse_header(page, name.layout))
+
+    async def read_slabs(self, chunk: NvmeChunk, slabs: range, target: Sequence[Bytes]) -> None:
+        """See ``StoredChunk.read``."""
+        await self._run(self._readers, self._read_slabs, chunk, slabs, list(target))
+        self._read_bytes += sum(each.size for each in target)
+        self._verified_bytes += sum(each.size for each in target)
+
+    def _read_slabs(self, chunk: NvmeChunk, slabs: range, target: list[Bytes]) -> None:
+        header, layout, region = chunk.header, chunk.layout, chunk.region
+        offset, byte_count = slab_range(header, layout, slabs.start, slabs.stop)
+        start = layout.header_bytes + offset
+        if start + byte_count > region.slot_bytes:
+            raise DataLoss("the chunk does not end where its slot does", reason="slot")
+        device_offset = region.offset(chunk.slot) + start
+        if header.encoding == "raw":
+            for run in joined(target):
+                self._io.read(region.descriptor, device_offset, run)
+                device_offset += run.size
+            stored = target
+        else:
+            buffer = aligned(byte_count)
+            self._io.read(region.descriptor, device_offset, buffer)
+            bounds = [slab_range(header, layout, slab, slab + 1) for slab in slabs]
+            stored = [buffer[at - offset : at - offset + size] for at, size in bounds]
+        for slab, source, into in zip(slabs, stored, target, strict=True):
+            if not decode_slab(header, layout, slab, source, into, chunk.seeds):
+                raise DataLoss(f"slab {slab} on the device fails its check", reason="checksum", slab=slab)
+
+    def closed(self, chunk: NvmeChunk) -> None:
+        """A reader is done."""
+        self.regions.was_read(chunk.region, chunk.slot)
+
+    # ------------------------------------------------------------ remove and tell
+
+    def forget(self, residency: Residency) -> None:
+        """Give a slot back at once, without a word on the device: a scan may bring its chunk back."""
+        try:
+            self.regions.give_back(residency)
+        except Unavailable:
+            return  # its file is gone, and the slot with it
+
+    async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
+        for residency in residencies:
+            region, slot = self.regions.find(residency)
+            if erase:
+                await self._erase(region, slot)
+            self.regions.give_back(residency)
+
+    async def quarantine(self, residency: Residency) -> None:
+        """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan
+        brings it back. The slot rests even when the device refuses to erase it."""
+        region, slot = self.regions.find(residency)
+        self.regions.quarantine(residency)
+        await self._erase(region, slot)
+
+    async def _erase(self, region: Region, slot: int) -> None:
+        await self._run(self._writers, self._io.write, region.descriptor, region.offset(slot), ERASED)
+        self._faults.reach("nvme.erased")
+        await self._sync(region)
+
+    async def scan(self) -> AsyncIterator[Found]:
+        for region in list(self.regions.by_number.values()):
+            for slot in range(region.slot_count):
+                found = await self._run(self._readers, recovery.read_slot, self._io, region, slot)
+                if found is not None:
+                    yield found
+
+    def statistics(self) -> TierStatistics:
+        regions = list(self.regions.by_number.values())
+        used = sum(region.used_count * region.slot_bytes for region in regions)
+        resting = sum(len(region.quarantined) * region.slot_bytes for region in regions)
+        free = sum(len(region.free) * region.slot_bytes for region in regions)
+        read_only = bool(regions) and all(region.is_read_only for region in regions)
+        return TierStatistics(
+            name="nvme",
+            state="read-only" if read_only else "up",
+            capacity_bytes=self.regions.capacity_bytes,
+            file_bytes=self.regions.file_bytes,
+            allocated_bytes=used,
+            free_bytes=free,
+            quarantined_bytes=resting,
+            overhead_bytes=len(regions) * PAGE_BYTES,
+            chunk_count=sum(region.used_count for region in regions),
+            read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
+            verified_bytes=self._verified_bytes,
+        )
+
+
+def _no_room(_: int) -> bool:
+    return False
+
+
+async def _to_its_end(future: asyncio.Future[Result]) -> Result:
+    """Like ``await``; a cancellation is passed on only after the future is done."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()
+        raise cancelled
+    return future.result()
+
+
+class NvmeChunk:
+    """A chunk in a slot, opened."""
+
+    def __init__(self, tier: NvmeTier, region: Region, slot: int, header: ChunkHeader, layout: ChunkLayout) -> None:
+        self.header = header
+        self.region = region
+        self.slot = slot
+        self.layout = layout
+        self.seeds = strip_seeds(header.storage_key, layout, header.write_id)
+        self._tier = tier
+        self._is_closed = False
+
+    async def read(self, slabs: range, target: Sequence[Bytes]) -> None:
+        await self._tier.read_slabs(self, slabs, target)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._tier.closed(self)
