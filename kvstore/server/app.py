@@ -36,6 +36,7 @@ from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import DATA_SOCKET, GRPC_SOCKET, claim_socket, listen, prepare
 from kvstore.telemetry import Counters, configure_logging
+from kvstore.tiers import TierStatistics
 from kvstore.tiers.nvme import FutureFormat
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2, cache_pb2
@@ -98,7 +99,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             if settings.arena.prefault:
                 tasks.append(group.create_task(prefault(arena, background, clock)))
             tasks.append(group.create_task(controller.run()))
-            _announce(loaded, page)
+            _announce(loaded, page, controller.stats().nvme)
             await stopping.wait()
             _log.info("stopping")
             await health_service.enter_graceful_shutdown()
@@ -208,12 +209,11 @@ async def _report_healthy(health_service: Any) -> None:
             await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
 
 
-def _announce(loaded: LoadedSettings, page: str) -> None:
+def _announce(loaded: LoadedSettings, page: str, nvme: TierStatistics | None) -> None:
     settings = loaded.settings
     path = settings.server.socket_directory / GRPC_SOCKET
-    capacity = format_bytes(settings.arena.capacity_bytes)
-    print(
-        f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, arena {capacity}, {page})",
-        flush=True,
-    )
+    tiers = f"arena {format_bytes(settings.arena.capacity_bytes)}"
+    if nvme is not None:
+        tiers += f", nvme {format_bytes(nvme.capacity_bytes)} with {nvme.chunk_count:,} chunks"
+    print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, {tiers}, {page})", flush=True)
     _log.info("ready", extra={"socket": str(path), "pid": os.getpid(), "metrics": page})

@@ -40,6 +40,8 @@ def serve(
     state_directory: Annotated[Path | None, typer.Option(help="Where the service keeps its state.")] = None,
     socket_directory: Annotated[Path | None, typer.Option(help="Where its sockets are made.")] = None,
     capacity: Annotated[str | None, typer.Option(help="Arena size, like '8 GiB'.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Device tier size, like '64 GiB'; 0: none.")] = None,
+    nvme_directory: Annotated[Path | None, typer.Option(help="Where the device tier's files lie.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of the metrics page.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or text.")] = None,
 ) -> None:
@@ -50,6 +52,8 @@ def serve(
         "server.state_directory": state_directory,
         "server.socket_directory": socket_directory,
         "arena.capacity_bytes": capacity,
+        "tiers.nvme.capacity_bytes": nvme,
+        "tiers.nvme.directory": nvme_directory,
         "server.metrics_port": metrics_port,
         "server.log_format": log_format,
     }

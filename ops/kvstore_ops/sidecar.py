@@ -17,10 +17,11 @@ START_TIMEOUT_S = 20.0
 
 
 class Sidecar:
-    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it."""
+    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it. ``nvme``: the size of its device tier,
+    like "1 GiB"; off by default, so that what is measured or tested is memory alone."""
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self._arguments = arguments
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0") -> None:
+        self._arguments = (*arguments, "--nvme", nvme)
         self._environment = environment
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
         self.process: subprocess.Popen[str] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
@@ -45,4 +46,19 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     for name, value in sorted(stats.counters.items()):
         if value:
             done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
-    return Group(held, models, done)
+    tables: list[Table | Text] = [held, *(_tier(tier, stats) for tier in stats.tiers), models, done]
+    if stats.tier_problem:
+        tables.insert(0, Text(stats.tier_problem, style="red"))
+    return Group(*tables)
+
+
+def _tier(tier: admin_pb2.TierStats, stats: admin_pb2.StatsResponse) -> Table:
+    """One tier below the arena: the account of its files."""
+    drawn = Table(f"{tier.name} ({tier.state})", "")
+    drawn.add_row("files", f"{format_bytes(tier.file_bytes)} of {format_bytes(tier.capacity_bytes)}")
+    drawn.add_row("allocated", f"{format_bytes(tier.allocated_bytes)} in {tier.chunk_count:,} chunks")
+    drawn.add_row("free", format_bytes(tier.free_bytes))
+    drawn.add_row("quarantined", format_bytes(tier.quarantined_bytes))
+    drawn.add_row("to be written", f"{stats.backlog_chunk_count:,} chunks")
+    drawn.add_row("arriving", format_bytes(stats.loading_bytes))
+    return drawn

@@ -177,7 +177,7 @@ def test_other_wrong_arguments_are_named(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="heads"):
         client.fetch(spec, tokens, heads=(1, 3))
     with pytest.raises(InvalidRequest, match="durability"):
-        client.store(spec, tokens, kv, durability=Durability.LOCAL)
+        client.store(spec, tokens, kv, durability=Durability.OBJECT)
     with pytest.raises(InvalidRequest, match="two geometries"):
         client.lookup(replace(spec, hidden_size=64), tokens)
     with pytest.raises(InvalidRequest, match=r"arena\.(capacity|region)_bytes"):

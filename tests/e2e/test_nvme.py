@@ -1,0 +1,73 @@
+"""The device tier, whole: stored, killed, started again, fetched to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.spec import Durability, MissReason, Tier
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+
+
+def same(fetched, cache, count: int) -> bool:  # type: ignore[no-untyped-def]
+    return all(
+        (bits(k) == bits(ck[:, :count])).all() and (bits(v) == bits(cv[:, :count])).all()
+        for (k, v), (ck, cv) in zip(fetched, cache, strict=True)
+    )
+
+
+def test_local_survives_kill_and_a_clean_stop() -> None:
+    tokens, cache = tokens_of(100), random_cache(SPEC, 100)
+    hidden = {1: np.arange(3200, dtype=np.uint16).reshape(100, 32)}
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            receipt = client.store(SPEC, tokens, cache, hidden=hidden)
+            assert receipt.wait(10.0) is Durability.LOCAL
+            assert receipt.stored_token_count == 100
+        for kill in (True, False, True):
+            sidecar.stop(kill=kill)
+            sidecar.start()
+            with connect(sidecar.address) as client:
+                match = client.lookup(SPEC, tokens)
+                assert match.prefix_token_count == 100
+                assert {chunk.tier for chunk in match.chunks[:-1]} == {Tier.NVME}
+                fetched = client.fetch(SPEC, tokens, hidden_layers=(1,), verify=True)
+                assert (fetched.token_count, fetched.tier, fetched.reason) == (100, Tier.NVME, MissReason.NONE)
+                assert same(fetched, cache, 100)
+                assert (bits(fetched.hidden[1]) == hidden[1]).all()
+                again = client.fetch(SPEC, tokens)
+                assert (again.token_count, again.tier) == (100, Tier.DRAM)
+                assert same(again, cache, 100)
+
+
+def test_layers_stream_from_the_device() -> None:
+    tokens, cache = tokens_of(64), random_cache(SPEC, 64)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            assert client.store(SPEC, tokens, cache).wait(10.0) is Durability.LOCAL
+        sidecar.stop(kill=True)
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            stream = client.fetch_layers(SPEC, tokens)
+            assert (stream.token_count, stream.tier) == (64, Tier.NVME)
+            layers = dict(stream)
+            assert same([layers[0], layers[1]], cache, 64)
+
+
+def test_the_device_holds_more_than_memory() -> None:
+    """Five times the arena goes through it; every chunk comes back from the device."""
+    spec = small_spec(chunk_tokens=512)
+    contexts = [(tokens_of(2048, seed), random_cache(spec, 2048, seed)) for seed in range(40)]
+    with Sidecar("--capacity", "1 MiB", nvme="64 MiB") as sidecar, connect(sidecar.address) as client:
+        for tokens, cache in contexts:
+            assert client.store(spec, tokens, cache).wait(10.0) is Durability.LOCAL
+        for tokens, cache in contexts:
+            fetched = client.fetch(spec, tokens)
+            assert fetched.token_count == 2048
+            assert same(fetched, cache, 2048)
+        stats = client.stats()
+        assert stats.counters["demoted_chunks"] > 0
+        assert stats.counters["evicted_chunks"] == 0
