@@ -48,7 +48,7 @@ class Model:
             kind = self.spec.kind if layer is None else CacheKind.E
             found = self.spaces.get(fingerprint(self.spec, kind, layer), provenance, exactness)
             found.model_spec, found.model_kind, found.layer = self.spec, kind, layer
-            self.spaces.adopt_tails(found)
+            self.spaces.adopt(found)
             self.namespaces[key] = found
         return found
 
@@ -69,14 +69,25 @@ class Spaces:
             self.numbered.append(found)
         return found
 
-    def adopt_tails(self, namespace: Namespace) -> None:
-        """Which recovered chunks are partial tails shows once the model's chunk size is known."""
+    def adopt(self, namespace: Namespace) -> None:
+        """How large recovered chunks are, and which of them are partial tails, shows once the model is known. One
+        whose token count no chunk of the model can have stays where nobody finds it."""
         table = self._table
-        spaces, counts = (np.frombuffer(each, each.typecode) for each in (table.spaces, table.token_counts))
-        short = np.flatnonzero((spaces == namespace.number) & (counts < namespace.spec.chunk_tokens))
-        for row in short.tolist():
-            if namespace.index.get(table.digests[row]) == row:
-                namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
+        ours = np.frombuffer(table.spaces, np.uint16) == namespace.number
+        counts = np.frombuffer(table.token_counts, np.int32)
+        full = namespace.spec.chunk_tokens
+        short = np.flatnonzero(ours & (counts != full)).tolist()
+        del ours, counts  # while they look into the columns these cannot grow
+        rest = [row for row in short if namespace.index.get(table.digests[row]) == row]
+        namespace.byte_count = (len(namespace.index) - len(rest)) * namespace.chunk_bytes(full)
+        for row in rest:
+            count = table.token_counts[row]
+            if not 0 < count < full:
+                del namespace.index[table.digests[row]]
+                namespace.ghosts[table.digests[row]] = row
+                continue
+            namespace.byte_count += namespace.chunk_bytes(count)
+            namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
 
 
 def _parent_digest(table: ChunkTable, row: int) -> bytes:
@@ -214,6 +225,7 @@ class Catalog:
         assert digest not in namespace.index
         namespace.ghosts.pop(digest, None)
         namespace.index[digest] = row
+        namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
         namespace.departures.pop(digest, None)
         parent = _parent_digest(table, row)
         tails = namespace.tails.get(parent, [])
@@ -228,6 +240,7 @@ class Catalog:
         assert not table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
         del namespace.index[digest]
+        namespace.byte_count -= namespace.chunk_bytes(table.token_counts[row])
         namespace.depart(digest, reason)
         parent = _parent_digest(table, row)
         remaining = [tail for tail in namespace.tails.get(parent, ()) if tail != row]

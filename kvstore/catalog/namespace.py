@@ -25,6 +25,8 @@ class Namespace:
     model_spec: ModelSpec | None = None
     model_kind: CacheKind | None = None
     layer: int | None = None
+    byte_count: int = 0
+    """Raw bytes of the chunks in the index."""
     index: dict[bytes, int] = field(default_factory=dict)
     """Digest -> row of a chunk that some tier holds."""
     ghosts: dict[bytes, int] = field(default_factory=dict)
@@ -50,6 +52,10 @@ class Namespace:
     def layout(self, token_count: int) -> ChunkLayout:
         """The layout of a chunk of so many tokens. Only of a registered model."""
         return layout_of(self.spec, self.kind, token_count, self.layer)
+
+    def chunk_bytes(self, token_count: int) -> int:
+        """Header and body of a raw chunk; 0 while the model is unknown."""
+        return 0 if self.model_spec is None else self.layout(token_count).total_bytes
 
     def is_tail(self, token_count: int) -> bool:
         return self.model_spec is not None and token_count < self.model_spec.chunk_tokens

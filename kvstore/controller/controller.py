@@ -108,7 +108,11 @@ class Controller:
     async def attach(self, nvme: NvmeTier) -> None:
         """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
         started_s = self._clock.monotonic()
-        columns, clean = await nvme.recover()
+        try:
+            columns, clean = await nvme.recover()
+        except BaseException:
+            await nvme.close(None)
+            raise
         self.residency.nvme = nvme
         nvme.on_full = self.residency.make_room
         count = self.residency.adopt(columns)
@@ -235,7 +239,9 @@ class Controller:
 
     def unpin(self, query: ChainQuery) -> int:
         """Undo one ``pin`` of the chain. Returns how many chunks."""
-        rows = [row for row in self._resident(query) if row in self._pins]
+        spaces = parts_of(self.catalog, query)
+        found = (space.index.get(each, space.ghosts.get(each)) for space in spaces for each in query.digests)
+        rows = [row for row in found if row is not None and row in self._pins]
         for row in rows:
             self._pins[row] -= 1
             if not self._pins[row]:
@@ -245,7 +251,7 @@ class Controller:
         return len(rows)
 
     def _byte_count(self, row: int) -> int:
-        return self.residency.name(row).layout.total_bytes
+        return self.catalog.space_of(row).chunk_bytes(self.catalog.table.token_counts[row])
 
     def _resident(self, query: ChainQuery) -> list[int]:
         walk = self.catalog.walk(parts_of(self.catalog, query), query.digests)
@@ -256,9 +262,9 @@ class Controller:
         sessions = list(self.sessions)
         models = []
         for model in self.catalog.models.values():
-            rows = [row for each in model.namespaces.values() for row in each.index.values()]
-            held = sum(self._byte_count(row) for row in rows)
-            models.append(ModelCount(model.spec.model_id, model.fingerprint, len(rows), held))
+            spaces = model.namespaces.values()
+            count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
+            models.append(ModelCount(model.spec.model_id, model.fingerprint, count, held))
         nvme = self.residency.nvme
         return Stats(
             capacity_bytes=self.arena.capacity_bytes,

@@ -94,8 +94,12 @@ class Residency:
 
     def withdraw_if_gone(self, row: int, reason: MissReason) -> None:
         """Make a chunk that no tier holds any more invisible."""
-        if not self.table.is_resident(row) and self._catalog.is_visible(row):
+        if self.table.is_resident(row):
+            return
+        if self._catalog.is_visible(row):
             self._catalog.withdraw(row, reason)
+        else:
+            self._catalog.forget_ghost(row)
 
     def remove(self, row: int, reason: MissReason) -> None:
         """Give up every copy."""

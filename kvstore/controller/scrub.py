@@ -31,7 +31,7 @@ from kvstore.tiers import ArenaTier, ChunkName, Tier, check_header
 from kvstore.tiers.nvme import aligned
 
 IDLE_S = 1.0
-PIECE_BYTES = 4 << 20
+ROWS_AT_ONCE = 4096
 _CANARY = ModelSpec(
     model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
     hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
@@ -84,11 +84,14 @@ class Scrub:
         for row in list(table.arena):
             if row in table.arena:
                 await self._paced(row, self.check_arena(row))
-        for row in [row for row in table.rows() if table.residencies[row] != NOWHERE]:
-            space = self._catalog.spaces.numbered[table.spaces[row]]
+        row = 0
+        while row < len(table.digests):
             # A recovered chunk whose model nobody has registered yet cannot be checked: its layout is not known.
-            if table.residencies[row] != NOWHERE and space.model_spec is not None:
+            if table.residencies[row] != NOWHERE and self._catalog.space_of(row).model_spec is not None:
                 await self._paced(row, self.check_nvme(row))
+            elif row % ROWS_AT_ONCE == 0:
+                await self._clock.sleep(0)
+            row += 1
 
     async def _paced(self, row: int, check) -> None:  # type: ignore[no-untyped-def]  # Coroutine[Any, Any, bool]
         byte_count = self._residency.name(row).layout.total_bytes

@@ -90,6 +90,9 @@ class Writeback:
                 self._residency.quarantine_arena(row)
         except KVStoreError as error:
             self._park(row, error.message)
+        except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk in memory, not the service down
+            _log.exception("write-back failed")
+            self._park(row, "an error in the service: see its log")
         finally:
             self._writing.discard(row)
             self._settled(row)

@@ -55,6 +55,7 @@ class Directory:
         self._disk = disk
         self._faults = faults
         self._clean = ""
+        self._has_format = False
         disk.make_directory(path)
         self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
@@ -75,6 +76,7 @@ class Directory:
             found = {}  # the regions carry their own version
         if not isinstance(found, dict):
             found = {}
+        self._has_format = bool(found)
         minimum, features = found.get("minimum_reader", FORMAT), found.get("features", [])
         unknown = set(map(str, features)) - KNOWN_FEATURES if isinstance(features, list) else {str(features)}
         if not isinstance(minimum, int) or minimum > FORMAT or unknown:
@@ -87,9 +89,12 @@ class Directory:
 
     def begin(self) -> IndexColumns | None:
         """The snapshot of the last clean stop, or None when there is none to be believed: then the slots are to be
-        scanned. From here on the directory counts as in use."""
+        scanned. From here on the directory counts as in use: the snapshot is gone (a full device has room for that)."""
         columns = self._read_index() if self._clean else None
-        self._write_format("")
+        self._disk.remove(self.path / INDEX_FILE)
+        self._disk.sync_directory(self.path)
+        if not self._has_format:
+            self._write_format("")
         return columns
 
     def end(self, columns: IndexColumns) -> None:
