@@ -1,0 +1,180 @@
+"""Rows, ghosts, tails: what is visible, what is kept because something hangs on it, what is free again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
+from kvstore.keys import ROOT_DIGEST
+from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
+from tests.specs import small_spec
+
+FULL = 16
+
+
+def digest(name: str) -> bytes:
+    return name.encode().ljust(32, b".")
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog(4)
+
+
+@pytest.fixture
+def space(catalog: Catalog) -> Namespace:
+    return catalog.register(small_spec()).namespace(None, Exactness.EXACT)
+
+
+def put(catalog: Catalog, space: Namespace, name: str, parent: str = "", *, count: int = FULL, where: int = 7) -> int:
+    row = catalog.row_of(space, digest(name), digest(parent) if parent else ROOT_DIGEST, count)
+    catalog.table.residencies[row] = where
+    catalog.publish(row)
+    return row
+
+
+def take(catalog: Catalog, row: int, reason: MissReason = MissReason.EVICTED) -> None:
+    catalog.table.residencies[row] = NOWHERE
+    catalog.withdraw(row, reason)
+
+
+def test_a_chunk_that_leaves_before_its_child_leaves_a_ghost(catalog: Catalog, space: Namespace) -> None:
+    parent = put(catalog, space, "a")
+    child = put(catalog, space, "b", "a")
+    take(catalog, parent, MissReason.CORRUPT)
+    walk = catalog.walk([space], [digest("a"), digest("b")])
+    assert (walk.hit_count, walk.reason) == (0, MissReason.CORRUPT)
+    assert space.ghosts == {digest("a"): parent}
+    assert put(catalog, space, "a") == parent, "the store takes the ghost over"
+    assert catalog.walk([space], [digest("a"), digest("b")]).hit_count == 2
+    take(catalog, child)
+    take(catalog, parent)
+    assert (len(catalog.table), space.ghosts) == (0, {})
+
+
+def test_recovered_out_of_order(catalog: Catalog, space: Namespace) -> None:
+    """A device tells its chunks in any order; parents may be missing."""
+    grandchild = put(catalog, space, "c", "b")
+    child = put(catalog, space, "b", "a")
+    assert catalog.walk([space], [digest(each) for each in "abc"]).hit_count == 0
+    root = put(catalog, space, "a")
+    assert catalog.walk([space], [digest(each) for each in "abc"]).hit_count == 3
+    assert catalog.table.parents[grandchild] == child
+    assert catalog.table.parents[child] == root
+    assert catalog.table.parents[root] == ROOT_ROW
+    for row in (grandchild, child, root):
+        take(catalog, row)
+    assert len(catalog.table) == 0
+
+
+def test_a_held_row_is_not_given_to_another(catalog: Catalog, space: Namespace) -> None:
+    row = put(catalog, space, "a")
+    catalog.table.hold(row)
+    take(catalog, row, MissReason.CORRUPT)
+    other = put(catalog, space, "x")
+    assert other != row
+    catalog.unhold(row)
+    assert put(catalog, space, "y") == row, "free now, and used again"
+
+
+def test_walk_tells_the_tier_of_each_run(catalog: Catalog, space: Namespace) -> None:
+    placement: Any = object()
+    rows = [put(catalog, space, "a"), put(catalog, space, "b", "a"), put(catalog, space, "c", "b", where=2 << 56)]
+    catalog.table.arena[rows[0]] = placement
+    runs = catalog.walk([space], [digest(each) for each in "abcd"]).runs
+    assert [(run.chunk_count, run.tier, run.encoding) for run in runs] == [
+        (1, Tier.DRAM, Encoding.RAW),
+        (1, Tier.NVME, Encoding.NONE),
+        (1, Tier.NVME, Encoding.LZ4),
+        (1, Tier.NONE, Encoding.NONE),
+    ]
+    assert runs[-1].state is ChunkState.MISS
+
+
+def test_two_tails_at_most_and_a_full_chunk_ends_them(catalog: Catalog, space: Namespace) -> None:
+    first, second = put(catalog, space, "t1", count=3), put(catalog, space, "t2", count=5)
+    third = catalog.row_of(space, digest("t3"), ROOT_DIGEST, 7)
+    catalog.table.residencies[third] = 7
+    assert catalog.publish(third) == [first]
+    take(catalog, first, MissReason.STALE)
+    assert catalog.tails([space], ROOT_DIGEST) == [second, third]
+    full = catalog.row_of(space, digest("f"), ROOT_DIGEST, FULL)
+    catalog.table.residencies[full] = 7
+    assert catalog.publish(full) == [second, third]
+
+
+def test_a_namespace_waits_for_its_model() -> None:
+    """What a device holds of a model that nobody registered is kept, and found once somebody does."""
+    known = Catalog(4)
+    name = known.register(small_spec()).namespace(None, Exactness.EXACT).fingerprint
+    catalog = Catalog(4)
+    space = catalog.spaces.get(name, Provenance.IN_CONTEXT, Exactness.EXACT)
+    put(catalog, space, "a")
+    tail = put(catalog, space, "t", "a", count=5)
+    put(catalog, space, "wrong", "a", count=FULL + 1)
+    model = catalog.register(small_spec())
+    found = model.namespace(None, Exactness.EXACT)
+    assert found is space
+    assert catalog.tails([space], digest("a")) == [tail]
+    assert catalog.walk([space], [digest("a"), digest("wrong")]).hit_count == 1
+    assert space.byte_count == space.chunk_bytes(FULL) + space.chunk_bytes(5)
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """Chunks named by their path come, go, are held and let go, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalog = Catalog(4)
+        self.space = self.catalog.register(small_spec()).namespace(None, Exactness.EXACT)
+        self.here: dict[str, int] = {}
+        self.held: list[tuple[str, int]] = []
+
+    @rule(path=st.text("ab", min_size=1, max_size=4))
+    def come(self, path: str) -> None:
+        if path not in self.here:
+            self.here[path] = put(self.catalog, self.space, path, path[:-1])
+
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        if self.here:
+            path = data.draw(st.sampled_from(sorted(self.here)))
+            take(self.catalog, self.here.pop(path))
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        if self.here:
+            path = data.draw(st.sampled_from(sorted(self.here)))
+            self.catalog.table.hold(self.here[path])
+            self.held.append((path, self.here[path]))
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if self.held:
+            path, row = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            assert self.catalog.table.digests[row] == digest(path), "a held row was given to another chunk"
+            self.catalog.unhold(row)
+
+    @invariant()
+    def the_table_is_what_it_should_be(self) -> None:
+        table, needed = self.catalog.table, set(self.here) | {path for path, _ in self.held}
+        for path in list(needed):
+            needed |= {path[:count] for count in range(1, len(path))} if path in self.here else set()
+        used = {table.digests[row].decode().rstrip("."): row for row in table.rows()}
+        assert set(self.here.items()) <= set(used.items())
+        assert {name for name in used if name not in needed and not table.is_needed(used[name])} == set()
+        assert {each.decode().rstrip(".") for each in self.space.index} == set(self.here)
+        assert self.space.byte_count == len(self.here) * self.space.chunk_bytes(FULL)
+        for path, row in self.here.items():
+            parent = table.parents[row]
+            assert (parent == ROOT_ROW) == (len(path) == 1)
+            assert parent == ROOT_ROW or table.digests[parent] == digest(path[:-1])
+
+
+TestCatalogMachine = CatalogMachine.TestCase
+TestCatalogMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,56 @@
+"""The linked columns against the obvious ordered dict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.policy import LeastRecentlyUsed
+
+chains = st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True)
+steps = st.lists(st.one_of(chains, st.integers(0, 12)), max_size=40)
+
+
+@given(steps)
+def test_order_is_that_of_an_ordered_dict(history: list[list[int] | int]) -> None:
+    policy, model = LeastRecentlyUsed(), OrderedDict[int, None]()
+    for step in history:
+        if isinstance(step, int):
+            policy.removed(step)
+            model.pop(step, None)
+            continue
+        policy.used(step)
+        for row in reversed(step):
+            model[row] = None
+            model.move_to_end(row)
+        assert list(policy.victims(lambda _: True)) == list(model)
+
+
+@given(steps, st.sets(st.integers(0, 12)), st.data())
+def test_victims_may_go_while_they_are_asked_for(
+    history: list[list[int] | int], refused: set[int], data: st.DataObject
+) -> None:
+    policy, rows = LeastRecentlyUsed(), set[int]()
+    for step in history:
+        if not isinstance(step, int):
+            policy.used(step)
+            rows |= set(step)
+    gone: list[int] = []
+    for row in policy.victims(lambda each: each not in refused):
+        taken = {row} | (data.draw(st.sets(st.sampled_from(sorted(rows)))) if rows else set())
+        for each in taken & rows:
+            policy.removed(each)
+            rows.discard(each)
+        gone.append(row)
+    assert len(gone) == len(set(gone))
+    assert rows <= refused, "who may go and is still there was yielded"
+    assert list(policy.victims(lambda _: True)) == [each for each in policy.victims(lambda _: True) if each in rows]
+
+
+def test_a_parent_outlives_its_children() -> None:
+    policy = LeastRecentlyUsed()
+    policy.used([1, 2, 3])
+    policy.used([1, 2, 4])
+    assert list(policy.victims(lambda _: True)) == [3, 4, 2, 1]
