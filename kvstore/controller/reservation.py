@@ -26,7 +26,9 @@ class Entry:
     ended: asyncio.Future[None] | None = None
     """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
     held: int | None = None
-    """The row of the resident chunk of a PRESENT entry: kept until the reservation ends, for the chunks after it."""
+    """The row of a PRESENT or COMMITTED entry: kept until the reservation ends, for the chunks after it."""
+    moving: set[asyncio.Future[int]] = field(default_factory=set)
+    failure: str = ""
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None

@@ -4,7 +4,8 @@ committed, and its parent is visible. One writer per chunk: the others wait for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -195,7 +196,13 @@ class Storing:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
         reservation's, lies outside its staging, or was filled before."""
         reservation = self._reservation(session, reservation_id)
-        moves: list[Move] = []
+        self._start(reservation, fills)
+        await self._wait_idle(reservation)
+        _check_moved(reservation.entries)
+
+    def _start(self, reservation: Reservation, fills: Sequence[Fill]) -> None:
+        """Have the bytes moved. What moves, moves to its end, whoever still waits for it."""
+        moves: list[tuple[Entry, Move]] = []
         claimed: list[tuple[Entry, int, int]] = []
         try:
             for each in fills:
@@ -204,27 +211,27 @@ class Storing:
             for entry, first, count in claimed:
                 entry.filled[first : first + count] = False
             raise
-        if not moves:
-            return
-        reservation.busy += 1
-        reservation.idle.clear()
-        jobs = [asyncio.wrap_future(self._workers.submit(move, each)) for each in moves]
-        moving = asyncio.gather(*jobs, return_exceptions=True)
-        moving.add_done_callback(lambda _: self._moved(reservation))
-        # Shielded: a caller that gives up must not make the bytes look still while they move.
-        moved = await asyncio.shield(moving)
-        failed = [each for each in moved if isinstance(each, BaseException)]
-        if failed:
-            raise Internal(f"copying from staging failed: {failed[0]}") from failed[0]
-        self._counters.add("store_verified_bytes", sum(each for each in moved if isinstance(each, int)))
-        self._faults.reach("store.filled")
+        for entry, each_move in moves:
+            job = asyncio.wrap_future(self._workers.submit(move, each_move))
+            entry.moving.add(job)
+            reservation.busy += 1
+            reservation.idle.clear()
+            job.add_done_callback(partial(self._moved, reservation, entry))
 
-    def _moved(self, reservation: Reservation) -> None:
+    def _moved(self, reservation: Reservation, entry: Entry, job: asyncio.Future[int]) -> None:
+        entry.moving.discard(job)
+        if job.cancelled() or job.exception() is not None:
+            entry.failure = "it was cancelled" if job.cancelled() else str(job.exception())
+        else:
+            self._counters.add("store_verified_bytes", job.result())
         reservation.busy -= 1
         if not reservation.busy:
+            self._faults.reach("store.filled")
             reservation.idle.set()
 
-    def _moves(self, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]) -> list[Move]:
+    def _moves(
+        self, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]
+    ) -> list[tuple[Entry, Move]]:
         if not 0 <= fill.chunk < len(reservation.entries):
             raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
         entry = reservation.entries[fill.chunk]
@@ -241,25 +248,30 @@ class Storing:
         source = session_run(reservation.session, fill.staging_id, fill.staging_offset, end - base)
         entry.filled[fill.strip_first : stop] = True
         claimed.append((entry, fill.strip_first, fill.strip_count))
-        return list(moves_of(layout, header, placement, fill.strip_first, stop, source))
+        return [(entry, each) for each in moves_of(layout, header, placement, fill.strip_first, stop, source)]
 
     # ------------------------------------------------------------ commit and abort
 
     async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> StoreResult:
-        """Do the fills that came along, then publish every complete chunk whose parent is visible, and tell how
-        far the chain is resident now. Waits for other writers' chunks of the chain, at most the deadline."""
-        await self.fill(session, reservation_id, fills)
+        """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
+        there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most the
+        deadline."""
         reservation = self._reservation(session, reservation_id)
+        self._start(reservation, fills)
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
-        if others:
-            await asyncio.wait(others, timeout=self._deadline_s)
-        await self._wait_idle(reservation)
-        if reservation.has_ended:
-            raise InvalidRequest(f"reservation {reservation_id} ended while it was committed")
-        self._faults.reach("store.commit")
         for entry in reservation.entries:
-            if entry.state is StoreState.WANTED:
+            if entry.state is StoreState.PENDING and others:
+                await asyncio.wait(others, timeout=self._deadline_s)
+                others = set()
+            if entry.moving:
+                await asyncio.wait(entry.moving, timeout=self._deadline_s)
+            if reservation.has_ended:
+                raise InvalidRequest(f"reservation {reservation_id} ended while it was committed")
+            _check_moved([entry])
+            self._faults.reach("store.commit")
+            if entry.state is StoreState.WANTED and not entry.moving:
                 self._publish(entry)
+        await self._wait_idle(reservation)
         self._end(reservation)
         return self._outcome(reservation)
 
@@ -282,6 +294,8 @@ class Storing:
         entry.state, entry.placement = StoreState.COMMITTED, None
         superseded = self._catalog.publish(row)
         self._policy.used([row])
+        self._catalog.table.hold(row)
+        entry.held = row
         self._writeback.add(row)
         for tail in superseded:
             if not self._catalog.table.is_needed(tail):
@@ -365,6 +379,12 @@ class Storing:
                 f"this session has no reservation {reservation_id}: it ended, or was aborted for its age "
                 "(limits.reservation_age_s_max)"
             ) from None
+
+
+def _check_moved(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        if entry.failure:
+            raise Internal(f"copying from staging failed: {entry.failure}")
 
 
 def session_run(session: Session, staging_id: int, offset: int, byte_count: int) -> np.ndarray:

@@ -146,6 +146,7 @@ class Directory:
             self._disk.sync(descriptor)
         finally:
             self._disk.close(descriptor)
+        self._faults.reach("nvme.replace")
         self._disk.rename(fresh, self.path / name)
         self._disk.sync_directory(self.path)
 

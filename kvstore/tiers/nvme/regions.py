@@ -184,7 +184,9 @@ class Regions:
         self._faults.reach("nvme.region.begin")
         try:
             region.descriptor = self._descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._faults.reach("nvme.region.opened")
             self._disk.allocate(region.descriptor, region.file_bytes)
+            self._faults.reach("nvme.region.allocated")
             self._write_head(region)
             self._faults.reach("nvme.region.written")
             self._disk.sync(region.descriptor)

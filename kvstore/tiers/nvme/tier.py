@@ -93,12 +93,14 @@ class NvmeTier:
         """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
         try:
             self.regions.open_all()
+            self._faults.reach("nvme.recovery.begin")
             columns = self._directory.begin()
             clean = columns is not None
             if columns is None or not recovery.agree(self.regions, columns):
                 columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
+        self._faults.reach("nvme.recovery.read")
         self.regions.claim(columns.residencies.tolist())
         return columns, clean
 
@@ -183,6 +185,7 @@ class NvmeTier:
             if idle is None:
                 raise Exhausted("no slot of this size is free: raise tiers.nvme.capacity_bytes")
             self.regions.retire(idle)
+            self._faults.reach("nvme.region.retired")
             await self._run(self._writers, self.regions.remove_file, idle)
             if self.regions.has_budget(slot_bytes):
                 await self._run(self._writers, self.regions.create, slot_bytes)
