@@ -41,7 +41,7 @@ def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints
     bad: set[int] = set()
     if prefix.is_arriving:
         landing = Landing(prefix, target, copier, faults, bad)
-        while landing.advance():
+        while landing.is_waiting and landing.advance():
             pass
         landing.finish(timeout_s)
         return _settled(prefix, bad)
@@ -110,6 +110,11 @@ class Landing:
                 self._copy(part, position, runs_of(chunks))
         self._coming = waiting
         return more
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that is wanted has not landed yet."""
+        return bool(self._coming)
 
     def has_landed(self, position: int) -> bool:
         """Whether all copies of a layer have been started."""

@@ -180,14 +180,15 @@ class Prefix:
 
     def _note(self, number: int, entry: pb.ResidentChunk, arrival: pb.Arrival) -> None:
         known = self._landed.get(number)
-        chunk = known[0] if known else self._read(entry) if arrival.slab_count else None
+        landed = int.from_bytes(arrival.slabs, "little")
+        chunk = known[0] if known else self._read(entry) if landed else None
         if chunk is not None:
-            self._landed[number] = chunk, arrival.slab_count
+            self._landed[number] = chunk, landed
             if known is None:
                 self.chunks.append(chunk)
         if arrival.lost:
             self._cut(entry, MissReason(arrival.lost))
-        if arrival.lost or (chunk is not None and arrival.slab_count >= len(chunk.layout.slabs)):
+        if arrival.lost or (chunk is not None and landed == (1 << len(chunk.layout.slabs)) - 1):
             del self._arriving[number]
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
@@ -197,7 +198,7 @@ class Prefix:
             if entry.part != part or not entry.is_arriving or self._span(entry)[0] >= self._stop:
                 continue
             landed = self._landed.get(number)
-            if landed is None or landed[1] <= slab:
+            if landed is None or not landed[1] >> slab & 1:
                 return None
             found.append(landed[0])
         return found
@@ -265,8 +266,9 @@ def open_prefix(
         hidden_layers=wanted.hidden_layers,
         exactness=exactness,  # type: ignore[arg-type]
     )
+    request = pb.FetchRequest(query=query, layers=() if wanted.layers == wanted.spec.slab_layers else wanted.layers)
     try:
-        stream = session.cache.Fetch(pb.FetchRequest(query=query), timeout=timeout_s, metadata=session.metadata)
+        stream = session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata)
         response = next(stream)
     except grpc.RpcError as error:
         raise session.translated(error) from error

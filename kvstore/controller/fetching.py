@@ -43,20 +43,23 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
             while waiting:
                 event.clear()
                 news = [
-                    Arrival(position, loading.landed, loading.lost)
+                    Arrival(position, loading.landed, loading.slab_count, loading.lost)
                     for position, loading in waiting.items()
-                    if loading.landed > told[position] or loading.lost
+                    if loading.landed != told[position] or loading.lost
                 ]
                 for each in news:
-                    told[each.position] = each.slab_count
-                    if each.lost or each.slab_count == len(waiting[each.position].slabs):
+                    told[each.position] = each.landed
+                    if each.lost or waiting[each.position].has_landed:
                         waiting.pop(each.position).listeners.discard(event)
                 if news:
                     yield news
                 elif waiting:
                     await event.wait()
     except TimeoutError:
-        yield [Arrival(position, told[position], MissReason.UNAVAILABLE) for position in waiting]
+        yield [
+            Arrival(position, told[position], loading.slab_count, MissReason.UNAVAILABLE)
+            for position, loading in waiting.items()
+        ]
     finally:
         for loading in waiting.values():
             loading.listeners.discard(event)
@@ -112,7 +115,7 @@ class Fetching:
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
         self._counters.add("fetch_calls")
-        chains, loadings, reason = self._bring_in(walk, promotion)
+        chains, loadings, reason = self._bring_in(walk, promotion, frozenset(query.layers))
         count = len(chains[0])
         self._counters.add("fetch_miss_chunks", len(query.digests) - count)
         tails = self._tails(parts, query, count)
@@ -128,7 +131,7 @@ class Fetching:
         return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails)
 
     def _bring_in(
-        self, walk: Walk, promotion: Promotion
+        self, walk: Walk, promotion: Promotion, layers: frozenset[int]
     ) -> tuple[list[list[int]], dict[int, Loading], MissReason]:  # fmt: skip
         """Start promoting what is cold. The chain ends before the first chunk that cannot be had now."""
         arena = self._catalog.table.arena
@@ -136,7 +139,7 @@ class Fetching:
             return walk.chains, {}, walk.reason
         keep = frozenset(row for chain in walk.chains for row in chain)
         order = [row for parts in zip(*walk.chains, strict=True) for row in parts]
-        found, reason = promotion.begin(order, keep)
+        found, reason = promotion.begin(order, keep, layers)
         whole = len(found) // len(walk.chains)
         loadings = {row: loading for row, loading in zip(order, found, strict=False) if loading is not None}
         return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason

@@ -29,7 +29,8 @@ _log = logging.getLogger("kvstore.promotion")
 
 @dataclass(eq=False)
 class Loading:
-    """A chunk on its way to memory. ``landed`` leading slabs are there and verified; ``lost`` says why it ended."""
+    """A chunk on its way to memory. ``landed`` is the bitmap of slabs that are there and verified; ``first`` are the
+    layers somebody waits for (none: all alike); ``lost`` says why it ended."""
 
     row: int
     residency: int
@@ -38,8 +39,16 @@ class Loading:
     landed: int = 0
     lost: MissReason = MissReason.NONE
     is_done: bool = False
+    first: frozenset[int] = frozenset()
     listeners: set[asyncio.Event] = field(default_factory=set)
-    slabs: list[bool] = field(default_factory=list)
+
+    @property
+    def slab_count(self) -> int:
+        return len(self.layout.slabs)
+
+    @property
+    def has_landed(self) -> bool:
+        return self.landed == (1 << self.slab_count) - 1
 
     def changed(self) -> None:
         for listener in self.listeners:
@@ -48,9 +57,7 @@ class Loading:
     def slab_landed(self, slabs: range) -> None:
         """Some slabs are there: tell who waits."""
         for slab in slabs:
-            self.slabs[slab] = True
-        while self.landed < len(self.slabs) and self.slabs[self.landed]:
-            self.landed += 1
+            self.landed |= 1 << slab
         self.changed()
 
 
@@ -90,9 +97,11 @@ class Promotion:
         """Whether the device answers nobody at present."""
         return self._residency.nvme is not None and self._residency.nvme.stalled_s() > STALL_S
 
-    def begin(self, rows: Sequence[int], keep: frozenset[int]) -> tuple[list[Loading | None], MissReason]:
-        """Have these chunks brought in; rows that are in memory give None. The list ends early where there is no
-        room, or no device to read from, and the reason says which."""
+    def begin(
+        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
+    ) -> tuple[list[Loading | None], MissReason]:
+        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. The list ends early where
+        there is no room, or no device to read from, and the reason says which."""
         table = self._catalog.table
         found: list[Loading | None] = []
         fresh: list[Loading] = []
@@ -106,7 +115,7 @@ class Promotion:
                 if self.is_stalled:
                     reason = MissReason.UNAVAILABLE
                     break
-                loading = self._start(row, keep)
+                loading = self._start(row, keep, layers)
                 if loading is None:
                     reason = MissReason.OVERLOADED
                     break
@@ -116,13 +125,13 @@ class Promotion:
             self._queue.put_nowait(fresh)
         return found, reason
 
-    def _start(self, row: int, keep: frozenset[int]) -> Loading | None:
+    def _start(self, row: int, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
         table = self._catalog.table
         layout = self._residency.name(row).layout
         placement = self._capacity.allocate(layout.piece_bytes, keep)
         if placement is None:
             return None
-        loading = Loading(row, table.residencies[row], layout, placement, slabs=[False] * len(layout.slabs))
+        loading = Loading(row, table.residencies[row], layout, placement, first=layers)
         self._loading[row] = loading
         self.loading_bytes += placement.byte_count
         table.hold(row)
@@ -215,20 +224,31 @@ class Promotion:
 def _by_layer(
     chunks: Sequence[tuple[Loading, StoredChunk]],
 ) -> Iterator[tuple[Loading, StoredChunk, range]]:
-    """The reads of a batch: the first layers of every chunk, then the next, so that a reader can begin early."""
-    for position in range(max((len(each.layout.slabs) for each, _ in chunks), default=0)):
-        for each, stored in chunks:
-            slabs = _group(each.layout, position)
-            if slabs is not None:
-                yield each, stored, slabs
+    """The reads of a batch: the layers somebody waits for, of every chunk, before the others; in order, so that a
+    reader can begin with the first."""
+    groups = [_groups(each) for each, _ in chunks]
+    for position in range(max(map(len, groups), default=0)):
+        for (each, stored), mine in zip(chunks, groups, strict=True):
+            if position < len(mine):
+                yield each, stored, mine[position]
 
 
-def _group(layout: ChunkLayout, position: int) -> range | None:
-    """The slabs that are read together beginning with the one at ``position``; None when it belongs to another's."""
-    count = max(1, GROUP_BYTES // layout.slabs[0].byte_count)
-    if position % count or position >= len(layout.slabs):
-        return None
-    return range(position, min(position + count, len(layout.slabs)))
+def _groups(loading: Loading) -> list[range]:
+    """The runs of slabs of a chunk that are read together, the wanted ones first."""
+    slabs = loading.layout.slabs
+    wanted = [slab for slab, entry in enumerate(slabs) if not loading.first or entry.layer in loading.first]
+    others = [slab for slab in range(len(slabs)) if slab not in set(wanted)]
+    groups: list[range] = []
+    for part in (wanted, others):
+        size = 0
+        for number, slab in enumerate(part):
+            size += slabs[slab].byte_count
+            if number and slab == part[number - 1] + 1 and size <= GROUP_BYTES:
+                groups[-1] = range(groups[-1].start, slab + 1)
+            else:
+                groups.append(range(slab, slab + 1))
+                size = slabs[slab].byte_count
+    return groups
 
 
 def _raw_header(header: ChunkHeader, layout: ChunkLayout, placement: Placement) -> bytes:

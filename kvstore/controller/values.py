@@ -22,6 +22,8 @@ class ChainQuery:
     hidden_layers: tuple[int, ...] = ()
     exactness: Exactness = Exactness.EXACT
     hidden_only: bool = False
+    layers: tuple[int, ...] = ()
+    """Of a fetch: the layers its caller waits for, which come from the device first; empty: all."""
 
 
 class Tail(NamedTuple):
@@ -53,10 +55,11 @@ class Resident:
 
 
 class Arrival(NamedTuple):
-    """Of the chunk at ``position`` of a fetch's result, ``slab_count`` leading slabs are in memory now; ``lost`` says
-    why no more will come."""
+    """Of the chunk at ``position`` of a fetch's result, the slabs of the bitmap ``landed`` are in memory now; ``lost``
+    says why no more will come."""
 
     position: int
+    landed: int
     slab_count: int
     lost: MissReason
 

@@ -36,7 +36,7 @@ def _digests(data: bytes, what: str) -> list[bytes]:
     return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
 
 
-def parse_query(message: pb.ChainQuery) -> ChainQuery:
+def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuery:
     """Raises InvalidRequest for anything malformed."""
     exactness = _EXACTNESS.get(message.exactness)
     if exactness is None:
@@ -47,6 +47,7 @@ def parse_query(message: pb.ChainQuery) -> ChainQuery:
         tuple(message.hidden_layers),
         exactness,
         message.hidden_only,
+        tuple(layers),
     )
 
 
@@ -118,7 +119,11 @@ def render_fetch(result: FetchResult) -> pb.FetchResponse:
 def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
     return pb.FetchResponse(
         arrivals=[
-            pb.Arrival(chunk=each.position, slab_count=each.slab_count, lost=int(each.lost))  # type: ignore[arg-type]
+            pb.Arrival(
+                chunk=each.position,
+                slabs=each.landed.to_bytes(-(-each.slab_count // 8), "little"),
+                lost=int(each.lost),  # type: ignore[arg-type]
+            )
             for each in arrivals
         ]
     )

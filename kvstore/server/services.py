@@ -50,7 +50,7 @@ class CacheService:
             raise Exhausted(f"this session has {limit} streams open: raise limits.stream_count_max")
         session.stream_count += 1
         try:
-            result = self._controller.fetch(session, render.parse_query(request.query))
+            result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
             yield render.render_fetch(result)
             async for news in self._controller.arrivals(result, context.time_remaining()):
                 yield render.render_arrivals(news)

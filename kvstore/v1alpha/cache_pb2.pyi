@@ -250,10 +250,12 @@ class LookupResponse(_message.Message):
     def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("query",)
+    __slots__ = ("query", "layers")
     QUERY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ...) -> None: ...
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("region", "offset", "byte_count")
@@ -284,14 +286,14 @@ class ResidentChunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ..., is_arriving: _Optional[bool] = ...) -> None: ...
 
 class Arrival(_message.Message):
-    __slots__ = ("chunk", "slab_count", "lost")
+    __slots__ = ("chunk", "slabs", "lost")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    SLAB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     chunk: int
-    slab_count: int
+    slabs: bytes
     lost: MissReason
-    def __init__(self, chunk: _Optional[int] = ..., slab_count: _Optional[int] = ..., lost: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., slabs: _Optional[bytes] = ..., lost: _Optional[_Union[MissReason, str]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails", "arrivals")

@@ -55,6 +55,13 @@ def test_layers_stream_from_the_device() -> None:
             assert (stream.token_count, stream.tier) == (64, Tier.NVME)
             layers = dict(stream)
             assert same([layers[0], layers[1]], cache, 64)
+        sidecar.stop(kill=True)
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            fetched = client.fetch(SPEC, tokens, layers=[1], heads=(1, 2))
+            assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
+            assert (bits(fetched[0][0]) == bits(cache[1][0][1:2])).all()
+            assert (bits(fetched[0][1]) == bits(cache[1][1][1:2])).all()
 
 
 def test_the_device_holds_more_than_memory() -> None:
