@@ -1,0 +1,261 @@
+"""nvme: the worse of a cold fetch and a durable store, each over the device's own rate for the same bytes and syncs.
+
+The limits: O_DIRECT in 4 MiB requests on a file of its own, no service; for the store with one fdatasync, into room
+that was written before. The service's slots were all written before too; what the first pass over fresh room costs is
+shown beside. A fetch is cold because more contexts take turns than the arena holds; the tier's account proves it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, Durability, Tier, connect
+
+from kvstore.chunk import layout_of
+from kvstore.errors import Exhausted
+from kvstore.seams import SystemDisk
+from kvstore.tiers.nvme.regions import FIRST_REGION_BYTES
+from kvstore.units import format_bytes
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.sidecar import Sidecar
+
+TARGET = 0.90
+CHUNKS = {"full": 8, "quick": 4, "tiny": 1}
+RUNS = {"full": 30, "quick": 15, "tiny": 2}
+CONTEXTS = 3
+"""Contexts that are fetched in turn, and areas of the limit's file."""
+KEPT = 5
+"""Stored contexts the device has room for beside those."""
+ARENA_CONTEXTS = 3
+"""Between two fetches of a context five others enter the arena: none of it is left there."""
+REQUEST_BYTES = 4 << 20
+SPARE_BYTES = 1 << 30
+PAGES_BYTES = 64 << 12
+"""What region files take beside slots; the canary has a small file of its own."""
+NOTE = (
+    "a durable store copies its bytes twice (tensors to staging, staging to arena) before the device gets them: where "
+    "a device, or the cache of a virtual one's host, takes bytes about as fast as memory copies them, 0.9 of its write "
+    "rate is out of reach; store_serial_ratio is two one-call copies and then the write, nothing overlapped"
+)
+
+
+def require_room(byte_count: int) -> None:
+    """Raises Exhausted when the temporary directory has no room for so much, and some to spare."""
+    place = Path(tempfile.gettempdir())
+    free = SystemDisk().free_bytes(place)
+    if free < byte_count + SPARE_BYTES:
+        raise Exhausted(
+            f"{place} has {format_bytes(free)} free; this benchmark writes {format_bytes(byte_count)} there and leaves "
+            f"{format_bytes(SPARE_BYTES)}: free some, or set TMPDIR to a directory on another device"
+        )
+
+
+class RawDevice:
+    """The limit: ``area_count`` areas of ``byte_count`` bytes in one file, written before, used in turn like slots.
+    ``is_direct`` is False where the file system has no O_DIRECT: nothing that is measured then means the device."""
+
+    def __init__(self, path: Path, byte_count: int, area_count: int) -> None:
+        self.byte_count = byte_count
+        self.is_direct = True
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.is_direct = False
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._memory = np.frombuffer(mmap.mmap(-1, byte_count), np.uint8)
+        self._memory[:] = np.frombuffer(np.random.default_rng(9).bytes(byte_count), np.uint8)
+        self._threads = ThreadPoolExecutor(2)
+        os.posix_fallocate(self._descriptor, 0, byte_count * area_count)
+        for area in range(area_count):
+            self.write(area, 2)
+
+    def read(self, area: int, thread_count: int) -> None:
+        self._split(os.preadv, area, thread_count)
+
+    def write(self, area: int, thread_count: int) -> None:
+        """With the fdatasync."""
+        self._split(os.pwritev, area, thread_count)
+        os.fdatasync(self._descriptor)
+
+    def _split(self, call: Callable[..., int], area: int, thread_count: int) -> None:
+        def run(first: int) -> None:
+            for start in range(first * REQUEST_BYTES, self.byte_count, thread_count * REQUEST_BYTES):
+                part = self._memory[start : start + REQUEST_BYTES]
+                assert call(self._descriptor, [part.data], area * self.byte_count + start) == part.size
+
+        jobs = [self._threads.submit(run, first) for first in range(thread_count)]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._descriptor)
+
+
+@dataclass
+class Seconds:
+    """What each round took. ``demote``: from the commit until the device has everything."""
+
+    fetch: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    demote: list[float] = field(default_factory=list)
+    reads: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: []})
+    writes: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: []})
+
+
+class Rig:
+    """A sidecar whose device tier is small and whose arena is smaller, and a client of it."""
+
+    def __init__(self, client: Client, scale: str) -> None:
+        import torch
+
+        self.client = client
+        self.spec = shared.geometry(scale)
+        self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
+        self.source, self.into = shared.tensors(self.spec, self.count), shared.tensors(self.spec, self.count)
+        for plane in (plane for pair in self.source for plane in pair):
+            plane.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+        self.byte_count = sum(k.nbytes + v.nbytes for k, v in self.into)
+        self._stored = 0
+
+    def device(self) -> Any:
+        """The device tier's account."""
+        return self.client.stats().tiers[0]
+
+    def tokens(self, number: int) -> Any:
+        return shared.random_tokens(self.count, 1000 + number)
+
+    def store(self, seconds: Seconds) -> None:
+        """A context nobody stored before, until the device has it."""
+        tokens, before = self.tokens(self._stored), self.device().written_bytes
+        self._stored += 1
+        receipts: list[Any] = []
+        blocked = shared.timed(lambda: receipts.append(self.client.store(self.spec, tokens, self.source)))
+        committed = shared.timed(lambda: receipts[0].stored_token_count)
+        level: list[Durability] = []
+        demoted = shared.timed(lambda: level.append(receipts[0].wait()))
+        assert level == [Durability.LOCAL], receipts[0].reason
+        assert self.device().written_bytes - before >= self.byte_count
+        seconds.blocked.append(blocked)
+        seconds.demote.append(demoted)
+        seconds.store.append(blocked + committed + demoted)
+
+    def fetch(self, number: int, seconds: Seconds) -> None:
+        """One of the first contexts, from the device."""
+        tokens, before = self.tokens(number), self.device().read_bytes
+        fetched: list[Any] = []
+        took = shared.timed(lambda: fetched.append(self.client.fetch(self.spec, tokens, into=self.into)))
+        assert (fetched[0].token_count, fetched[0].tier) == (self.count, Tier.NVME)
+        assert self.device().read_bytes - before >= self.byte_count, "it was not read from the device"
+        seconds.fetch.append(took)
+
+
+@contextmanager
+def rig(scale: str) -> Iterator[tuple[Sidecar, Rig]]:
+    """Fresh, its arena backed by pages."""
+    spec = shared.geometry(scale)
+    slot_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes
+    context_bytes = slot_bytes * CHUNKS[scale]
+    device_bytes = context_bytes * (CONTEXTS + KEPT) + FIRST_REGION_BYTES + PAGES_BYTES
+    require_room(device_bytes + context_bytes * CONTEXTS)
+    arena_bytes = context_bytes * ARENA_CONTEXTS + slot_bytes
+    with Sidecar("--capacity", str(arena_bytes), nvme=str(device_bytes)) as sidecar:
+        sidecar.wait_prefaulted()
+        with connect(sidecar.address, timeout_s=60.0) as client:
+            yield sidecar, Rig(client, scale)
+
+
+def measure(scale: str) -> dict[str, Any]:
+    """Interleaved rounds of both sides, after a pass over the whole device."""
+    with rig(scale) as (sidecar, ours):
+        raw = RawDevice(sidecar.directory / "limit", ours.byte_count, CONTEXTS)
+        fresh, warm, seconds = Seconds(), Seconds(), Seconds()
+        for _ in range(CONTEXTS + KEPT):
+            ours.store(fresh)
+        for number in range(CONTEXTS):
+            ours.fetch(number, warm)  # used last: from now on a store takes the slots of an earlier store
+        for _ in range(ARENA_CONTEXTS):
+            ours.store(warm)
+        for number in range(RUNS[scale]):
+            area = number % CONTEXTS
+            for threads, times in seconds.reads.items():
+                times.append(shared.timed(partial(raw.read, area, threads)))
+            ours.fetch(area, seconds)
+            for threads, times in seconds.writes.items():
+                times.append(shared.timed(partial(raw.write, area, threads)))
+            ours.store(seconds)
+        raw.close()
+        kind = SystemDisk().file_system(sidecar.directory)
+        return {
+            "bytes": ours.byte_count, "seconds": seconds, "fresh": fresh, "direct": raw.is_direct, "file_system": kind,
+        }  # fmt: skip
+
+
+def better(seconds: dict[int, list[float]]) -> list[float]:
+    """The faster of one and two threads."""
+    return min(seconds.values(), key=statistics.median)
+
+
+def run(scale: str) -> Result:
+    """Both ratios; the figure is the worse one's."""
+    found = measure(scale)
+    byte_count, seconds = found["bytes"], found["seconds"]
+
+    def rate(values: list[float]) -> float:
+        return float(byte_count / statistics.median(values))
+
+    sides = {"fetch": (seconds.fetch, better(seconds.reads)), "store": (seconds.store, better(seconds.writes))}
+    ratios = {name: [limit / mine for mine, limit in zip(*side, strict=True)] for name, side in sides.items()}
+    medians = {name: statistics.median(each) for name, each in ratios.items()}
+    worse = min(medians, key=lambda name: medians[name])
+    memcpy = shared.one_call_copy_bytes_per_s(byte_count)
+    serial = 1 / (1 + 2 * rate(better(seconds.writes)) / memcpy)
+    show(
+        f"nvme: {byte_count >> 20} MiB, {len(seconds.fetch)} pairs, {found['file_system']}",
+        [
+            ("cold fetch", f"{rate(seconds.fetch) / 1e9:.2f} GB/s, {medians['fetch']:.3f} of the read limit"),
+            *((f"raw read, threads: {n}", f"{rate(each) / 1e9:.2f} GB/s") for n, each in seconds.reads.items()),
+            ("durable store", f"{rate(seconds.store) / 1e9:.2f} GB/s, {medians['store']:.3f} of the write limit"),
+            ("  the engine is blocked for", f"{statistics.median(seconds.blocked) * 1e3:.0f} ms"),
+            ("  demote: commit until LOCAL", f"{rate(seconds.demote) / 1e9:.2f} GB/s"),
+            ("  into room never written", f"{rate(found['fresh'].store) / 1e9:.2f} GB/s"),
+            *((f"raw write + fdatasync, threads: {n}", f"{rate(each) / 1e9:.2f} GB/s")
+              for n, each in seconds.writes.items()),
+            ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s; two, then the write: {serial:.3f}"),
+        ],
+    )  # fmt: skip
+    mine, limit = sides[worse]
+    return Result(
+        name="nvme", value=rate(mine), unit="B/s", limit=rate(limit), ratio=medians[worse], target=f">= {TARGET}",
+        met=medians[worse] >= TARGET and found["direct"], runs=len(mine), spread=quartiles(ratios[worse]),
+        conditions={
+            "scale": scale, "bytes": byte_count, "cold": True, "slots": "all written before", "worse": worse,
+            "file_system": found["file_system"], "direct": found["direct"],
+            "fetch_ratio": medians["fetch"], "fetch_bytes_per_s": rate(seconds.fetch),
+            "fetch_spread": quartiles(ratios["fetch"]),
+            "store_ratio": medians["store"], "store_bytes_per_s": rate(seconds.store),
+            "store_spread": quartiles(ratios["store"]),
+            "store_blocked_s": statistics.median(seconds.blocked), "store_serial_ratio": serial,
+            "demote_bytes_per_s": rate(seconds.demote), "fresh_room_bytes_per_s": rate(found["fresh"].store),
+            **{f"read_{n}_thread_bytes_per_s": rate(each) for n, each in seconds.reads.items()},
+            **{f"write_{n}_thread_bytes_per_s": rate(each) for n, each in seconds.writes.items()},
+            "memcpy_bytes_per_s": memcpy, "note": NOTE,
+        },
+    )  # fmt: skip
