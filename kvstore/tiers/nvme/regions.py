@@ -26,7 +26,7 @@ from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")
-_NAME = re.compile(r"region-(\d{5,7})-(\d{4,13})\.kvs")
+_NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
 REGION_COUNT_MAX = 1 << 24
 FIRST_REGION_BYTES = 4 << 20
 FIRST_SLOT_COUNT = 4
@@ -111,6 +111,9 @@ class Regions:
             self._numbers.add(int(match[1]))
             try:
                 region = self._open(self._directory / name, int(match[1]), int(match[2]))
+                if region is None:
+                    self._disk.remove(self._directory / name)
+                    continue
             except (OSError, ValueError) as error:
                 self.lost_files += 1
                 _log.error("a region file cannot be used", extra={"file": name, "reason": str(error)})
@@ -130,21 +133,25 @@ class Regions:
                 _log.warning("this file system has no direct I/O: reads and writes go through the page cache")
         return self._disk.open(path, flags)
 
-    def _open(self, path: Path, number: int, slot_bytes: int) -> Region:
-        """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged."""
+    def _open(self, path: Path, number: int, slot_bytes: int) -> Region | None:
+        """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
+        None for a file without a first page in which no slot fits: a crash cut its making short."""
         descriptor = self._descriptor(path, os.O_RDWR)
         size = 0
         try:
             size = self._disk.size(descriptor)
             said = self._read_head(descriptor) if size >= PAGE_BYTES else None
-            number, slot_bytes, slot_count = said or (number, slot_bytes, (size - PAGE_BYTES) // slot_bytes)
+            there = max(0, size - PAGE_BYTES) // (said[1] if said else slot_bytes)
+            if said is None and not there:
+                self._disk.close(descriptor)
+                return None
+            number, slot_bytes, slot_count = said or (number, slot_bytes, there)
             if number in self.by_number:
                 raise ValueError("another file is the same region")
-            there = max(0, size - PAGE_BYTES) // slot_bytes
             region = Region(number, path, descriptor, slot_bytes, min(slot_count, there))
             region.free.extend(range(region.slot_count - 1, -1, -1))
             region.is_read_only = there < slot_count
-            if said is None and region.slot_count:
+            if said is None:
                 self._write_head(region)
             if said is None or region.is_read_only:
                 _log.error("a region file was damaged", extra={"file": path.name, "slots_left": region.slot_count})
