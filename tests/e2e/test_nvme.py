@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
@@ -19,10 +22,12 @@ def same(fetched, cache, count: int) -> bool:  # type: ignore[no-untyped-def]
     )
 
 
-def test_local_survives_kill_and_a_clean_stop() -> None:
+@pytest.mark.parametrize(("encoding", "write"), [("raw", "back"), ("lz4", "through")])
+def test_local_survives_kill_and_a_clean_stop(encoding: str, write: str) -> None:
+    settings = {"KVSTORE__TIERS__NVME__ENCODING": encoding, "KVSTORE__TIERS__NVME__WRITE": write}
     tokens, cache = tokens_of(100), random_cache(SPEC, 100)
     hidden = {1: np.arange(3200, dtype=np.uint16).reshape(100, 32)}
-    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment={**os.environ, **settings}) as sidecar:
         with connect(sidecar.address) as client:
             receipt = client.store(SPEC, tokens, cache, hidden=hidden)
             assert receipt.wait(10.0) is Durability.LOCAL
@@ -34,6 +39,7 @@ def test_local_survives_kill_and_a_clean_stop() -> None:
                 match = client.lookup(SPEC, tokens)
                 assert match.prefix_token_count == 100
                 assert {chunk.tier for chunk in match.chunks[:-1]} == {Tier.NVME}
+                assert {chunk.encoding.name.lower() for chunk in match.chunks[:-1]} == {encoding}
                 fetched = client.fetch(SPEC, tokens, hidden_layers=(1,), verify=True)
                 assert (fetched.token_count, fetched.tier, fetched.reason) == (100, Tier.NVME, MissReason.NONE)
                 assert same(fetched, cache, 100)
