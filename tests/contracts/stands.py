@@ -1,0 +1,299 @@
+"""Every tier there is, each where a test can damage, fail, slow and restart it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from kvstore.arena import Arena
+from kvstore.seams import (
+    BytearrayMemory,
+    Clock,
+    Disk,
+    FaultPoints,
+    LoopClock,
+    SeededRandom,
+    SeededWorkers,
+    SimulatedDisk,
+    SystemClock,
+    SystemDisk,
+    Workers,
+    WorkerThreads,
+    simulate,
+)
+from kvstore.spec import Encoding
+from kvstore.tiers import ArenaTier, Residency, Tier
+from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
+from kvstore.tiers.nvme.directory import IndexColumns
+from kvstore.tiers.wrappers import Faulty, Latency, Throttle
+from tests.contracts.fake import FakeTier
+
+CAPACITY_BYTES = 1 << 20
+REGION_BYTES = 64 << 10
+"""Small files, so that several slot sizes find room."""
+HOME = Path("/nvme")
+SEED = 7
+
+
+class Stand:
+    """One tier under test, on virtual time. What an implementation cannot do it says with ``can_...``."""
+
+    can_fail = False
+    is_durable = False
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.tier: Tier = self.build()
+
+    def build(self) -> Tier:
+        raise NotImplementedError
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            await self.start()
+            await scenario()
+            await self.stop()
+
+        simulate(whole(), seed=SEED)
+
+    async def start(self) -> None:
+        """Nothing to wait for where nothing is opened."""
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """As ``start``."""
+
+    async def restart(self, *, kill: bool) -> None:
+        await self.stop(kill=kill)
+        self.tier = self.build()
+        await self.start()
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        """Damage one byte of a stored copy; ``offset`` counts from its header."""
+        raise NotImplementedError
+
+    def fail(self, method: str, times: int | None = 1) -> None:
+        """The device answers EIO; ``times`` None: until ``mend``."""
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        raise NotImplementedError
+
+
+class FakeStand(Stand):
+    def build(self) -> Tier:
+        self.fake = FakeTier(self.capacity_bytes)
+        return self.fake
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        for piece in self.fake.held[residency]:
+            if offset < piece.size:
+                piece[offset] ^= 1
+                return
+            offset -= piece.size
+        raise AssertionError("nothing there to flip")
+
+
+class LatencyStand(FakeStand):
+    def build(self) -> Tier:
+        return Latency(super().build(), LoopClock(), 0.0005)
+
+
+class ThrottleStand(FakeStand):
+    def build(self) -> Tier:
+        return Throttle(super().build(), _Clock(), 1e8)
+
+
+class _Clock(LoopClock):
+    """A clock that may be asked before the loop runs: then it is zero."""
+
+    def monotonic(self) -> float:
+        try:
+            return super().monotonic()
+        except RuntimeError:
+            return 0.0
+
+
+class FaultyStand(FakeStand):
+    """Fails when it is told to, and is else as good as what it wraps."""
+
+    can_fail = True
+
+    def build(self) -> Tier:
+        self._faulty = Faulty(super().build(), SeededRandom(SEED))
+        return self._faulty
+
+    def fail(self, method: str, times: int | None = 1) -> None:
+        self._faulty._unavailable = 1.0
+
+    def mend(self) -> None:
+        self._faulty._unavailable = 0.0
+
+
+class ArenaStand(Stand):
+    def build(self) -> Tier:
+        arena = Arena(
+            BytearrayMemory(), FaultPoints(), capacity_bytes=self.capacity_bytes, region_bytes=self.capacity_bytes
+        )
+        self.arena_tier = ArenaTier(arena)
+        return self.arena_tier
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        for piece in self.arena_tier._placements[residency].pieces:
+            if offset < piece.size:
+                piece[offset] ^= 1
+                return
+            offset -= piece.size
+        raise AssertionError("nothing there to flip")
+
+
+def nvme_tier(
+    disk: Disk, home: Path, clock: Clock, readers: Workers, writers: Workers, *, capacity_bytes: int = CAPACITY_BYTES,
+    region_bytes: int = REGION_BYTES, encoding: Encoding = Encoding.RAW, faults: FaultPoints | None = None,
+) -> NvmeTier:  # fmt: skip
+    """An NVMe tier, not recovered yet."""
+    faults = faults or FaultPoints()
+    directory, io = Directory(home, disk, faults), PosixIO(disk)
+    regions = Regions(home, disk, io, faults, capacity_bytes=capacity_bytes, region_bytes=region_bytes)
+    return NvmeTier(
+        directory, regions, disk=disk, io=io, readers=readers, writers=writers, clock=clock, faults=faults,
+        encoding=encoding,
+    )  # fmt: skip
+
+
+async def columns_of(tier: Tier) -> IndexColumns:
+    """What a catalog would leave as the snapshot: here all that the slots in use hold."""
+    from kvstore.tiers.nvme.recovery import _Columns
+
+    assert isinstance(tier, NvmeTier)
+    columns = _Columns()
+    async for found in tier.scan():
+        region, slot = tier.regions.find(found.residency)
+        if slot not in region.free and slot not in region.quarantined:
+            columns.add([found])
+    return columns.built()
+
+
+class NvmeStand(Stand):
+    can_fail = is_durable = True
+    encoding = Encoding.RAW
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.disk = SimulatedDisk(SEED)
+        super().__init__(capacity_bytes)
+
+    def build(self) -> NvmeTier:
+        return nvme_tier(
+            self.disk, HOME, LoopClock(), SeededWorkers(SEED), SeededWorkers(SEED + 1),
+            capacity_bytes=self.capacity_bytes, encoding=self.encoding,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        assert isinstance(self.tier, NvmeTier)
+        await self.tier.recover()
+
+    async def stop(self, *, kill: bool = False) -> None:
+        assert isinstance(self.tier, NvmeTier)
+        if kill:
+            self.disk.kill()
+        else:
+            await self.tier.close(await columns_of(self.tier))
+
+    def place(self, residency: Residency, offset: int) -> tuple[Path, int]:
+        assert isinstance(self.tier, NvmeTier)
+        region, slot = self.tier.regions.find(residency)
+        return region.path, region.offset(slot) + offset
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        self.disk.flip(*self.place(residency, offset))
+
+    def fail(self, method: str, times: int | None = 1) -> None:
+        self.disk.fail(method, errno.EIO, path_contains="region", times=times)
+
+    def mend(self) -> None:
+        self.disk._failures.clear()
+
+
+class Lz4Stand(NvmeStand):
+    encoding = Encoding.LZ4
+
+
+class _FailingDisk(SystemDisk):
+    """The machine's files, and EIO for as many calls as were asked for."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, int | None] = {}
+
+    def _strike(self, method: str) -> None:
+        left = self.failing.get(method, 0)
+        if left is None or left > 0:
+            self.failing[method] = left if left is None else left - 1
+            raise OSError(errno.EIO, "injected")
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        self._strike("pread")
+        return super().pread(descriptor, buffer, offset)
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        self._strike("pwrite")
+        return super().pwrite(descriptor, buffer, offset)
+
+    def sync(self, descriptor: int) -> None:
+        self._strike("sync")
+        super().sync(descriptor)
+
+
+class SystemStand(NvmeStand):
+    """Real files, threads and time; direct I/O where the file system has it."""
+
+    def __init__(self, home: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.home = home
+        self.system = _FailingDisk()
+        Stand.__init__(self, capacity_bytes)
+
+    def build(self) -> NvmeTier:
+        return nvme_tier(
+            self.system, self.home, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"),
+            capacity_bytes=self.capacity_bytes,
+        )  # fmt: skip
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            await self.start()
+            await scenario()
+            await self.stop()
+
+        asyncio.run(whole())
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """Descriptors and locks go with a process; here they are closed, and nothing else is done."""
+        assert isinstance(self.tier, NvmeTier)
+        await self.tier.close(None if kill else await columns_of(self.tier))
+
+    def flip(self, residency: Residency, offset: int) -> None:
+        path, place = self.place(residency, offset)
+        with path.open("r+b", buffering=0) as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
+    def fail(self, method: str, times: int | None = 1) -> None:
+        self.system.failing[method] = times
+
+    def mend(self) -> None:
+        self.system.failing.clear()
+
+
+STANDS: dict[str, Any] = {
+    "arena": lambda _, **options: ArenaStand(**options),
+    "nvme": lambda _, **options: NvmeStand(**options),
+    "nvme lz4": lambda _, **options: Lz4Stand(**options),
+    "nvme on files": lambda home, **options: SystemStand(home, **options),
+    "latency": lambda _, **options: LatencyStand(**options),
+    "throttle": lambda _, **options: ThrottleStand(**options),
+    "faulty": lambda _, **options: FaultyStand(**options),
+    "fake": lambda _, **options: FakeStand(**options),
+}
