@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -108,7 +109,10 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             listener.close()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # What waits for the device ends when the device lets it go, and that may be never.
+            await asyncio.wait(tasks, timeout=max(1.0, settings.server.shutdown_grace_s))
+            if not all(task.done() for task in tasks):
+                _leave_now(sockets, disk)
             for session in controller.sessions:
                 await controller.close_session(session)
             await controller.detach()
@@ -179,6 +183,16 @@ def _faults() -> FaultPoints:
 
         faults.arm(point, reach)
     return faults
+
+
+def _leave_now(sockets: Path, disk: SystemDisk) -> None:
+    """The device answers nobody, and a thread that waits for it cannot be ended: end the process as a crash would,
+    which costs the next start a look at the headers."""
+    _log.error("the device does not answer: leaving without its snapshot")
+    for name in (GRPC_SOCKET, DATA_SOCKET):
+        disk.remove(sockets / name)
+    logging.shutdown()
+    os._exit(0)
 
 
 class _Stopped(Exception):

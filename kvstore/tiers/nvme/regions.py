@@ -228,10 +228,10 @@ class Regions:
             return  # it stays behind as an unused file; the next start counts it
 
     def idle_region(self, slot_bytes: int) -> Region | None:
-        """A file of another slot size of which nothing is used: its room can be had."""
+        """A file of which nothing is used and that is of no use for this slot size: its room can be had."""
         for region in self.by_number.values():
-            idle = not (region.used_count or region.quarantined or region.readers)
-            if idle and region.slot_bytes != slot_bytes:
+            idle = not (region.used_count or region.readers)
+            if idle and (region.slot_bytes != slot_bytes or region.is_read_only):
                 return region
         return None
 
@@ -272,9 +272,10 @@ class Regions:
         return 0 if region is None or region.is_read_only else region.slot_bytes
 
     def least_used(self, slot_bytes: int) -> list[Residency]:
-        """Who is in the way of a new file for this slot size: the region of another size that holds the least.
-        Residencies without their encoding."""
-        others = [each for each in self.by_number.values() if each.slot_bytes != slot_bytes and each.used_count]
+        """Who is in the way of a new file for this slot size: the region of another size, or closed for writing, that
+        holds the least. Residencies without their encoding."""
+        regions = self.by_number.values()
+        others = [each for each in regions if each.used_count and (each.slot_bytes != slot_bytes or each.is_read_only)]
         if not others:
             return []
         region = min(others, key=lambda each: each.used_count * each.slot_bytes)

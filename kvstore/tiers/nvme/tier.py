@@ -121,21 +121,27 @@ class NvmeTier:
     async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
         """A device job on a byte mover, its OSError translated. A caller that is cancelled is let go when the job
         is done: until then memory and slot are the device's."""
-        ticket = next(self._tickets)
-        self._busy[ticket] = self._clock.monotonic()
-        future = asyncio.wrap_future(workers.submit(function, *args))
-        future.add_done_callback(lambda _: self._busy.pop(ticket, None))
         try:
-            return await _to_its_end(future)
+            return await _to_its_end(asyncio.wrap_future(workers.submit(self._timed, function, args)))
         except OSError as error:
             self.failures += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Exhausted("the device of tiers.nvme.directory is full: free some room there") from error
             raise Unavailable(f"the NVMe device failed: {error}", errno=error.errno) from error
 
+    def _timed(self, function: Callable[..., Result], args: tuple[object, ...]) -> Result:
+        """On a byte mover: while it runs, ``stalled_s`` knows of it."""
+        ticket = next(self._tickets)
+        self._busy[ticket] = self._clock.monotonic()
+        try:
+            return function(*args)
+        finally:
+            del self._busy[ticket]
+
     def stalled_s(self) -> float:
-        """For how long the oldest request has been with the device."""
-        return self._clock.monotonic() - min(self._busy.values()) if self._busy else 0.0
+        """For how long the oldest request has been with the device; those that wait for a mover do not count."""
+        started_s = list(self._busy.values())
+        return self._clock.monotonic() - min(started_s) if started_s else 0.0
 
     # ------------------------------------------------------------ write
 
