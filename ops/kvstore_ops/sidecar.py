@@ -22,7 +22,7 @@ class Sidecar:
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0") -> None:
         self._arguments = (*arguments, "--nvme", nvme)
-        self._environment = environment
+        self.environment = environment
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
         self.process: subprocess.Popen[str] | None = None
 
@@ -42,7 +42,7 @@ class Sidecar:
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
         with log.open("a") as stream:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self._environment
+                command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self.environment
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
