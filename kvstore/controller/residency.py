@@ -121,18 +121,19 @@ class Residency:
     async def quarantine_nvme(self, row: int, residency: int) -> None:
         """The device's copy failed its check. Memory's copy, or another one found on the device, takes its place."""
         assert self.nvme is not None
+        if self.table.residencies[row] != residency:
+            return  # another reader met it first: a slot is given up once
         self._counters.add("quarantined_chunks")
         _log.error("a chunk on the device fails its check", extra={"digest": self.table.digests[row].hex()})
-        if self.table.residencies[row] == residency:
-            self.table.residencies[row] = NOWHERE
-            self.nvme_policy.removed(row)
-            others = self._alternates.pop(row, [])
+        self.table.residencies[row] = NOWHERE
+        self.nvme_policy.removed(row)
+        others = self._alternates.pop(row, [])
+        if others:
+            self.table.residencies[row], self.table.write_marks[row] = others.pop()
+            self.nvme_policy.used([row])
             if others:
-                self.table.residencies[row], self.table.write_marks[row] = others.pop()
-                self.nvme_policy.used([row])
-                if others:
-                    self._alternates[row] = others
-            self.withdraw_if_gone(row, MissReason.CORRUPT)
+                self._alternates[row] = others
+        self.withdraw_if_gone(row, MissReason.CORRUPT)
         try:
             await self.nvme.quarantine(residency)
         except KVStoreError as error:

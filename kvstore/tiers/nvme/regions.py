@@ -60,6 +60,7 @@ class Region:
     slot_bytes: int
     slot_count: int
     is_read_only: bool = False
+    sync_failures: int = 0
     free: array[int] = field(default_factory=lambda: array("i"))
     quarantined: list[int] = field(default_factory=list)
     readers: dict[int, int] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class Regions:
                 if error.errno != errno.EINVAL:
                     raise
                 self.is_direct = False
+                flags &= ~os.O_EXCL  # some kernels leave the file behind when they refuse
                 _log.warning("this file system has no direct I/O: reads and writes go through the page cache")
         return self._disk.open(path, flags)
 
@@ -207,7 +209,7 @@ class Regions:
                 ) from error
             raise
         self._faults.reach("nvme.region.synced")
-        self.by_number[number] = region
+        self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be in the old one
         self._numbers.add(number)
         return region
 
@@ -220,12 +222,14 @@ class Regions:
         self._io.write(region.descriptor, 0, page)
 
     def _abandon(self, region: Region) -> None:
+        if region.descriptor < 0:
+            return  # nothing was made; what has this name is another's
         try:
-            if region.descriptor >= 0:
-                self._disk.close(region.descriptor)
+            self._disk.close(region.descriptor)
             self._disk.remove(region.path)
         except OSError:
-            return  # it stays behind as an unused file; the next start counts it
+            self.lost_bytes += region.file_bytes  # it stays behind as an unused file
+            self._numbers.add(region.number)
 
     def idle_region(self, slot_bytes: int) -> Region | None:
         """A file of which nothing is used and that is of no use for this slot size: its room can be had."""

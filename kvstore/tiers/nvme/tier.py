@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -40,14 +41,15 @@ from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
 
 Result = TypeVar("Result")
 ERASED = np.zeros(PAGE_BYTES, np.uint8)
+_log = logging.getLogger("kvstore.nvme")
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Writes that one sync makes durable. ``failed``: regions whose sync failed."""
+    """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded."""
 
     regions: dict[int, Region] = field(default_factory=dict)
-    failed: dict[int, OSError] = field(default_factory=dict)
+    synced: set[int] = field(default_factory=set)
     is_done: bool = False
 
 
@@ -160,9 +162,10 @@ class NvmeTier:
         residency = await self._take(slot_bytes)
         region, slot = self.regions.find(residency)
         self._faults.reach("nvme.allocated")
+        failures = region.sync_failures
         try:
             await self._run(self._writers, self._write_pieces, region, slot, source)
-            await self._sync(region)
+            await self._sync(region, failures)
         except BaseException as error:
             self._failed(region, residency, error)
             raise
@@ -203,8 +206,10 @@ class NvmeTier:
             offset += run.size
         self._faults.reach("nvme.written")
 
-    async def _sync(self, region: Region) -> None:
-        """Wait until what was written is durable. Who comes while a sync runs shares the next one."""
+    async def _sync(self, region: Region, failures: int) -> None:
+        """Wait until what was written is durable. Who comes while a sync runs shares the next one. A sync that failed
+        since the write began (``failures`` counts those before) may have taken its bytes with it: no later one
+        makes up for that."""
         batch = self._batch
         batch.regions[region.number] = region
         async with self._syncing:
@@ -214,15 +219,18 @@ class NvmeTier:
                     await self._run(self._writers, self._sync_all, batch)
                 finally:
                     batch.is_done = True
-        if region.number in batch.failed:
-            raise Unavailable("the NVMe device could not sync") from batch.failed[region.number]
+        if region.number not in batch.synced or region.sync_failures != failures:
+            raise Unavailable("the NVMe device could not sync")
 
     def _sync_all(self, batch: _Batch) -> None:
-        for region in batch.regions.values():
+        for number, region in batch.regions.items():
             try:
                 self._disk.sync(region.descriptor)
+                batch.synced.add(number)
             except OSError as error:
-                batch.failed[region.number] = error
+                region.sync_failures += 1
+                region.is_read_only = True
+                _log.error("a region file could not be synced", extra={"file": region.path.name, "reason": str(error)})
         self._faults.reach("nvme.synced")
 
     def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
@@ -301,13 +309,16 @@ class NvmeTier:
         """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan
         brings it back. The slot rests even when the device refuses to erase it."""
         region, slot = self.regions.find(residency)
-        self.regions.quarantine(residency)
-        await self._erase(region, slot)
+        try:
+            await self._erase(region, slot)
+        finally:  # not before: a slot that comes out of quarantine meanwhile would be erased under its next chunk
+            self.regions.quarantine(residency)
 
     async def _erase(self, region: Region, slot: int) -> None:
+        failures = region.sync_failures
         await self._run(self._writers, self._io.write, region.descriptor, region.offset(slot), ERASED)
         self._faults.reach("nvme.erased")
-        await self._sync(region)
+        await self._sync(region, failures)
 
     async def scan(self) -> AsyncIterator[Found]:
         for region in list(self.regions.by_number.values()):
