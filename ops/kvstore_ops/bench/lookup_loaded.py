@@ -1,0 +1,245 @@
+"""lookup-loaded: how long a lookup of 128 keys takes while other processes store and cold-fetch as fast as they can.
+
+Two loaders beside the one that asks: one stores fresh contexts, two on their way at a time; one fetches contexts in
+turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace, whether or not
+the ones before were answered, and each is timed from when it was due.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, Durability, ModelSpec, Receipt, Tier, connect
+
+from kvstore.chunk import layout_of
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.nvme import require_room
+from kvstore_ops.bench.result import Result, show
+from kvstore_ops.sidecar import Sidecar
+
+KEYS = 128
+TARGET_S = 0.005
+PACE_S = 0.010
+IN_FLIGHT_MAX = 16
+SECONDS = {"full": 60.0, "quick": 15.0, "tiny": 0.2}
+CHUNKS = {"full": 4, "quick": 4, "tiny": 1}
+COLD_CONTEXTS = 8
+"""Fetched in turn; beside what is stored meanwhile, the arena has room for half of them."""
+KEPT_CONTEXTS = 24
+"""Stored contexts the device has room for beside those."""
+
+
+def asked() -> ModelSpec:
+    """The model whose chain is asked for: small chunks, so that 128 keys are there."""
+    return ModelSpec.dense(
+        "bench-lookup", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=1,
+        vocab_size=shared.VOCABULARY,
+    )  # fmt: skip
+
+
+def context(scale: str) -> tuple[int, list[tuple[Any, Any]]]:
+    """(tokens, K and V per layer) of what the loaders move."""
+    count = CHUNKS[scale] * shared.CHUNK_TOKENS
+    noise = np.random.default_rng(4).integers(0, 1 << 16, (8, count, 128), np.uint16)
+    return count, [(noise.copy(), noise.copy()) for _ in range(shared.LAYERS[scale])]
+
+
+# ---------------------------------------------------------------- the loaders' processes
+
+
+def load_stores(client: Client, scale: str, ended: threading.Event) -> Iterator[int]:
+    """Stores of contexts nobody stored before. Yields the bytes that reached the device."""
+    count, kv = context(scale)
+    spec, running = shared.geometry(scale), deque[Receipt]()
+    number = 0
+    while not ended.is_set():
+        running.append(client.store(spec, shared.random_tokens(count, 10_000 + number), kv))
+        number += 1
+        while len(running) > 1:
+            level = running.popleft().wait()
+            yield sum(k.nbytes + v.nbytes for k, v in kv) if level is Durability.LOCAL else 0
+
+
+def load_fetches(client: Client, scale: str, ended: threading.Event) -> Iterator[int]:
+    """Fetches of the cold contexts in turn. Yields the bytes that came from the device."""
+    count, into = context(scale)
+    number = 0
+    while not ended.is_set():
+        tokens = shared.random_tokens(count, number % COLD_CONTEXTS)
+        fetched = client.fetch(shared.geometry(scale), tokens, into=into)
+        number += 1
+        yield fetched.byte_count if fetched.tier is Tier.NVME else 0
+
+
+LOADERS = {"stores": load_stores, "fetches": load_fetches}
+
+
+def load(name: str, address: str, scale: str) -> None:
+    """A loader: says when it is at its work, works until its input ends, then says how fast it was."""
+    ended = threading.Event()
+
+    def until_told() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=until_told, daemon=True).start()
+    with connect(address, timeout_s=60.0) as client:
+        work = LOADERS[name](client, scale, ended)
+        next(work, 0)
+        print("loading", flush=True)
+        started, moved, rounds = time.perf_counter(), 0, 0
+        for byte_count in work:
+            moved, rounds = moved + byte_count, rounds + 1
+        seconds = time.perf_counter() - started
+    print(json.dumps({"bytes_per_s": moved / seconds, "rounds": rounds}), flush=True)
+
+
+@contextmanager
+def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
+    """Both at work. What they say at the end is filled in when the block ends."""
+    found: dict[str, dict[str, float]] = {}
+    running: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name in LOADERS:
+            command = [sys.executable, "-m", "kvstore_ops.bench.lookup_loaded", name, address, scale]
+            running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for process in running.values():
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loading\n", "a loader failed"
+        yield found
+        for name, process in running.items():
+            found[name] = json.loads(process.communicate(timeout=60.0)[0].splitlines()[-1])
+    finally:
+        for process in running.values():
+            process.kill()
+            process.communicate()
+
+
+# ---------------------------------------------------------------- the one that asks
+
+
+@dataclass
+class Asked:
+    """Seconds of each lookup from when it was due and from when it was sent; and how late a sleep before one ended:
+    what this machine does to a process that only waits."""
+
+    due: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    woken: list[float] = field(default_factory=list)
+
+
+def ask(client: Client, tokens: Any, seconds: float) -> Asked:
+    """One lookup every PACE_S, whether or not those before it were answered."""
+    spec, times = asked(), Asked()
+
+    def one(due: float) -> None:
+        sent = time.perf_counter()
+        found = client.lookup(spec, tokens)
+        done = time.perf_counter()
+        assert found.prefix_token_count == KEYS
+        times.due.append(done - due)
+        times.sent.append(done - sent)
+
+    with ThreadPoolExecutor(IN_FLIGHT_MAX) as threads:
+        one(time.perf_counter())
+        started = time.perf_counter()
+        jobs = []
+        for number in range(1, int(seconds / PACE_S) + 1):
+            due = started + number * PACE_S
+            early = due - time.perf_counter()
+            if early > 0:
+                time.sleep(early)
+                times.woken.append(time.perf_counter() - due)
+            jobs.append(threads.submit(one, due))
+        for job in jobs:
+            job.result()
+    return times
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    """p50, p99 and p99.9."""
+    names = ("p50", "p99", "p99.9")
+    return dict(zip(names, np.percentile(times, [50, 99, 99.9]).tolist(), strict=True))
+
+
+def moved(client: Client) -> dict[str, int]:
+    """What each tier has moved so far, in bytes, by the sidecar's own account."""
+    stats = client.stats()
+    device = stats.tiers[0]
+    return {
+        "arena in, stored": stats.counters["store_committed_bytes"],
+        "arena in, promoted": stats.counters["promoted_bytes"],
+        "device written": device.written_bytes,
+        "device read": device.read_bytes,
+    }
+
+
+def prepare(client: Client, scale: str) -> Any:
+    """Store what is asked for, and the contexts that will be cold. Returns the tokens to ask for."""
+    tokens, plane = shared.random_tokens(KEYS, 3), np.zeros((1, KEYS, 8), np.uint16)
+    client.store(asked(), tokens, [(plane, plane)]).wait()
+    count, kv = context(scale)
+    for number in range(COLD_CONTEXTS):
+        receipt = client.store(shared.geometry(scale), shared.random_tokens(count, number), kv)
+        assert receipt.wait() is Durability.LOCAL, receipt.reason
+    return tokens
+
+
+def run(scale: str) -> Result:
+    """Idle first, then loaded."""
+    spec = shared.geometry(scale)
+    context_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes * CHUNKS[scale]
+    device_bytes = context_bytes * (COLD_CONTEXTS + KEPT_CONTEXTS) + (64 << 20)
+    require_room(device_bytes)
+    arena = str(context_bytes * COLD_CONTEXTS)
+    with Sidecar("--capacity", arena, nvme=str(device_bytes)) as sidecar:
+        sidecar.wait_prefaulted()
+        with connect(sidecar.address, timeout_s=60.0) as client:
+            tokens = prepare(client, scale)
+            idle = ask(client, tokens, SECONDS[scale] / 3)
+            with loaders(sidecar.address, scale) as said:
+                before, started = moved(client), time.perf_counter()
+                loaded = ask(client, tokens, SECONDS[scale])
+                seconds, after = time.perf_counter() - started, moved(client)
+    rates = {name: (after[name] - before[name]) / seconds for name in after}
+    figures = {
+        "loaded": percentiles(loaded.due), "loaded, from sending": percentiles(loaded.sent),
+        "loaded, a sleep ends late by": percentiles(loaded.woken),
+        "idle": percentiles(idle.due), "idle, from sending": percentiles(idle.sent),
+    }  # fmt: skip
+    show(
+        f"lookup-loaded: {KEYS} keys, {len(loaded.due)} lookups; p50, p99, p99.9",
+        [
+            *(
+                (name, " / ".join(f"{each * 1e3:.2f}" for each in row.values()) + " ms")
+                for name, row in figures.items()
+            ),
+            *((name, f"{rate / 1e9:.2f} GB/s") for name, rate in rates.items()),
+            *((f"loader: {name}", f"{each['bytes_per_s'] / 1e9:.2f} GB/s") for name, each in said.items()),
+        ],
+    )
+    middle, value, high = figures["loaded"].values()
+    return Result(
+        name="lookup-loaded", value=value, unit="s", limit=TARGET_S, ratio=value / TARGET_S, target="p99 <= 5 ms",
+        met=value <= TARGET_S, runs=len(loaded.due), spread=(middle / TARGET_S, high / TARGET_S),
+        conditions={
+            "scale": scale, "pace_s": PACE_S, "timed_from": "when a lookup was due", "spread": "p50 and p99.9",
+            "cpus": os.cpu_count(), "seconds": figures, "bytes_per_s": rates, "loaders": said,
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    load(sys.argv[1], sys.argv[2], sys.argv[3])
