@@ -93,8 +93,11 @@ class Directory:
         columns = self._read_index() if self._clean else None
         self._disk.remove(self.path / INDEX_FILE)
         self._disk.sync_directory(self.path)
-        if not self._has_format:
-            self._write_format("")
+        try:
+            self._write_format("")  # no copy of an old snapshot is believed later on
+        except OSError:
+            if not self._has_format:
+                raise
         return columns
 
     def end(self, columns: IndexColumns) -> None:

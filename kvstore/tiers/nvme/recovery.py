@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.chunk import ChunkHeader, parse_header, write_mark
 from kvstore.errors import DataLoss
+from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Workers
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
@@ -34,6 +35,28 @@ def agree(regions: Regions, columns: IndexColumns) -> bool:
         if region is None or int(slots[numbers == number].max()) >= region.slot_count:
             return False
     return True
+
+
+def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
+    """Blocking. What is left once the files fit the capacity. Raises OSError."""
+    numbers = columns.residencies >> 32 & 0xFFFFFF
+    found, counts = np.unique(numbers, return_counts=True)
+    gone = regions.fit(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    if not gone:
+        return columns
+    stays = ~np.isin(numbers, list(gone))
+    _log.warning(
+        "tiers.nvme.capacity_bytes is smaller than it was: region files were given up",
+        extra={"files": len(gone), "chunks": int((~stays).sum())},
+    )
+
+    def kept(digests: bytes) -> bytes:
+        return np.frombuffer(digests, f"V{DIGEST_BYTES}")[stays].tobytes()
+
+    return IndexColumns(
+        columns.names, columns.residencies[stays], columns.marks[stays], columns.token_counts[stays],
+        columns.spaces[stays], kept(columns.digests), kept(columns.parents),
+    )  # fmt: skip
 
 
 async def scan(regions: Regions, io: DeviceIO, readers: Workers) -> IndexColumns:

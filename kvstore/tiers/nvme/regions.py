@@ -155,6 +155,7 @@ class Regions:
             region.is_read_only = there < slot_count
             if said is None:
                 self._write_head(region)
+            self.lost_bytes += max(0, size - region.file_bytes)
             if said is None or region.is_read_only:
                 _log.error("a region file was damaged", extra={"file": path.name, "slots_left": region.slot_count})
                 self.lost_files += 1
@@ -251,6 +252,18 @@ class Regions:
         self._disk.sync_directory(self._directory)
         self.lost_bytes -= region.file_bytes
         self._numbers.discard(region.number)
+
+    def fit(self, held: dict[int, int]) -> set[int]:
+        """The capacity may be smaller than it was: give up the files that hold the least, until the others fit.
+        ``held`` is how many chunks each region number holds. Blocking; returns the numbers given up. Raises OSError."""
+        gone: set[int] = set()
+        for region in sorted(self.by_number.values(), key=lambda each: held.get(each.number, 0) * each.slot_bytes):
+            if self.file_bytes + self.lost_bytes <= self.capacity_bytes:
+                break
+            self.retire(region)
+            self.remove_file(region)
+            gone.add(region.number)
+        return gone
 
     def has_budget(self, slot_bytes: int) -> bool:
         """Whether the capacity has room for a file with one slot of that size."""

@@ -100,6 +100,7 @@ class NvmeTier:
             clean = columns is not None
             if columns is None or not recovery.agree(self.regions, columns):
                 columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
+            columns = recovery.fitted(self.regions, columns)
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
         self._faults.reach("nvme.recovery.read")
