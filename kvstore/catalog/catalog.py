@@ -105,10 +105,10 @@ class Walk:
 
     @property
     def reason(self) -> MissReason:
-        """Why the chunk after the last hit is missing; NONE when the whole chain hit."""
+        """Why the chunk after the last hit is missing (COLD while it is being stored); NONE when the whole chain hit."""
         for run in self.runs:
             if run.state is not ChunkState.HIT:
-                return run.reason
+                return run.reason or MissReason.COLD
         return MissReason.NONE
 
 
