@@ -105,7 +105,7 @@ class Walk:
 
     @property
     def reason(self) -> MissReason:
-        """Why the chunk after the last hit is missing (COLD while it is being stored); NONE when the whole chain hit."""
+        """Why the chunk after the last hit is missing, COLD while it is being stored; NONE when the whole chain hit."""
         for run in self.runs:
             if run.state is not ChunkState.HIT:
                 return run.reason or MissReason.COLD
