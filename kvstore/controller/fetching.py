@@ -37,7 +37,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
     told = dict.fromkeys(waiting, 0)
     event = asyncio.Event()
     for loading in waiting.values():
-        loading.listeners.add(event)
+        loading.listeners[event] = None
     try:
         async with asyncio.timeout(timeout_s):
             while waiting:
@@ -50,7 +50,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
                 for each in news:
                     told[each.position] = each.landed
                     if each.lost or waiting[each.position].has_landed:
-                        waiting.pop(each.position).listeners.discard(event)
+                        waiting.pop(each.position).listeners.pop(event, None)
                 if news:
                     yield news
                 elif waiting:
@@ -62,7 +62,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
         ]
     finally:
         for loading in waiting.values():
-            loading.listeners.discard(event)
+            loading.listeners.pop(event, None)
 
 
 def parts_of(catalog: Catalog, query: ChainQuery) -> list[Namespace]:

@@ -40,7 +40,8 @@ class Loading:
     lost: MissReason = MissReason.NONE
     is_done: bool = False
     first: frozenset[int] = frozenset()
-    listeners: set[asyncio.Event] = field(default_factory=set)
+    listeners: dict[asyncio.Event, None] = field(default_factory=dict)
+    """Told in the order in which they came."""
 
     @property
     def slab_count(self) -> int:
