@@ -69,6 +69,17 @@ def _plainly(function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
 
 
+def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
+    """Raises what a copy raised, and DeadlineExceeded while one may still be running."""
+    _, late = wait(copies, timeout_s)
+    if late:
+        for future in late:
+            future.cancel()
+        raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
+    for future in copies:
+        future.result()
+
+
 class Copier:
     """Runs batches of copies on at most two threads."""
 
@@ -95,14 +106,7 @@ class Copier:
         DeadlineExceeded while one may still be running."""
         count = self._workers.count
         halves = [work[start::count] for start in range(count) if work[start::count]]
-        futures = [self.submit(function, half) for half in halves]
-        _, late = wait(futures, timeout_s)
-        if late:
-            for future in late:
-                future.cancel()
-            raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
-        for future in futures:
-            future.result()
+        wait_all([self.submit(function, half) for half in halves], timeout_s)
 
     def close(self) -> None:
         self._workers.close()

@@ -12,7 +12,7 @@ from kvstore.chunk import layout_of
 from kvstore.errors import DataLoss, DeadlineExceeded
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, wait_all
 from kvstore_client.prefix import ChunkRun, Prefix, open_prefix, runs_of
 from kvstore_client.target import Target
 from kvstore_client.wanted import Wanted
@@ -122,14 +122,7 @@ class Landing:
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
-        futures = [future for layer in self.layers for future in layer] + self._hidden
-        _, late = wait(futures, timeout_s)
-        if late:
-            for future in late:
-                future.cancel()
-            raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
-        for future in futures:
-            future.result()
+        wait_all([future for layer in self.layers for future in layer] + self._hidden, timeout_s)
 
 
 def _each(work: Sequence[Callable[[], None]]) -> None:
