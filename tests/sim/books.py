@@ -1,0 +1,116 @@
+"""What must add up when nobody is doing anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from kvstore.catalog import NOWHERE, ROOT_ROW
+from kvstore.tiers.nvme import Regions
+from tests.sim.disk import DIRECTORY
+from tests.sim.life import Life
+
+QUIET_S_MAX = 90.0
+STEP_S = 0.25
+
+
+async def settle_down(life: Life) -> None:
+    """Wait for quiet, then for books that balance: what is off for good is a leak."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + QUIET_S_MAX
+    found = "the service is busy"
+    while loop.time() < until and not life.over.is_set():
+        await asyncio.sleep(STEP_S)
+        if life.controller.writeback.backlog or life.controller.promotion.loading_bytes:
+            continue
+        found = imbalance(life)
+        if not found:
+            return
+    life.trace.check(life.over.is_set(), f"the books do not balance: {found}")
+
+
+def imbalance(life: Life) -> str:
+    """What does not add up; empty when all does."""
+    return _of_rows(life) or _of_memory(life) or _of_device(life)
+
+
+def _of_rows(life: Life) -> str:
+    table, spaces = life.table, life.controller.catalog.spaces.numbered
+    visible = [row for space in spaces for row in space.index.values()]
+    ghosts = [row for space in spaces for row in space.ghosts.values()]
+    if sorted(visible + ghosts) != list(table.rows()):
+        return f"{len(visible)} chunks and {len(ghosts)} ghosts in {len(list(table.rows()))} rows"
+    for row in visible:
+        if not table.is_resident(row):
+            return f"row {row} is visible and nowhere"
+    for row in ghosts:
+        if not table.is_needed(row):
+            return f"ghost {row} that nobody needs"
+        if table.is_resident(row):
+            return f"ghost {row} holds a copy"
+    children = Counter(table.parents[row] for row in visible + ghosts if table.parents[row] != ROOT_ROW)
+    for row in visible + ghosts:
+        if table.child_counts[row] != children[row]:
+            return f"row {row} counts {table.child_counts[row]} children and has {children[row]}"
+    if table._holds:
+        return f"holds {table._holds}"
+    if any(space.pending for space in spaces):
+        return "a pending store that nobody makes"
+    for space in spaces:
+        for parent, tails in space.tails.items():
+            if any(row not in visible for row in tails):
+                return f"a tail of {parent.hex()[:8]} that is not there"
+    return ""
+
+
+def _of_memory(life: Life) -> str:
+    stats, table, arena = life.controller.stats(), life.table, life.arena
+    resident = sum(placement.byte_count for placement in table.arena.values())
+    if arena.used_bytes != resident + stats.reserved_bytes + stats.loading_bytes:
+        return f"{arena.used_bytes} bytes used: {resident} resident, {stats.reserved_bytes} reserved"
+    if arena.chunk_count != len(table.arena) or arena.used_bytes > arena.capacity_bytes:
+        return f"{arena.chunk_count} chunks, {arena.used_bytes} bytes in the arena"
+    free = sum(region.free_bytes for region in arena.regions)
+    if free + arena.used_bytes != arena.prefaulted_bytes:
+        return f"{free} bytes free and {arena.used_bytes} used of {arena.prefaulted_bytes}"
+    held = (stats.leased_bytes, stats.lease_count, stats.reservation_count, stats.staging_bytes, stats.pinned_bytes)
+    if any(held) or stats.reserved_bytes or stats.loading_bytes:
+        return f"leases, reservations, staging, pins: {held}"
+    return ""
+
+
+def _of_device(life: Life) -> str:
+    nvme, table = life.nvme, life.table
+    if nvme is None:
+        return ""
+    said, regions = nvme.statistics(), nvme.regions
+    parts = said.allocated_bytes + said.free_bytes + said.quarantined_bytes + said.overhead_bytes
+    if said.file_bytes != parts:
+        return f"files of {said.file_bytes} bytes hold {parts}"
+    there = sum(
+        len(life.disk.disk.read_file(DIRECTORY / name))
+        for name in life.disk.disk.names(DIRECTORY)
+        if name.startswith("region-")
+    )
+    if not life.disk.has_failed_to_remove and not (
+        said.file_bytes + regions.lost_bytes == there <= said.capacity_bytes
+    ):
+        return f"{there} bytes on the device, {said.file_bytes} in the account, {regions.lost_bytes} lost"
+    others = sum(map(len, life.controller.residency._alternates.values()))
+    rows = [row for row in table.rows() if table.residencies[row] != NOWHERE]
+    places = [table.residencies[row] & 0xFFFFFFFFFFFFFF for row in rows]
+    if len(set(places)) != len(places):
+        return "two chunks in one slot"
+    if said.chunk_count != len(rows) + others:
+        return f"{said.chunk_count} slots in use, {len(rows)} chunks and {others} further copies"
+    return _of_slots(regions)
+
+
+def _of_slots(regions: Regions) -> str:
+    for region in regions.by_number.values():
+        idle = [*region.free, *region.quarantined]
+        if len(set(idle)) != len(idle):
+            return f"region {region.number} has a slot free twice"
+        if region.readers or region.leaving:
+            return f"region {region.number} has readers {region.readers}"
+    return ""

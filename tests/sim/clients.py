@@ -1,0 +1,358 @@
+"""What clients do, and what they may be told. Every answer is checked on the spot; every call ends in its time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from kvstore.chunk import parse_header
+from kvstore.controller import Arrival, FetchResult, Fill, ReserveRequest, Session, StoreResult
+from kvstore.controller.values import Resident
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Internal, InvalidRequest, KVStoreError, Unavailable
+from kvstore.spec import Durability, MissReason, StoreState
+from tests.sim.life import DEADLINE_S, Life
+from tests.sim.models import NARROW, SPECS, WIDE, Chain, body
+from tests.sim.oracle import row_of, told
+
+STEP_COUNT, DEPTH_MAX = 3, 4
+SETTLE_S = 40.0
+OpCall = Callable[[], Awaitable[str]]
+TOLERATED = (Exhausted, Unavailable, DeadlineExceeded)
+
+
+class Knowledge:
+    """What the clients of a run have stored, most recent last."""
+
+    def __init__(self) -> None:
+        self.chains: deque[Chain] = deque(maxlen=24)
+
+    def pick(self, chance: random.Random) -> Chain:
+        """Something stored, or stored in part, or never."""
+        if self.chains and chance.random() < 0.8:
+            return chance.choice(self.chains)
+        return self.fresh(chance)
+
+    def fresh(self, chance: random.Random) -> Chain:
+        spec = chance.choice(SPECS)
+        path = tuple(chance.randrange(STEP_COUNT) for _ in range(chance.randint(1, DEPTH_MAX)))
+        tail = chance.choice((0, 0, 8)) if spec is WIDE else chance.choice((0, 0, 0, 5, 9))
+        hidden = (1,) if spec is NARROW and chance.random() < 0.3 else ()
+        return Chain(spec, path, tail, hidden)
+
+
+class Client:
+    """One client process, a session at a time."""
+
+    def __init__(self, name: str, life: Life, chance: random.Random, known: Knowledge) -> None:
+        self.name = name
+        self._life = life
+        self._chance = chance
+        self._known = known
+        self._controller = life.controller
+        self._trace = life.trace
+        self._session: Session = self._controller.open_session(0)
+        self._leases: list[tuple[int, Chain, FetchResult]] = []
+        self._pins: list[Chain] = []
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until told to stop; then give everything back."""
+        try:
+            while not stopping.is_set():
+                await self._act(*self._drawn())
+                await asyncio.sleep(self._chance.choice((0.0, 0.001, 0.01, 0.3)))
+            await self._leave()
+        except asyncio.CancelledError:
+            if not self._life.is_over and not stopping.is_set():
+                self._trace.fail(f"{self.name} was cancelled by nobody")
+                self._life.over.set()
+            raise
+        except BaseException as error:
+            if not self._life.is_over:
+                self._trace.failure = self._trace.failure or error
+                self._trace.add("FAILURE", f"{self.name}: {error!r}")
+                self._life.over.set()
+
+    def _drawn(self) -> tuple[str, float, OpCall]:
+        chance, chain = self._chance, self._known.pick(self._chance)
+        fresh = self._known.fresh(chance)
+        ops: list[tuple[int, str, float, OpCall]] = [
+            (8, f"store {fresh}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(fresh)),
+            (4, f"store {chain}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(chain)),
+            (12, f"fetch {chain}", 2 * DEADLINE_S + 0.1, lambda: self._fetch(chain)),
+            (4, f"lookup {chain}", 0.0001, lambda: self._lookup(chain)),
+            (2, f"settle {chain}", SETTLE_S + 0.1, lambda: self._settle(chain)),
+            (3, "release", 0.0001, self._release),
+            (1, f"pin {chain}", 0.0001, lambda: self._pin(chain)),
+            (2, "unpin", 0.0001, self._unpin),
+            (1, "die", DEADLINE_S + 0.1, lambda: self._die(chain)),
+            (1, "register", 0.0001, self._register),
+            (1, "idle", 20.0, self._idle),
+        ]
+        _, name, limit_s, call = chance.choices(ops, [op[0] for op in ops])[0]
+        return name, limit_s, call
+
+    async def _act(self, name: str, limit_s: float, call: OpCall) -> None:
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            outcome = await asyncio.wait_for(call(), limit_s + 1.0)
+        except TOLERATED as error:
+            outcome = type(error).__name__
+        except InvalidRequest as error:
+            self._trace.check(" ended" in error.message, f"{name}: {error}")
+            outcome = "its reservation ended"
+        except (Internal, DataLoss) as error:
+            raise self._trace.fail(f"{name}: {error!r}") from error
+        took_s = loop.time() - started_s
+        self._trace.add(self.name, f"{name} -> {outcome} ({took_s:.6f} s)")
+        self._trace.check(took_s <= limit_s, f"{name} took {took_s} s, at most {limit_s}")
+        self._life.oracle.totals["calls"] += 1
+
+    # ------------------------------------------------------------ store
+
+    async def _store(self, chain: Chain) -> str:
+        chance, session = self._chance, self._session
+        request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
+        result = await self._controller.reserve(session, request)
+        way = chance.choices(("whole", "pieces", "partial", "abort", "leave"), (10, 4, 2, 1, 1))[0]
+        if way == "leave":
+            return "left reserved"
+        await asyncio.sleep(chance.choice((0.0, 0.0, 0.002, 0.5)))
+        if way == "abort":
+            await self._controller.abort(session, result.reservation_id)
+            return "aborted"
+        fills, staging_id = self._stage(session, chain, result, whole=way != "partial")
+        try:
+            if way == "pieces" and fills:
+                cut = chance.randrange(len(fills))
+                await self._controller.fill(session, result.reservation_id, fills[:cut])
+                await asyncio.sleep(chance.choice((0.0, 0.001)))
+                fills = fills[cut:]
+            done = await self._controller.commit(session, result.reservation_id, fills)
+        finally:
+            if staging_id and session.is_open:
+                await self._close_staging(session, staging_id)
+        self._known.chains.append(chain)
+        return await self._committed(chain, done, way)
+
+    async def _committed(self, chain: Chain, done: StoreResult, way: str) -> str:
+        said = f"{way}: {done.committed_count} of {len(chain.digests)} {done.durability.name}"
+        if not self._life.setup.is_write_through:
+            for index in range(done.committed_count):
+                for layer in chain.layers:
+                    name = chain.name(index, layer)
+                    self._trace.check(row_of(self._life, name) is not None, f"{told(name)} is committed and not there")
+        elif done.durability is Durability.LOCAL:
+            names = [chain.name(index, layer) for index in range(done.committed_count) for layer in chain.layers]
+            self._life.oracle.claimed_local(self._life, names)
+        if self._chance.random() < 0.5:
+            said += ", " + await self._settle(chain)
+        return said
+
+    def _stage(self, session: Session, chain: Chain, result: StoreResult, *, whole: bool) -> tuple[list[Fill], int]:
+        """The wanted chunks in fresh staging, some cut in two; not ``whole``: without some of them."""
+        chance = self._chance
+        parts = [(index, layer) for index in range(len(chain.digests)) for layer in chain.layers]
+        wanted = [number for number, state in enumerate(result.states) if state is StoreState.WANTED]
+        if not wanted:
+            return [], 0
+        room = [chain.layout(*parts[number]).body_bytes for number in wanted]
+        staging = self._controller.create_staging(session, sum(room))
+        fills: list[Fill] = []
+        at = 0
+        for number, byte_count in zip(wanted, room, strict=True):
+            layout = chain.layout(*parts[number])
+            place = at
+            for slab in body(chain.name(*parts[number]), layout):
+                staging.mapping.bytes[place : place + slab.size] = slab
+                place += slab.size
+            cut = chance.randrange(layout.strip_count)
+            runs = [(0, cut), (cut, layout.strip_count)] if cut else [(0, layout.strip_count)]
+            for first, stop in runs:
+                if whole or chance.random() < 0.7:
+                    offset = at + int(layout.strip_offsets[first])
+                    fills.append(Fill(number, first, stop - first, staging.staging_id, offset))
+            at += byte_count
+        return fills, staging.staging_id
+
+    async def _close_staging(self, session: Session, staging_id: int) -> None:
+        for _ in range(100):
+            try:
+                self._controller.close_staging(session, staging_id)
+                return
+            except InvalidRequest:
+                await asyncio.sleep(0.01)
+        raise self._trace.fail("staging stays busy")
+
+    async def _settle(self, chain: Chain) -> str:
+        timeout_s = self._chance.choice((0.1, 5.0, SETTLE_S))
+        settled = await self._controller.settle(chain.query(), timeout_s)
+        if settled.durability is Durability.LOCAL:
+            names = [chain.name(index, layer) for index in range(settled.chunk_count) for layer in chain.layers]
+            self._life.oracle.claimed_local(self._life, names)
+        else:
+            self._trace.check(settled.reason, f"{chain} is {settled.durability.name} for no reason")
+        return f"{settled.chunk_count} {settled.durability.name} {settled.reason[:40]}"
+
+    # ------------------------------------------------------------ fetch
+
+    async def _fetch(self, chain: Chain) -> str:
+        result = self._controller.fetch(self._session, chain.query())
+        self._check_extent(chain, result)
+        lost: set[int] = set()
+        for position, chunk in enumerate(result.chunks):
+            if chunk.loading is None:
+                self._check_bytes(chain, result, position, range(len(chunk.placement.pieces) - 1))
+        cold = sum(chunk.loading is not None for chunk in result.chunks)
+        if cold:
+            lost = await self._arrived(chain, result)
+        whole = 0
+        for position in range(len(result.chunks)):
+            if position not in lost and self._check_bytes(chain, result, position, None):
+                whole += 1
+        self._life.oracle.totals["fetched"] += whole
+        self._life.oracle.totals["promoted"] += cold - len(lost)
+        if result.lease_id and self._chance.random() < 0.3:
+            self._leases.append((result.lease_id, chain, result))
+        else:
+            self._controller.release(self._session, [result.lease_id])
+        reason = result.reason.name
+        return f"{result.hit_count} of {len(chain.digests)} {reason}, {cold} cold, {len(lost)} lost, {whole} whole"
+
+    def _check_extent(self, chain: Chain, result: FetchResult) -> None:
+        count = result.hit_count
+        self._trace.check(len(result.chunks) == count * len(chain.layers), "a fetch with chunks missing")
+        if count == len(chain.digests):
+            return
+        self._trace.check(result.reason is not MissReason.NONE, f"{chain} misses for no reason")
+        if result.reason not in (MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT):
+            names = [chain.name(count, layer) for layer in chain.layers]
+            gone = any(name not in self._life.oracle.must for name in names) or self._life.nvme is None
+            self._trace.check(gone, f"{chain} misses chunk {count}, which was acknowledged: {result.reason.name}")
+
+    async def _arrived(self, chain: Chain, result: FetchResult) -> set[int]:
+        """Take what lands, checking it as it does. Returns the positions that were lost."""
+        chance, lost = self._chance, set()
+        have = {position: 0 for position, chunk in enumerate(result.chunks) if chunk.loading}
+        pause_s = chance.choice((0.0, 0.0, 0.0003, 4.0))
+        async for news in self._controller.arrivals(result, None):
+            for arrival in news:
+                position, landed = arrival.position, _landed(arrival)
+                self._trace.check(landed & have[position] == have[position], "a slab landed and went")
+                fresh = [slab for slab in range(landed.bit_length()) if landed >> slab & 1]
+                if arrival.lost:
+                    lost.add(position)
+                self._check_bytes(chain, result, position, fresh, is_lost=bool(arrival.lost))
+                have[position] = landed
+            if pause_s:
+                await asyncio.sleep(pause_s)
+        for position, landed in have.items():
+            slabs = len(result.chunks[position].placement.pieces) - 1
+            self._trace.check(position in lost or landed == (1 << slabs) - 1, f"{chain}: arrivals ended early")
+        return lost
+
+    def _check_bytes(
+        self,
+        chain: Chain,
+        result: FetchResult,
+        position: int,
+        slabs: range | list[int] | None,
+        *,
+        is_lost: bool = False,
+    ) -> bool:
+        """The bytes of these slabs are the chunk's; None: all, and the header. False when the generation says that
+        the chunk has gone, for which there is a cause."""
+        chunk = result.chunks[position]
+        layer = chain.layers[chunk.part]
+        name, layout = chain.name(chunk.chain_index, layer), chain.layout(chunk.chain_index, layer)
+        place = chunk.placement.slot, chunk.placement.generation
+        if not self._is_here(chunk):
+            revoked = result.lease_id not in self._session.leases
+            known = is_lost or revoked or place in self._life.oracle.gone
+            self._trace.check(known, f"{told(name)} went from under its lease")
+            return False
+        if place in self._life.oracle.tainted:
+            return False
+        expected = body(name, layout)
+        for slab in range(len(expected)) if slabs is None else slabs:
+            same = (chunk.placement.pieces[1 + slab] == expected[slab]).all()
+            self._trace.check(same, f"{told(name)} slab {slab} has other bytes")
+        if slabs is None:
+            digest = parse_header(chunk.placement.pieces[0], layout).chain_digest
+            self._trace.check(digest == name[1], f"{told(name)} has another chunk's header")
+        return True
+
+    def _is_here(self, chunk: Resident) -> bool:
+        return int(self._life.arena._values[chunk.placement.slot]) == chunk.placement.generation
+
+    # ------------------------------------------------------------ the rest
+
+    async def _lookup(self, chain: Chain) -> str:
+        result = self._controller.lookup(chain.query())
+        self._trace.check(sum(run.chunk_count for run in result.runs) == len(chain.digests), "runs do not cover")
+        return f"{result.hit_count} of {len(chain.digests)}"
+
+    async def _release(self) -> str:
+        if not self._leases:
+            return "nothing"
+        lease_id, chain, result = self._leases.pop(self._chance.randrange(len(self._leases)))
+        whole = 0
+        for position, chunk in enumerate(result.chunks):
+            if chunk.loading is None or (chunk.loading.is_done and not chunk.loading.lost):
+                whole += self._check_bytes(chain, result, position, None)
+        self._controller.release(self._session, [lease_id])
+        return f"{lease_id}, {whole} still whole"
+
+    async def _pin(self, chain: Chain) -> str:
+        count = self._controller.pin(chain.query())
+        if count:
+            self._pins.append(chain)
+        return str(count)
+
+    async def _unpin(self) -> str:
+        return str(self._controller.unpin(self._pins.pop().query())) if self._pins else "nothing"
+
+    async def _register(self) -> str:
+        for spec in SPECS:
+            self._controller.register_model(spec)
+        return "known"
+
+    async def _idle(self) -> str:
+        await asyncio.sleep(self._chance.choice((0.5, 3.0, 12.0)))
+        return "idle"
+
+    async def _die(self, chain: Chain) -> str:
+        """In the middle of things."""
+        session = self._session
+        try:
+            request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
+            result = await self._controller.reserve(session, request)
+            fills, _ = self._stage(session, chain, result, whole=True)
+            filling = asyncio.get_running_loop().create_task(
+                self._controller.fill(session, result.reservation_id, fills)
+            )
+            await asyncio.sleep(0)
+            filling.cancel()
+            self._controller.fetch(session, chain.query())
+        except KVStoreError:
+            pass
+        self._leases.clear()
+        await self._controller.close_session(session)
+        self._session = self._controller.open_session(0)
+        return "reborn"
+
+    async def _leave(self) -> None:
+        while self._pins:
+            self._controller.unpin(self._pins.pop().query())
+        await self._act("leave", DEADLINE_S + 0.1, self._left)
+
+    async def _left(self) -> str:
+        await self._controller.close_session(self._session)
+        return "closed"
+
+
+def _landed(arrival: Arrival) -> int:
+    """The slabs that are there, as a bitmap."""
+    return arrival.landed

@@ -1,0 +1,186 @@
+"""One process: from recovery to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from kvstore.arena import Arena
+from kvstore.catalog import ChunkTable
+from kvstore.config import LimitSettings, PolicySettings
+from kvstore.controller import Controller
+from kvstore.errors import KVStoreError
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.seams import BytearrayMemory, FaultPoints, LoopClock, SeededRandom, SimulatedDisk, TenantKeys
+from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.spec import Encoding
+from kvstore.telemetry import Counters
+from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
+from tests.sim.disk import DIRECTORY, ProcessDisk
+from tests.sim.models import SPECS
+from tests.sim.movers import Movers
+from tests.sim.oracle import Oracle
+from tests.sim.trace import SimulationFailure, Trace
+
+KIB = 1024
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a service is set up; drawn once per seed. ``file_system_bytes`` None: room without end."""
+
+    arena_bytes: int = 144 * KIB
+    arena_region_bytes: int = 144 * KIB
+    device_bytes: int = 400 * KIB
+    region_bytes: int = 64 * KIB
+    file_system_bytes: int | None = None
+    encoding: Encoding = Encoding.RAW
+    is_write_through: bool = False
+    scrub_bytes_per_s: int = 0
+    canary_interval_s: float = 0.0
+    lease_age_s_max: float = 60.0
+    group_bytes: int = 4 << 20
+
+    @staticmethod
+    def drawn(chance: random.Random) -> Setup:
+        arena = chance.randrange(128, 224, 4) * KIB
+        device = chance.randrange(280, 600, 4) * KIB
+        return Setup(
+            arena_bytes=arena,
+            arena_region_bytes=chance.choice((arena, 64 * KIB)),
+            device_bytes=device,
+            region_bytes=chance.choice((48, 64, 100, 128, 1024)) * KIB,
+            file_system_bytes=chance.choice((None, None, device // 2)),
+            encoding=chance.choice((Encoding.RAW, Encoding.RAW, Encoding.LZ4)),
+            is_write_through=chance.random() < 0.25,
+            scrub_bytes_per_s=chance.choice((0, 64 * KIB, 1024 * KIB)),
+            canary_interval_s=chance.choice((0.0, 3.0)),
+            lease_age_s_max=chance.choice((2.0, 60.0)),
+            group_bytes=chance.choice((1, 4 << 20)),
+        )
+
+
+class Life:
+    """A controller with everything below it. ``over`` is set when the process ended."""
+
+    def __init__(
+        self, setup: Setup, disk: SimulatedDisk, oracle: Oracle, trace: Trace, chance: random.Random, seed: int
+    ) -> None:
+        self.setup, self.oracle, self.trace = setup, oracle, trace
+        self.over = asyncio.Event()
+        self.disk = ProcessDisk(disk, chance, trace, self.over.set)
+        self.movers, self.readers, self.writers = Movers(chance), Movers(chance), Movers(chance)
+        self.disk.may_call = lambda: self.readers.is_inside or self.writers.is_inside
+        self.faults, memory = FaultPoints(), BytearrayMemory()
+        self.arena = Arena(memory, self.faults, capacity_bytes=setup.arena_bytes, region_bytes=setup.arena_region_bytes)
+        limits = LimitSettings(
+            leased_bytes_max=setup.arena_bytes, pin_bytes_max=setup.arena_bytes // 4, reservation_age_s_max=15.0,
+            lease_age_s_max=setup.lease_age_s_max,
+        )  # fmt: skip
+        self.controller = Controller(
+            arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=LoopClock(), random=SeededRandom(seed),
+            memory=memory, workers=self.movers, keys=TenantKeys(), faults=self.faults, counters=Counters(),
+            deadline_s=DEADLINE_S, is_write_through=setup.is_write_through,
+            policies=PolicySettings(
+                scrub_bytes_per_s=setup.scrub_bytes_per_s, canary_interval_s=setup.canary_interval_s
+            ),
+        )  # fmt: skip
+        self.tasks: list[asyncio.Task[None]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def table(self) -> ChunkTable:
+        return self.controller.catalog.table
+
+    @property
+    def is_over(self) -> bool:
+        return self.disk.is_over
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        return self.controller.residency.nvme
+
+    # ------------------------------------------------------------ start
+
+    async def start(self) -> bool:
+        """Recover and serve. False when the process ended on the way. Raises nothing that the service must not."""
+        self.oracle.watch(self)
+        try:
+            await self.controller.attach(self._tier())
+        except DiskStopped:
+            return False
+        except (KVStoreError, OSError) as error:
+            self.trace.add("service", f"runs without its device: {error}")
+            self.trace.check(self.disk.injected, f"the device was refused: {error}")
+        for spec in SPECS:
+            self.controller.register_model(spec)
+        if self.nvme is not None:
+            self.oracle.recovered(self, had_errors=self.disk.injected > 0)
+        self.disk.is_serving = True
+        self._running = asyncio.get_running_loop().create_task(self.controller.run())
+        self._running.add_done_callback(self._ran)
+        return True
+
+    def _tier(self) -> NvmeTier:
+        setup, io = self.setup, PosixIO(self.disk)
+        directory = Directory(DIRECTORY, self.disk, self.faults)
+        regions = Regions(
+            DIRECTORY, self.disk, io, self.faults,
+            capacity_bytes=setup.device_bytes, region_bytes=setup.region_bytes,
+        )  # fmt: skip
+        return NvmeTier(
+            directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers, clock=LoopClock(),
+            faults=self.faults, encoding=setup.encoding,
+        )  # fmt: skip
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        """The service's own tasks never end by themselves."""
+        if task.cancelled() or self.is_over:
+            self.over.set()
+            return
+        error = task.exception()
+        failures = [error] if not isinstance(error, BaseExceptionGroup) else list(error.exceptions)
+        while any(isinstance(each, BaseExceptionGroup) for each in failures):
+            failures = [
+                inner
+                for each in failures
+                for inner in (each.exceptions if isinstance(each, BaseExceptionGroup) else (each,))
+            ]
+        if not all(isinstance(each, DiskStopped) for each in failures):
+            self.trace.failure = self.trace.failure or error
+            if not any(isinstance(each, SimulationFailure) for each in failures):
+                self.trace.add("FAILURE", f"the service ended: {failures[0]!r}")
+        self.over.set()
+
+    # ------------------------------------------------------------ end
+
+    async def stop(self) -> None:
+        """A clean stop, as the server does it."""
+        await self.controller.drain(1.0)
+        self.disk.is_serving = False
+        await self._cancelled([self._running])
+        for session in self.controller.sessions:
+            await self.controller.close_session(session)
+        await self.controller.detach()
+        self.movers.close()
+        self.end()
+
+    def end(self) -> None:
+        """The process is gone, whatever it was doing."""
+        self.disk.is_over = True
+        for movers in (self.movers, self.readers, self.writers):
+            movers.die()
+        self.over.set()
+
+    async def buried(self) -> None:
+        """Let every task of a process that is gone come to its end."""
+        self.end()
+        await self._cancelled([*self.tasks, self._running])
+
+    async def _cancelled(self, tasks: list[asyncio.Task[None] | None]) -> None:
+        alive = [task for task in tasks if task is not None]
+        for task in alive:
+            task.cancel()
+        await asyncio.gather(*alive, return_exceptions=True)

@@ -1,0 +1,211 @@
+"""What must be there. Acknowledged copies are promises; every copy that goes has a cause on record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.catalog import NOWHERE
+from kvstore.errors import DataLoss
+from kvstore.spec import Exactness, MissReason, Provenance
+from tests.sim.models import SPECS, Chain, Name, body
+from tests.sim.trace import Trace
+
+if TYPE_CHECKING:
+    from tests.sim.life import Life
+
+Place = tuple[int, int]
+"""(region, slot) on the device; (slot, generation) in the arena."""
+
+
+def place_of(residency: int) -> Place:
+    return residency >> 32 & 0xFFFFFF, residency & 0xFFFFFFFF
+
+
+def told(name: Name) -> str:
+    return f"{name[0].hex()[:6]}/{name[1].hex()[:8]}"
+
+
+class Oracle:
+    """Outlives the processes. ``must`` maps every chunk whose copy on the device was acknowledged, and not removed
+    since, to where that copy lies. ``excused`` are places on the device whose content a test damaged; ``tainted``
+    are those of memory."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.must: dict[Name, Place] = {}
+        self.excused: set[Place] = set()
+        self.tainted: set[Place] = set()
+        self.gone: set[Place] = set()
+        """Placements that a quarantine took from under their readers."""
+        self.totals: Counter[str] = Counter()
+        self._owners: dict[Place, Name] = {}
+        self._cause = ""
+
+    # ------------------------------------------------------------ promises
+
+    def acknowledged(self, name: Name, place: Place, *, is_tainted: bool) -> None:
+        other = self._owners.get(place)
+        self.trace.check(other in (None, name), f"{told(name)} was written over {told(other or name)} at {place}")
+        self.totals["acknowledged"] += 1
+        self.excused.discard(place)
+        if is_tainted:
+            self.excused.add(place)
+            return
+        self.withdraw(name)
+        self.must[name] = place
+        self._owners[place] = name
+
+    def withdraw(self, name: Name) -> None:
+        place = self.must.pop(name, None)
+        if place is not None:
+            self._owners.pop(place, None)
+
+    def rotted(self, place: Place) -> None:
+        """A test damages what lies there."""
+        self.excused.add(place)
+        owner = self._owners.get(place)
+        if owner is not None:
+            self.withdraw(owner)
+
+    def claimed_local(self, life: Life, names: list[Name]) -> None:
+        """A client was told that these chunks are on the device."""
+        for name in names:
+            row = row_of(life, name)
+            self.trace.check(row is not None, f"{told(name)} is LOCAL and not there")
+            residency = life.table.residencies[row or 0]
+            self.trace.check(residency != NOWHERE, f"{told(name)} is LOCAL and memory alone has it")
+            known = name in self.must or place_of(residency) in self.excused
+            self.totals["local" if known else "local_unverified"] += 1
+
+    # ------------------------------------------------------------ what may go
+
+    def watch(self, life: Life) -> None:
+        """Record why copies go in this process."""
+        residency, trace, table = life.controller.residency, self.trace, life.table
+        drop, forget, evict, remove = residency.drop, residency.forget, residency._evict, residency.remove
+        arena, nvme, written = residency.quarantine_arena, residency.quarantine_nvme, residency.was_written
+
+        def on_drop(row: int) -> None:
+            allowed = self._cause or not table.is_held(row) or life.is_over
+            trace.check(allowed, f"row {row} was dropped under a lease")
+            drop(row)
+
+        def on_forget(row: int) -> None:
+            if not life.is_over:
+                name = name_of(life, row)
+                trace.check(self._cause, f"{told(name)} was forgotten for no reason on record")
+                trace.add("oracle", f"{told(name)} {self._cause} from {place_of(table.residencies[row])}")
+                self.withdraw(name)
+            forget(row)
+
+        def on_evict(row: int) -> None:
+            trace.check(not table.is_held(row) or life.is_over, f"row {row} was evicted while it was held")
+            self.totals["evictions"] += 1
+            with self._because("evicted"):
+                evict(row)
+
+        def on_remove(row: int, reason: MissReason) -> None:
+            trace.check(reason is MissReason.STALE, f"removed: {reason.name}")
+            with self._because("superseded"):
+                remove(row, reason)
+
+        def on_quarantine_arena(row: int) -> None:
+            placement = table.arena[row]
+            place = placement.slot, placement.generation
+            if not life.is_over:
+                known = place in self.tainted
+                trace.check(known, f"{told(name_of(life, row))} in memory is said to be bad and is not")
+                self.gone.add(place)
+            with self._because("quarantined"):
+                arena(row)
+
+        async def on_quarantine_nvme(row: int, residency: int) -> None:
+            place = place_of(residency)
+            if not life.is_over:
+                owner = self._owners.get(place)
+                if owner is not None and place not in self.excused:
+                    raise trace.fail(f"{told(owner)} at {place} is said to be bad and is not")
+                trace.add("oracle", f"quarantine {place}")
+                self.totals["quarantined"] += 1
+            await nvme(row, residency)
+
+        def on_written(row: int) -> None:
+            if not life.is_over:
+                placement = table.arena[row]
+                is_tainted = (placement.slot, placement.generation) in self.tainted
+                self.acknowledged(name_of(life, row), place_of(table.residencies[row]), is_tainted=is_tainted)
+            written(row)
+
+        residency.drop, residency.forget, residency._evict = on_drop, on_forget, on_evict  # type: ignore[method-assign]
+        residency.remove, residency.was_written = on_remove, on_written  # type: ignore[method-assign]
+        residency.quarantine_arena = on_quarantine_arena  # type: ignore[method-assign]
+        residency.quarantine_nvme = on_quarantine_nvme  # type: ignore[method-assign]
+
+    @contextmanager
+    def _because(self, cause: str) -> Iterator[None]:
+        before, self._cause = self._cause, cause
+        try:
+            yield
+        finally:
+            self._cause = before
+
+    # ------------------------------------------------------------ after a start
+
+    def recovered(self, life: Life, *, had_errors: bool) -> None:
+        """Whatever was promised is visible. Where reads were made to fail meanwhile, what they hid is let go."""
+        self.tainted.clear()
+        self.gone.clear()
+        for name in list(self.must):
+            row = row_of(life, name)
+            if row is not None and life.table.residencies[row] != NOWHERE:
+                continue
+            self.trace.check(had_errors, f"{told(name)} at {self.must[name]} was acknowledged and is not there")
+            self.totals["unreadable"] += 1
+            self.withdraw(name)
+
+    async def verify(self, life: Life) -> None:
+        """Read back every promise to the bit."""
+        for spec in SPECS:
+            life.controller.lookup(Chain(spec, (0,), hidden=(1,)).query())  # its namespaces are known from now on
+        for name in list(self.must):
+            while name in self.must:
+                row = row_of(life, name)
+                if row is None or life.table.residencies[row] == NOWHERE:
+                    raise self.trace.fail(f"{told(name)} at {self.must[name]} was acknowledged and is not there")
+                if await self._is_served(life, row, name):
+                    break
+
+    async def _is_served(self, life: Life, row: int, name: Name) -> bool:
+        """False when the copy the catalog chose was bad: another one may be chosen now."""
+        nvme, found = life.controller.residency.nvme, life.controller.residency.name(row)
+        assert nvme is not None
+        residency = life.table.residencies[row]
+        target = [np.empty(slab.byte_count, np.uint8) for slab in found.layout.slabs]
+        try:
+            stored = await nvme.open(found, residency)
+            try:
+                await stored.read(range(len(target)), target)
+            finally:
+                stored.close()
+        except DataLoss:
+            self.totals["copies_passed_over"] += 1
+            await life.controller.residency.quarantine_nvme(row, residency)
+            return False
+        right = all((one == other).all() for one, other in zip(target, body(name, found.layout), strict=True))
+        self.trace.check(right or place_of(residency) in self.excused, f"{told(name)} has other bytes on the device")
+        self.totals["verified"] += 1
+        return True
+
+
+def name_of(life: Life, row: int) -> Name:
+    return life.controller.catalog.space_of(row).fingerprint, life.table.digests[row]
+
+
+def row_of(life: Life, name: Name) -> int | None:
+    space = life.controller.catalog.spaces.get(name[0], Provenance.IN_CONTEXT, Exactness.EXACT)
+    return space.index.get(name[1])
