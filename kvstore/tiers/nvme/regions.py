@@ -148,6 +148,8 @@ class Regions:
                 self._disk.close(descriptor)
                 return None
             number, slot_bytes, slot_count = said or (number, slot_bytes, there)
+            if slot_bytes % PAGE_BYTES:
+                raise ValueError("no file of ours has slots of such a size")
             if number in self.by_number:
                 raise ValueError("another file is the same region")
             region = Region(number, path, descriptor, slot_bytes, min(slot_count, there))
@@ -171,7 +173,8 @@ class Regions:
         self._io.read(descriptor, 0, page)
         head = page[: _HEAD.size].tobytes()
         magic, _, reader, number, slot_bytes, slot_count, features = _HEAD.unpack(head)
-        if magic != MAGIC or page[_HEAD.size : _HEAD.size + 8].tobytes() != xxhash.xxh3_64_digest(head):
+        checksum = page[_HEAD.size : _HEAD.size + 8].tobytes()
+        if magic != MAGIC or not slot_bytes or checksum != xxhash.xxh3_64_digest(head):
             return None
         if reader > FORMAT or features:
             raise ValueError("it was written by a newer release")
@@ -251,7 +254,8 @@ class Regions:
         self._disk.remove(region.path)
         self._disk.sync_directory(self._directory)
         self.lost_bytes -= region.file_bytes
-        self._numbers.discard(region.number)
+        if region.path.name.startswith(f"region-{region.number:05d}-"):  # else another file has that name
+            self._numbers.discard(region.number)
 
     def fit(self, held: dict[int, int]) -> set[int]:
         """The capacity may be smaller than it was: give up the files that hold the least, until the others fit.
