@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,15 @@ START_TIMEOUT_S = 20.0
 
 class Sidecar:
     """Started on entry, stopped (SIGTERM) on exit; its directory goes with it. ``nvme``: the size of its device tier,
-    like "1 GiB"; off by default, so that what is measured or tested is memory alone."""
+    like "1 GiB"; off by default, so that what is measured or tested is memory alone. ``environment`` may be changed
+    between a stop and the next start."""
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0") -> None:
         self._arguments = (*arguments, "--nvme", nvme)
         self.environment = environment
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
         self.process: subprocess.Popen[str] | None = None
+        self._account = -1
 
     @property
     def address(self) -> str:
@@ -44,11 +47,28 @@ class Sidecar:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self.environment
             )
+        self._open_account()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if "ready" not in line:
             self.process.wait(START_TIMEOUT_S)
             raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}")
+
+    def _open_account(self) -> None:
+        """The kernel's I/O account of the process: opened before the process makes itself unreadable."""
+        try:
+            self._account = os.open(f"/proc/{self.pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._account = -1
+
+    def device_read_bytes(self) -> int | None:
+        """Bytes that the process has had the kernel fetch from a device since it started. None where the kernel does
+        not tell: it looks at who asks at every read, and an undumpable process is readable for root alone."""
+        try:
+            lines = os.pread(self._account, 4096, 0).decode().splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
     def wait_prefaulted(self, timeout_s: float = 60.0) -> None:
         """Wait until the whole arena is backed by pages, so that a benchmark does not measure page faults."""
@@ -73,7 +93,9 @@ class Sidecar:
         self.process.wait(START_TIMEOUT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
-        self.process = None
+        if self._account >= 0:
+            os.close(self._account)
+        self.process, self._account = None, -1
 
     def __enter__(self) -> Self:
         self.start()

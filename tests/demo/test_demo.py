@@ -3,41 +3,78 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
+from kvstore_client import connect
 from kvstore_ops.demo.scene import Outcome
 from kvstore_ops.demo.show import picture, table
-from kvstore_ops.demo.stage import verdict
+from kvstore_ops.demo.stage import QUIET, device_bytes, verdict
 from kvstore_ops.demo.text import prompt_tokens
+from kvstore_ops.sidecar import Sidecar
 from rich.console import Console
+
+from kvstore.spec import Durability, Tier
+from tests.specs import random_cache, small_spec, tokens_of
 
 COLD = Outcome(
     name="cold", pid=1, token_count=4160, reused_token_count=0, tier="none", lookup_s=0.01, fetch_s=0.0,
     prefill_s=5.9, ttft_s=6.0, total_s=7.0, one_pass_s=5.0, fetched_bytes=0, stored="memory", tokens=[1, 2],
 )  # fmt: skip
 WARM = replace(
-    COLD, name="warm", pid=2, reused_token_count=4096, ttft_s=0.25, prefill_s=0.24, fetch_s=0.1, total_s=1.0,
-    one_pass_s=0.0, fetched_bytes=50_000_000,
+    COLD, name="warm", pid=2, tier="dram", reused_token_count=4096, ttft_s=0.25, prefill_s=0.24, fetch_s=0.1,
+    total_s=1.0, one_pass_s=0.0, fetched_bytes=50_000_000,
+)  # fmt: skip
+RESTARTED = replace(
+    WARM, name="restarted", pid=3, sidecar_pid=9, tier="nvme", ttft_s=0.5, prefill_s=0.49, fetch_s=0.3, total_s=1.3,
+    device_bytes=50_331_648,
 )  # fmt: skip
 
 
+def judged(*later: Outcome) -> tuple[int, str]:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    return verdict([COLD, *later], console), console.export_text()
+
+
 def test_the_promise_is_checked() -> None:
-    console = Console(quiet=True)
-    assert verdict([COLD, WARM], console) == 0
-    assert verdict([COLD, replace(WARM, tokens=[1, 3])], console) == 1
-    assert verdict([COLD, replace(WARM, reused_token_count=0)], console) == 1
+    assert judged(WARM, RESTARTED) == (0, "")
+    for kept in (WARM, RESTARTED):
+        assert judged(replace(kept, tokens=[1, 3]))[0] == 1
+        assert judged(replace(kept, reused_token_count=0))[0] == 1
+
+
+def test_what_the_device_did_not_do_is_said() -> None:
+    assert "came from dram" in judged(WARM, replace(RESTARTED, tier="dram"))[1]
+    assert "40,000,000 bytes were read" in judged(WARM, replace(RESTARTED, device_bytes=40_000_000))[1]
+    assert "not 3 times less" in judged(WARM, replace(RESTARTED, ttft_s=1.7))[1]
 
 
 def test_the_table_compares_with_the_fairer_cold(tmp_path: Path) -> None:
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(table([COLD, WARM]))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(table([COLD, WARM, RESTARTED], "somebody"))
     text = console.export_text()
-    assert "20.0x" in text
-    assert "4,096 of 4,160" in text
-    assert "yes" in text
-    picture([COLD, WARM], tmp_path / "demo.png")
+    for expected in ("20.0x", "10.0x", "4,096", "arena", "device", "50 MB", "yes", "somebody"):
+        assert expected in text
+    picture([COLD, WARM, RESTARTED], tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_device_account_counts_what_the_sidecar_reads() -> None:
+    spec = small_spec()
+    tokens = tokens_of(160)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment={**os.environ, **QUIET}) as sidecar:
+        with connect(sidecar.address) as client:
+            assert client.store(spec, tokens, random_cache(spec, 160)).wait(10.0) is Durability.LOCAL
+        sidecar.stop()
+        sidecar.start()
+        before, source = device_bytes(sidecar)
+        with connect(sidecar.address) as client:
+            fetched = client.fetch(spec, tokens)
+        assert fetched.tier is Tier.NVME
+        after, who = device_bytes(sidecar)
+        assert who == source
+        assert fetched.byte_count <= after - before < fetched.byte_count + (1 << 20)
 
 
 def test_the_text_is_real_and_its_beginnings_differ() -> None:

@@ -1,7 +1,8 @@
-"""The demo: a real decoder model behind a real sidecar, asked the same long prompt twice.
+"""The demo: a real decoder model behind a real sidecar, asked the same long prompt three times: cold, warm, and after
+engine and sidecar were both restarted, when only the device still has it.
 
-Each scene is an engine process of its own: it builds the model from its seed, connects, and answers. What the
-second scene knows of the first came through the sidecar. ``scene`` is what an engine does, ``stage`` runs the
+Each scene is an engine process of its own: it builds the model from its seed, connects, and answers. What a later
+scene knows of the first came through the sidecar. ``scene`` is what an engine does, ``stage`` runs the
 scenes, ``show`` draws the table and the picture, ``text`` and ``model`` make the inputs.
 """
 

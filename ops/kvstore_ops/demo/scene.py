@@ -1,6 +1,6 @@
 """One scene: an engine process that answers one prompt through the sidecar, and prints what happened as JSON.
 
-python -m kvstore_ops.demo.scene ADDRESS cold|warm
+python -m kvstore_ops.demo.scene ADDRESS cold|warm|restarted
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ STEP_TOKENS = 256
 
 @dataclass
 class Outcome:
-    """What a scene measured. Seconds; ``one_pass_s`` is the same prefill in one forward, without kvstore."""
+    """What a scene measured. Seconds; ``one_pass_s`` is the same prefill in one forward, without kvstore.
+    ``sidecar_pid`` and ``device_bytes``, what that process read from the device meanwhile, are the stage's to fill."""
 
     name: str
     pid: int
@@ -35,6 +36,8 @@ class Outcome:
     fetched_bytes: int
     stored: str
     tokens: list[int]
+    sidecar_pid: int = 0
+    device_bytes: int = 0
 
     @property
     def best_ttft_s(self) -> float:
