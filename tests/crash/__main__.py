@@ -17,7 +17,8 @@ def report(outcome: Outcome, seconds: float) -> str:
     lines = [f"{outcome.hits[point]:5d}  {point}" for point in (*POINTS, OUTSIDE)]
     lines.append(
         f"{outcome.crash_count} crashes in {seconds:.0f} s; {found.acknowledged} chains acknowledged, checked "
-        f"{found.checked} times: {len(found.wrong)} wrong, {len(found.lost)} lost, {found.evicted} evicted"
+        f"{found.checked} times: {len(found.wrong)} wrong, {len(found.lost)} lost, {found.evicted} evicted, "
+        f"{found.flipped} spoiled on purpose"
     )
     for name, items in (("WRONG", found.wrong), ("LOST", found.lost), ("ALSO", found.other)):
         lines += [f"{name}: {item}" for item in items[:20]]

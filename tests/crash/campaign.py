@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from kvstore_client import connect
@@ -102,8 +102,11 @@ class _Directory:
         }
 
     def _one(self, crash: Crash) -> None:
-        if crash.flip and self._plan.encoding == "raw":
-            self._flip()
+        if crash.flip and self._flip():
+            crash = replace(crash, count=1)
+            self._findings.flipped += 1
+        else:
+            crash = replace(crash, flip=False)
         where = self._crash(crash)
         with self._lock:
             self._outcome.hits[where] += 1
@@ -122,6 +125,8 @@ class _Directory:
         """Run a load until the server is dead. Returns the point that killed it, or OUTSIDE."""
         sidecar = self._sidecar
         sidecar.environment = self._environment(KVSTORE_CRASH=f"{crash.point}:{crash.count}")
+        if crash.flip:  # what is erased is to be the spoiled chunk, not a canary
+            sidecar.environment["KVSTORE__POLICY__CANARY_INTERVAL_S"] = "0"
         try:
             sidecar.start()
         except Unavailable:
@@ -239,8 +244,8 @@ class _Directory:
 
     # ------------------------------------------------------------ damage
 
-    def _flip(self) -> None:
-        """Spoil one byte of a promised chunk on the device."""
+    def _flip(self) -> bool:
+        """Spoil one byte of a promised chunk on the device. False when none is found there as it was stored."""
         chains = [each for each in self._ledger.chains if each.due >= each.model.spec.chunk_tokens]
         for chain in [chains[index] for index in self._random.permutation(len(chains))[:5]]:
             step = chain.model.spec.chunk_tokens
@@ -255,4 +260,5 @@ class _Directory:
                         file.flush()
                         os.fsync(file.fileno())
                     self._ledger.damage(chain, start)
-                    return
+                    return True
+        return False

@@ -63,9 +63,10 @@ class Ledger:
         return chain
 
     def some(self, random: np.random.Generator, count: int) -> list[Chain]:
-        """Promised chains, at random."""
+        """Promised chains, at random; damaged ones rather often."""
         with self._lock:
             known = [each for each in self.chains if each.promised]
+            known += [each for each in known if each.is_damaged] * (len(known) // 4)
         return [known[random.integers(len(known))] for _ in range(count)] if known else []
 
     def promised_count(self) -> int:

@@ -32,6 +32,7 @@ class Findings:
     other: list[str] = field(default_factory=list)
     acknowledged: int = 0
     checked: int = 0
+    flipped: int = 0
     evicted: int = 0
     """Promised chains that were missing because the device had to evict."""
 
@@ -46,6 +47,7 @@ class Findings:
         self.acknowledged += other.acknowledged
         self.checked += other.checked
         self.evicted += other.evicted
+        self.flipped += other.flipped
 
 
 def store(client: Client, chain: Chain) -> Durability:
