@@ -26,6 +26,7 @@ from kvstore_client.aio import AsyncClient, connect_async
 from kvstore_client.client import Client, connect
 from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import ChunkMatch, Match
+from kvstore_client.paged import Paged
 from kvstore_client.receipt import Receipt
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Match",
     "MissReason",
     "ModelSpec",
+    "Paged",
     "Receipt",
     "RopeSpec",
     "Tier",

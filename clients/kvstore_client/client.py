@@ -17,13 +17,14 @@ from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import presented
 from kvstore_client.connection import Connection, default_socket
 from kvstore_client.copying import Copier
-from kvstore_client.fetching import FetchedKV, LayerStream, Prefix, Target, Wanted, copy_all, open_prefix
+from kvstore_client.fetching import FetchedKV, LayerStream, Prefix, Wanted, copy_all, open_prefix
 from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
+from kvstore_client.paged import Paged, Pages
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.session import Session
 from kvstore_client.storing import Source, Store
-from kvstore_client.target import given_planes
+from kvstore_client.target import given_places, target_of
 
 DEFAULT_TIMEOUT_S = 10.0
 _COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes")
@@ -114,19 +115,21 @@ class Client:
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
         hidden_layers: Sequence[int] = (),
-        into: Sequence[tuple[Any, Any]] | None = None,
+        into: Sequence[tuple[Any, Any]] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
     ) -> FetchedKV:
         """The cache of the longest stored prefix, in owned memory or ``into`` the caller's tensors.
 
-        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim]; ``into`` has room for the whole prompt.
+        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim]; ``into`` has room for the whole prompt;
+        ``Paged`` pages get it where
+        their slots say, and the list has their views.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
         """
         prompt = Prompt.of(spec, tokens, extras, exactness)
         wanted = Wanted.of(spec, layers, heads, hidden_layers, verify)
-        given = given_planes(wanted, into)
+        given = given_places(wanted, into)
         if not prompt.digests:
             return self._gather(wanted, None, MissReason.NONE, given)
         return self._connection.or_gone(
@@ -134,7 +137,7 @@ class Client:
             lambda _: self._gather(wanted, None, MissReason.UNAVAILABLE, given),
         )
 
-    def _fetch(self, wanted: Wanted, prompt: Prompt, given: list[Any] | None) -> FetchedKV:
+    def _fetch(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> FetchedKV:
         prefix = self._open(wanted, prompt)
         try:
             return self._gather(wanted, prefix, prefix.reason, given)
@@ -165,10 +168,10 @@ class Client:
         return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], prompt.exactness, self._timeout_s)
 
     def _gather(
-        self, wanted: Wanted, prefix: Prefix | None, reason: MissReason, given: list[Any] | None
+        self, wanted: Wanted, prefix: Prefix | None, reason: MissReason, given: list[Any] | Pages | None
     ) -> FetchedKV:  # fmt: skip
         count = prefix.token_count if prefix else 0
-        target = Target(wanted, count, given)
+        target = target_of(wanted, count, given)
         good = 0
         if prefix is not None and count:
             good = copy_all(prefix, target, self._copier, self.faults, self._timeout_s)
@@ -191,7 +194,7 @@ class Client:
         *,
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
-        into: Sequence[tuple[Any, Any]] | None = None,
+        into: Sequence[tuple[Any, Any]] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
@@ -199,7 +202,7 @@ class Client:
         """Like ``fetch``, layer by layer: (layer, (K, V)) as each lands while the next are copied."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         wanted = Wanted.of(spec, layers, heads, (), verify)
-        given = given_planes(wanted, into)
+        given = given_places(wanted, into)
 
         def missed(reason: MissReason) -> LayerStream:
             return LayerStream(None, None, self._copier, self.faults, self._clock, reason, self._timeout_s)
@@ -210,10 +213,10 @@ class Client:
             lambda: self._stream(wanted, prompt, given), lambda _: missed(MissReason.UNAVAILABLE)
         )
 
-    def _stream(self, wanted: Wanted, prompt: Prompt, given: list[Any] | None) -> LayerStream:
+    def _stream(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> LayerStream:
         prefix = self._open(wanted, prompt)
         try:
-            target = Target(wanted, prefix.token_count, given) if prefix.token_count else None
+            target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
         except BaseException:
             prefix.close()
             raise

@@ -14,10 +14,10 @@ from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
 from kvstore_client.copying import Copier, wait_all
 from kvstore_client.prefix import ChunkRun, Prefix, open_prefix, runs_of
-from kvstore_client.target import Target
+from kvstore_client.target import AnyTarget
 from kvstore_client.wanted import Wanted
 
-__all__ = ["FetchedKV", "LayerStream", "Prefix", "Target", "Wanted", "copy_all", "open_prefix", "runs_of"]
+__all__ = ["FetchedKV", "LayerStream", "Prefix", "Wanted", "copy_all", "open_prefix", "runs_of"]
 
 _log = logging.getLogger("kvstore.client")
 
@@ -36,7 +36,7 @@ class FetchedKV(list[Any]):
     hidden: dict[int, Any]
 
 
-def copy_all(prefix: Prefix, target: Target, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
+def copy_all(prefix: Prefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
     bad: set[int] = set()
     if prefix.is_arriving:
@@ -65,7 +65,7 @@ class Landing:
     def __init__(
         self,
         prefix: Prefix,
-        target: Target,
+        target: AnyTarget,
         copier: Copier,
         faults: FaultPoints,
         bad: set[int],
@@ -141,7 +141,7 @@ class LayerStream:
     def __init__(
         self,
         prefix: Prefix | None,
-        target: Target | None,
+        target: AnyTarget | None,
         copier: Copier,
         faults: FaultPoints,
         clock: Clock,

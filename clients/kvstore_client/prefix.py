@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds
+from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds, verify_slab
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams.memory import Bytes
@@ -56,6 +56,12 @@ class Chunk:
                 return extent[start : start + self.layout.slabs[index].byte_count]
             start -= extent.size
         raise DataLoss("the chunk's extents end before its slabs", reason="extents")
+
+    def is_intact(self, index: int, head_start: int, head_stop: int | None) -> bool:
+        """Whether the strips of a slab (those of a run of heads, where it has heads) are what the header says."""
+        first, stop = (0, None) if self.layout.blocked else (head_start, head_stop)
+        count = None if stop is None else stop - first
+        return verify_slab(self.slab(index), self.layout, index, self.seeds, self.header.checksums, first, count)
 
     @property
     def seeds(self) -> list[int]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.chunk import slab_parts, verify_slab
+from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.spec import item_size
 from kvstore_client.arrays import carve, checked, destination, presented, settle_device
 from kvstore_client.copying import copy, plane_run, raw
+from kvstore_client.paged import Paged, PagedTarget, Pages
 from kvstore_client.prefix import ChunkRun
 from kvstore_client.wanted import Wanted
 
@@ -60,9 +61,7 @@ class Target:
         start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
         if wanted.verify:
             for chunk in run.chunks:
-                count = None if stop is None else stop - start
-                slab = chunk.slab(index)
-                if not verify_slab(slab, layout, index, chunk.seeds, chunk.header.checksums, start, count):
+                if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
                     bad.add(id(chunk))
         for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
             target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
@@ -86,6 +85,19 @@ def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Any]:
         planes.append(carve(memory, offset, shape, size))
         offset += byte_count
     return planes
+
+
+def given_places(wanted: Wanted, into: Any) -> list[Any] | Pages | None:
+    """``into``, checked before anything is sent: planes, pages, or None for memory of our own."""
+    return Pages(wanted, into) if isinstance(into, Paged) else given_planes(wanted, into)
+
+
+AnyTarget = Target | PagedTarget
+
+
+def target_of(wanted: Wanted, token_count: int, given: list[Any] | Pages | None) -> AnyTarget:
+    """Where ``token_count`` tokens go."""
+    return PagedTarget(wanted, given, token_count) if isinstance(given, Pages) else Target(wanted, token_count, given)
 
 
 def given_planes(wanted: Wanted, into: Any) -> list[Any] | None:

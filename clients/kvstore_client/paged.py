@@ -1,0 +1,209 @@
+"""An engine's pages as a place to fetch into and to store from: any page size, any order of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import slab_parts
+from kvstore.errors import InvalidRequest
+from kvstore.seams import FaultPoints
+from kvstore_client.arrays import is_tensor, settle_device
+from kvstore_client.copying import copy, raw
+from kvstore_client.prefix import ChunkRun
+from kvstore_client.wanted import Wanted
+
+AXES = ("kv", "page", "slot", "head", "dim")
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Pages of a paged KV cache.
+
+    ``layers``: per wanted layer one tensor that holds K and V, or a pair (K, V) of tensors.
+    ``slots``: [tokens], where each token of the prompt lies: page * page_size + its place in the page; negative: the
+    token is not wanted (or not there).
+    ``layout``: the names of the tensors' axes, in order, of kv, page, slot, head, dim. Without ``kv`` one tensor holds
+    K and then V along ``dim``; without ``head`` there is one head.
+
+        "kv page slot head dim"    FlashAttention, [2, pages, page_size, heads, dim]
+        "page kv head slot dim"    FlashInfer with HND pages
+        "page head slot dim"       vLLM on CPU, [pages, heads, page_size, 2 * dim]
+        "page slot dim"            MLA, latent and then rope part
+    """
+
+    layers: Sequence[Any]
+    slots: Any
+    layout: str = "kv page slot head dim"
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens that lie together: ``page_count`` whole pages, or slots of one page."""
+
+    token: int
+    token_count: int
+    page: int
+    page_count: int
+    slot: int
+
+
+class Pages:
+    """Checked pages. ``views[layer]`` are K and V as strided views [pages, page_size, heads, dim], ``planes`` the same
+    as plain integers.
+
+    Raises: InvalidRequest naming what does not fit the model.
+    """
+
+    def __init__(self, wanted: Wanted, paged: Paged) -> None:
+        if len(paged.layers) != len(wanted.layers):
+            raise InvalidRequest(f"layers has {len(paged.layers)} entries, {len(wanted.layers)} layers are wanted")
+        self.views = [
+            _planes(wanted, layer, each, paged.layout) for layer, each in zip(wanted.layers, paged.layers, strict=True)
+        ]
+        self.planes = [(raw(k), raw(v)) for k, v in self.views]
+        self.slots = _slots(paged.slots)
+        sizes = {(plane.shape[0], plane.shape[1]) for pair in self.planes for plane in pair}
+        if len(sizes) != 1:
+            raise InvalidRequest(f"the layers' pages differ in number or size: {sorted(sizes)}")
+        page_count, self.page_size = sizes.pop()
+        if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
+            raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
+        settle_device([plane for pair in self.planes for plane in pair])
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The tokens ``start .. stop`` in as few pieces as their slots allow."""
+        slots = self.slots[start:stop]
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        bounds = [0, *breaks.tolist(), len(slots)]
+        size = self.page_size
+        for first, last in pairwise(bounds):
+            if first == last or slots[first] < 0:
+                continue
+            token, slot, end = start + first, int(slots[first]), int(slots[first]) + last - first
+            while slot < end:
+                page, place = divmod(slot, size)
+                whole = (end - slot) // size if place == 0 else 0
+                count = whole * size if whole else min(size - place, end - slot)
+                yield Piece(token, count, page, whole, place)
+                token, slot = token + count, slot + count
+
+    def place(self, plane: Any, piece: Piece) -> Any:
+        """The memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
+        if piece.page_count:
+            return plane[piece.page : piece.page + piece.page_count]
+        return plane[piece.page, piece.slot : piece.slot + piece.token_count]
+
+    def shaped(self, strip: Any, piece: Piece) -> Any:
+        """Strips of a piece's tokens, [heads, tokens, dim], in the order of axes that ``place`` has. A view."""
+        if not piece.page_count:
+            return strip.permute(1, 0, 2) if is_tensor(strip) else strip.transpose(1, 0, 2)
+        if is_tensor(strip):
+            return strip.unflatten(1, (piece.page_count, self.page_size)).permute(1, 2, 0, 3)
+        heads, _, dim = strip.shape
+        return strip.reshape(heads, piece.page_count, self.page_size, dim).transpose(1, 2, 0, 3)
+
+
+class PagedTarget:
+    """A prefix goes into pages. Tokens whose slot is negative are left out."""
+
+    def __init__(self, wanted: Wanted, pages: Pages, token_count: int) -> None:
+        if len(pages.slots) < token_count:
+            raise InvalidRequest(f"slots names {len(pages.slots)} tokens, {token_count} are stored")
+        if wanted.hidden_layers:
+            raise InvalidRequest("hidden states do not go into pages: fetch them apart")
+        self._wanted = wanted
+        self._pages = pages
+        self.planes = [plane for pair in pages.views for plane in pair]
+        self.hidden: dict[int, Any] = {}
+
+    def shown(self, plane: Any, dtype: str) -> Any:
+        return plane
+
+    def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
+        """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
+        wanted = self._wanted
+        for run in runs:
+            faults.reach("fetch.copy.middle")
+            for chunk in run.chunks:
+                layout = chunk.layout
+                index = layout.slab_of_layer[wanted.layers[position]]
+                if wanted.verify and not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
+                    bad.add(id(chunk))
+                heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
+                for part in slab_parts(layout, index, chunk.slab(index)):
+                    self._put(
+                        self._pages.planes[position][part.which],
+                        raw(part.array[0, heads]),
+                        chunk.token_start + part.token_start,
+                    )
+
+    def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
+        raise AssertionError("no hidden states go into pages")
+
+    def _put(self, plane: Any, strips: Any, token: int) -> None:
+        pages = self._pages
+        for piece in pages.pieces(token, token + strips.shape[1]):
+            source = strips[:, piece.token - token : piece.token - token + piece.token_count]
+            copy(pages.place(plane, piece), pages.shaped(source, piece))
+
+
+def _slots(slots: Any) -> NDArray[np.int64]:
+    if is_tensor(slots):
+        slots = slots.detach().cpu().numpy()
+    array = np.asarray(slots)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequest(f"slots must be one run of whole numbers, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def _planes(wanted: Wanted, layer: int, given: Any, layout: str) -> tuple[Any, Any]:
+    """K and V of one layer as views [pages, page_size, heads, dim]."""
+    names = tuple(layout.split())
+    if len(set(names)) != len(names) or not set(names) <= set(AXES) or not {"page", "slot", "dim"} <= set(names):
+        raise InvalidRequest(
+            f"layout {layout!r}: name each axis once, of {', '.join(AXES)}; page, slot and dim must be there"
+        )
+    spec = wanted.spec.layers[layer]
+    dims, heads = (spec.k_dim, spec.v_dim), wanted.heads_of(layer)
+    is_pair = isinstance(given, Sequence)
+    if is_pair and (len(given) != 2 or "kv" in names):
+        raise InvalidRequest(f"layers[{layer}]: a pair (K, V) has two tensors and no axis kv")
+    tensors = list(given) if is_pair else [given]
+    views = [_ordered(tensor, names, f"layers of layer {layer}", wanted.spec.cache_dtype) for tensor in tensors]
+    if is_pair:
+        k, v = (view[0] for view in views)
+    elif "kv" in names:
+        if views[0].shape[0] != 2:
+            raise InvalidRequest(f"layer {layer}: axis kv has {views[0].shape[0]} entries, K and V are two")
+        k, v = views[0][0], views[0][1]
+    else:
+        k, v = views[0][0][..., : dims[0]], views[0][0][..., dims[0] :]
+    for plane, dim, what in ((k, dims[0], "K"), (v, dims[1], "V")):
+        if plane.shape[2:] != (heads, dim):
+            raise InvalidRequest(
+                f"layer {layer}: {what} has {tuple(plane.shape[2:])} as (heads, dim), the model and heads= say "
+                f"{(heads, dim)}"
+            )
+    return k, v
+
+
+def _ordered(tensor: Any, names: tuple[str, ...], what: str, dtype: str) -> Any:
+    """A view with the axes kv, page, slot, head, dim; those that are missing have one entry."""
+    if not is_tensor(tensor) and not isinstance(tensor, np.ndarray):
+        raise InvalidRequest(f"{what} must be torch tensors or numpy arrays, not {type(tensor).__name__}")
+    if len(tensor.shape) != len(names):
+        raise InvalidRequest(f"{what} has {len(tensor.shape)} axes, its layout names {len(names)}")
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found != dtype and not (isinstance(tensor, np.ndarray) and tensor.dtype.kind == "u"):
+        raise InvalidRequest(f"{what} is {found}, the model's cache is {dtype}")
+    order = [names.index(name) for name in AXES if name in names]
+    view = tensor.permute(*order) if is_tensor(tensor) else tensor.transpose(order)
+    for position, name in enumerate(AXES):
+        if name not in names:
+            view = view[(slice(None),) * position + (None,)]
+    return view

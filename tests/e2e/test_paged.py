@@ -1,0 +1,124 @@
+"""Fetches into an engine's pages: any order of axes, any page size, scattered pages, heads and tokens left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvstore_client import Client, Paged, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from tests.specs import bits, odd_spec, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 90
+LAYOUTS = [
+    "kv page slot head dim",
+    "page kv head slot dim",
+    "page head slot dim",
+    "page slot head dim",
+    "page head slot kv dim",
+]
+    "kv page slot head dim",
+    "page kv head slot dim",
+    "page head slot dim",
+    "page slot head dim",
+    "page head slot kv dim",
+]
+
+
+@pytest.fixture(scope="module")
+def client(sidecar: Sidecar) -> Any:
+    with connect(sidecar.address) as connected:
+        connected.store(SPEC, tokens_of(COUNT), random_cache(SPEC, COUNT)).wait()
+        yield connected
+
+
+def engine_pages(layout: str, pages: int, size: int, heads: int, dim: int, *, pairs: bool, tensor: bool) -> list[Any]:
+    """Poisoned pages of two layers."""
+    names = layout.split()
+    extent = {"kv": 2, "page": pages, "slot": size, "head": heads, "dim": dim if pairs or "kv" in names else 2 * dim}
+    shape = [extent[name] for name in names]
+
+    def poisoned() -> Any:
+        array = np.full(shape, 0xDBDB, np.uint16)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if tensor else array
+
+    return [(poisoned(), poisoned()) if pairs else poisoned() for _ in range(2)]
+
+
+def scattered(count: int, pages: int, size: int) -> Any:
+    """Slots of a prompt whose pages lie anywhere."""
+    order = np.random.default_rng(1).permutation(pages)
+    return np.array([order[token // size] * size + token % size for token in range(count)])
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["torch", "numpy"])
+@pytest.mark.parametrize("size", [1, 16, 24])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_token_lands_in_its_slot_and_nothing_else(client: Client, layout: str, size: int, tensor: bool) -> None:
+    pages = -(-COUNT // size) + 3
+    pairs = layout == "page slot head dim"
+    layers = engine_pages(layout, pages, size, 2, 8, pairs=pairs, tensor=tensor)
+    slots = scattered(COUNT, pages, size)
+    slots[5:9] = -1
+    fetched = client.fetch(SPEC, tokens_of(COUNT), into=Paged(layers, slots, layout), verify=True)
+    assert fetched.token_count == COUNT
+    here = slots >= 0
+    cache = random_cache(SPEC, COUNT)
+    for (k, v), (ck, cv) in zip(fetched, cache, strict=True):
+        for view, plane in ((k, ck), (v, cv)):
+            flat = np.ascontiguousarray(bits(view) if tensor else view).reshape(pages * size, 2, 8)
+            assert (flat[slots[here]] == plane.transpose(1, 0, 2)[here]).all()
+            others = np.setdiff1d(np.arange(pages * size), slots[here])
+            assert (flat[others] == 0xDBDB).all()
+
+
+def test_heads_layers_and_streams(client: Client) -> None:
+    layers = engine_pages("page kv head slot dim", 9, 16, 1, 8, pairs=False, tensor=True)[:1]
+    into = Paged(layers, scattered(COUNT, 9, 16), "page kv head slot dim")
+    stream = client.fetch_layers(SPEC, tokens_of(COUNT), layers=[1], heads=(1, 2), into=into)
+    [(layer, (k, _))] = list(stream)
+    assert layer == 1
+    flat = np.ascontiguousarray(bits(k)).reshape(144, 1, 8)
+    assert (flat[into.slots, 0] == random_cache(SPEC, COUNT)[1][0][1]).all()
+
+
+def test_mla_pages(sidecar: Sidecar) -> None:
+    spec = odd_spec("bfloat16", 1, 24, 8, 128, mla=True)
+    tokens, cache = tokens_of(300), random_cache(spec, 300)
+    with connect(sidecar.address) as client:
+        client.store(spec, tokens, cache).wait()
+        layers = [np.zeros((24, 16, 32), np.uint16) for _ in range(2)]
+        slots = scattered(300, 24, 16)
+        assert client.fetch(spec, tokens, into=Paged(layers, slots, "page slot dim")).token_count == 300
+    for page, (latent, rope) in zip(layers, [each for each in cache if each], strict=True):
+        flat = page.reshape(384, 32)[slots]
+        assert (flat == np.concatenate([latent[0], rope[0]], axis=-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": "page slot head"}, "dim must be there"),
+        ({"layout": "page page slot head dim"}, "each axis once"),
+        ({"layout": "page slot head dim"}, "axes"),
+        ({"slots": np.arange(COUNT) + 9 * 16}, "outside"),
+        ({"slots": np.arange(10)}, "names 10 tokens"),
+        ({"slots": np.ones(COUNT)}, "whole numbers"),
+        ({"layers": []}, "0 entries"),
+        ({"heads": 3}, "heads"),
+        ({"dtype": np.float32}, "float32"),
+    ],
+)
+def test_pages_that_do_not_fit_are_named(client: Client, change: dict[str, Any], words: str) -> None:
+    layers = engine_pages("kv page slot head dim", 9, 16, change.pop("heads", 2), 8, pairs=False, tensor=False)
+    if "dtype" in change:
+        layers = [each.astype(change["dtype"]) for each in layers]
+        change = {}
+    given = {"layers": layers, "slots": np.arange(COUNT), "layout": "kv page slot head dim", **change}
+    with pytest.raises(InvalidRequest, match=words):
+        client.fetch(SPEC, tokens_of(COUNT), into=Paged(**given))
