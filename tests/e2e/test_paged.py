@@ -22,12 +22,6 @@ LAYOUTS = [
     "page slot head dim",
     "page head slot kv dim",
 ]
-    "kv page slot head dim",
-    "page kv head slot dim",
-    "page head slot dim",
-    "page slot head dim",
-    "page head slot kv dim",
-]
 
 
 @pytest.fixture(scope="module")
