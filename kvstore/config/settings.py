@@ -102,6 +102,9 @@ class LimitSettings:
     leased_bytes_max: Size
     lease_age_s_max: Duration = 60.0
     lease_count_max: int = 4096
+    ticket_age_s_max: Duration = 30.0
+    ticket_count_max: int = 4096
+    ticket_bytes_max: Size = GIB
     stream_count_max: int = 64
     token_count_max: int = 1 << 20
     model_count_max: int = 256
@@ -173,7 +176,11 @@ def dependent_defaults(
     return {
         "server": {"socket_directory": sockets},
         "tiers.nvme": {"directory": state_directory / "nvme"},
-        "limits": {"leased_bytes_max": capacity_bytes, "pin_bytes_max": capacity_bytes // 2},
+        "limits": {
+            "leased_bytes_max": capacity_bytes,
+            "pin_bytes_max": capacity_bytes // 2,
+            "ticket_bytes_max": capacity_bytes // 2,
+        },
     }
 
 

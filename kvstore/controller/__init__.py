@@ -6,6 +6,7 @@ reservation owns.
 
 - ``sessions``  who is connected and what ends with the connection
 - ``fetching``  lookups and leases
+- ``tickets``   prefixes held for other processes' fetches
 - ``storing``   reserve, fill, commit, abort
 - ``moving``    the byte movers' job: staging to arena, checksummed
 - ``residency`` where chunks lie, and how copies go

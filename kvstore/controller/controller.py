@@ -17,6 +17,7 @@ from kvstore.controller.residency import Residency
 from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.storing import Storing
+from kvstore.controller.tickets import Tickets
 from kvstore.controller.values import (
     Arrival,
     ChainQuery,
@@ -77,9 +78,10 @@ class Controller:
         self.residency = Residency(
             arena=arena, catalog=self.catalog, policy=policy, keys=keys, faults=faults, counters=counters
         )
+        self.tickets = Tickets(self.catalog, limits, clock, random, counters)
         self.fetching = Fetching(
             catalog=self.catalog, residency=self.residency, sessions=self.sessions, limits=limits, clock=clock,
-            counters=counters,
+            counters=counters, tickets=self.tickets,
         )  # fmt: skip
         self.capacity = Capacity(arena, self.residency, counters, self.fetching.revoke_stale)
         self.writeback = Writeback(self.catalog, self.residency, clock, faults, counters)
@@ -172,13 +174,16 @@ class Controller:
         """The fingerprint that names the model in every later call."""
         return self.catalog.register(spec).fingerprint
 
-    def lookup(self, query: ChainQuery) -> LookupResult:
+    def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
         self._check(query)
-        return self.fetching.lookup(query)
+        return self.fetching.lookup(query, readers)
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         self._check(query)
         return self.fetching.fetch(session, query, self.promotion)
+
+    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = ()) -> FetchResult:
+        return self.fetching.redeem(session, ticket_id, layers, self.promotion)
 
     def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
         """What lands of a fetch's cold chunks, at most ``timeout_s`` seconds (None: controller.deadline_s)."""
@@ -277,6 +282,8 @@ class Controller:
             chunk_count=self.arena.chunk_count,
             session_count=len(sessions),
             reservation_count=sum(len(session.reservations) for session in sessions),
+            ticket_count=len(self.tickets),
+            ticket_bytes=self.tickets.held_bytes,
             lease_count=sum(len(session.leases) for session in sessions),
             stream_count=sum(session.stream_count for session in sessions),
             staging_bytes=self.sessions.staging_bytes,
@@ -294,6 +301,7 @@ class Controller:
         while True:
             await self._clock.sleep(interval_s)
             await self.storing.expire()
+            self.tickets.expire()
             self.writeback.retry()
 
     async def drain(self, grace_s: float) -> None:

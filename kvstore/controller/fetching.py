@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.catalog import Catalog, Namespace, Walk
 from kvstore.config import LimitSettings
 from kvstore.controller.promotion import Loading, Promotion
 from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
+from kvstore.controller.tickets import Tickets
 from kvstore.controller.values import Arrival, ChainQuery, FetchResult, LookupResult, Resident, Tail
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import Clock
 from kvstore.spec import MissReason, Tier
@@ -89,6 +90,7 @@ class Fetching:
         limits: LimitSettings,
         clock: Clock,
         counters: Counters,
+        tickets: Tickets,
     ) -> None:
         self._catalog = catalog
         self._residency = residency
@@ -96,16 +98,40 @@ class Fetching:
         self._limits = limits
         self._clock = clock
         self._counters = counters
+        self._tickets = tickets
         self.leased_bytes = 0
 
-    def lookup(self, query: ChainQuery) -> LookupResult:
-        """Pure: no lease, no recency."""
+    def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
+        """What is stored of a chain. Pure: no lease, no recency; with ``readers`` the hits are held by a ticket."""
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
         self._counters.add("lookup_calls")
         self._counters.add("lookup_hit_chunks", walk.hit_count)
         self._counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
-        return LookupResult(walk.hit_count, walk.runs, self._tails(parts, query, walk.hit_count))
+        tails = self._tails(parts, query, walk.hit_count)
+        if not readers or not walk.hit_count:
+            return LookupResult(walk.hit_count, walk.runs, tails)
+        held = replace(query, digests=query.digests[: walk.hit_count])
+        rows = tuple(row for chain in walk.chains for row in chain)
+        ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
+        return LookupResult(walk.hit_count, walk.runs, tails, ticket.ticket_id, self._limits.ticket_age_s_max)
+
+    def _byte_count(self, walk: Walk) -> int:
+        table, space_of = self._catalog.table, self._catalog.space_of
+        return sum(space_of(row).chunk_bytes(table.token_counts[row]) for chain in walk.chains for row in chain)
+
+    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...], promotion: Promotion) -> FetchResult:
+        """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
+        lost after all, Exhausted when memory has no room for it now."""
+        query = replace(self._tickets.query(ticket_id), layers=layers)
+        result = self.fetch(session, query, promotion)
+        if result.hit_count == len(query.digests):
+            self._tickets.redeemed(ticket_id)
+            return result
+        self.release(session, [result.lease_id])
+        if result.reason in (MissReason.OVERLOADED, MissReason.UNAVAILABLE):
+            raise Exhausted(f"the ticket's chunks cannot be brought into memory now: {result.reason.name}")
+        raise DataLoss(f"a chunk of this ticket was lost: {result.reason.name}", reason=result.reason.name)
 
     def fetch(self, session: Session, query: ChainQuery, promotion: Promotion) -> FetchResult:
         """The stored prefix under a lease; what memory does not have is on its way there.

@@ -40,6 +40,8 @@ class LookupResult:
     hit_count: int
     runs: tuple[Run, ...]
     tails: tuple[Tail, ...]
+    ticket: bytes = b""
+    ticket_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class Stats:
     session_count: int
     reservation_count: int
     lease_count: int
+    ticket_count: int
+    ticket_bytes: int
     stream_count: int
     staging_bytes: int
     models: tuple[ModelCount, ...]

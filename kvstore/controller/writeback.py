@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from kvstore.arena import Placement
 from kvstore.catalog import NOWHERE, Catalog
 from kvstore.chunk import parse_header
 from kvstore.controller.residency import Residency
@@ -80,13 +81,14 @@ class Writeback:
             return
         table.hold(row)
         self._writing.add(row)
+        placement = table.arena[row]
         try:
-            await self._write_held(row)
+            await self._write_held(row, placement)
             if self.reason:
                 _log.info("the device takes chunks again")
                 self.reason = ""
         except DataLoss:
-            if row in table.arena:
+            if table.arena.get(row) is placement:  # else it went, and was perhaps stored anew, meanwhile
                 self._residency.quarantine_arena(row)
         except KVStoreError as error:
             self._park(row, error.message)
@@ -95,13 +97,15 @@ class Writeback:
             self._park(row, "an error in the service: see its log")
         finally:
             self._writing.discard(row)
+            if row in table.arena and row not in self._parked:
+                self.add(row)  # it was stored anew meanwhile
             self._settled(row)
             self._catalog.unhold(row)
 
-    async def _write_held(self, row: int) -> None:
+    async def _write_held(self, row: int, placement: Placement) -> None:
         nvme, table = self._residency.nvme, self._residency.table
         assert nvme is not None
-        placement, layout = table.arena[row], self._residency.name(row).layout
+        layout = self._residency.name(row).layout
         header = parse_header(placement.pieces[0], layout)
         residency = await nvme.write(header, layout, placement.pieces)
         self._faults.reach("nvme.acknowledge")

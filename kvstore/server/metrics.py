@@ -26,6 +26,8 @@ _GAUGES = {
     "arena_chunks": ("chunk_count", "Chunks in the arena"),
     "sessions": ("session_count", "Open sessions"),
     "reservations": ("reservation_count", "Stores in flight"),
+    "tickets": ("ticket_count", "Tickets open"),
+    "ticket_bytes": ("ticket_bytes", "Bytes of chunks that tickets hold"),
     "leases": ("lease_count", "Leases held"),
     "streams": ("stream_count", "Fetch streams open"),
     "staging_bytes": ("staging_bytes", "Staging of all sessions"),

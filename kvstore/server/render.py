@@ -96,7 +96,13 @@ def render_lookup(result: LookupResult) -> pb.LookupResponse:
                 reason=int(run.reason),  # type: ignore[arg-type]
             )
         )
-    return pb.LookupResponse(hit_count=result.hit_count, runs=runs, tails=_tails(result.tails))
+    return pb.LookupResponse(
+        hit_count=result.hit_count,
+        runs=runs,
+        tails=_tails(result.tails),
+        ticket=result.ticket,
+        ticket_seconds=result.ticket_s,
+    )
 
 
 def render_fetch(result: FetchResult) -> pb.FetchResponse:

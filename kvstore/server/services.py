@@ -40,7 +40,8 @@ class CacheService:
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
         _session(self._controller, context)
-        return render.render_lookup(self._controller.lookup(render.parse_query(request.query)))
+        readers = (request.readers or 1) if request.hold else 0
+        return render.render_lookup(self._controller.lookup(render.parse_query(request.query), readers))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
@@ -50,7 +51,10 @@ class CacheService:
             raise Exhausted(f"this session has {limit} streams open: raise limits.stream_count_max")
         session.stream_count += 1
         try:
-            result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
+            if request.ticket:
+                result = self._controller.redeem(session, request.ticket, tuple(request.layers))
+            else:
+                result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
             yield render.render_fetch(result)
             async for news in self._controller.arrivals(result, context.time_remaining()):
                 yield render.render_arrivals(news)
@@ -60,6 +64,8 @@ class CacheService:
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """Give leases back."""
         self._controller.release(_session(self._controller, context), list(request.lease_ids))
+        for ticket in request.tickets:
+            self._controller.tickets.release(ticket)
         return pb.ReleaseResponse()
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 DESCRIPTIONS: dict[str, str] = {
+    "tickets_issued": "Prefixes held for fetches by ticket",
+    "tickets_redeemed": "Fetches by ticket",
+    "tickets_expired": "Tickets that ended unredeemed",
     "lookup_calls": "Lookups answered",
     "lookup_hit_chunks": "Chunks found by lookups",
     "lookup_miss_chunks": "Chunks asked for and not found by lookups",

@@ -212,10 +212,14 @@ class ChainQuery(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., hidden_only: _Optional[bool] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("query",)
+    __slots__ = ("query", "hold", "readers")
     QUERY_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ...) -> None: ...
+    hold: bool
+    readers: int
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ...) -> None: ...
 
 class ChunkRun(_message.Message):
     __slots__ = ("count", "state", "tier", "encoding", "reason")
@@ -240,22 +244,28 @@ class PartialTail(_message.Message):
     def __init__(self, token_count: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("hit_count", "runs", "tails")
+    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds")
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TICKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     hit_count: int
     runs: _containers.RepeatedCompositeFieldContainer[ChunkRun]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
-    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ...) -> None: ...
+    ticket: bytes
+    ticket_seconds: float
+    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("query", "layers")
+    __slots__ = ("query", "layers", "ticket")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("region", "offset", "byte_count")
@@ -314,10 +324,12 @@ class FetchResponse(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., hit_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., chunks: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_ids",)
+    __slots__ = ("lease_ids", "tickets")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tickets: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., tickets: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()

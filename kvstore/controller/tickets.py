@@ -1,0 +1,105 @@
+"""Tickets: a prefix that one process found and others may fetch. Its chunks stay until every reader came, or it
+expired: under a ticket the bytes come, or a typed error does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.catalog import Catalog
+from kvstore.config import LimitSettings
+from kvstore.controller.values import ChainQuery
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.seams import Clock, Random
+from kvstore.telemetry import Counters
+
+TICKET_BYTES = 16
+READER_COUNT_MAX = 1024
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """``rows`` of the held prefix, part by part; ``readers_left`` fetches may still be made with it."""
+
+    ticket_id: bytes
+    query: ChainQuery
+    rows: tuple[int, ...]
+    byte_count: int
+    readers_left: int
+    expires_s: float
+
+
+class Tickets:
+    """The open tickets of one tenant. Any session of the tenant may redeem one: the id is its only right."""
+
+    def __init__(
+        self, catalog: Catalog, limits: LimitSettings, clock: Clock, random: Random, counters: Counters
+    ) -> None:
+        self._catalog = catalog
+        self._limits = limits
+        self._clock = clock
+        self._random = random
+        self._counters = counters
+        self._open: dict[bytes, Ticket] = {}
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def issue(self, query: ChainQuery, rows: tuple[int, ...], byte_count: int, readers: int) -> Ticket:
+        """Hold a prefix for ``readers`` fetches, at most limits.ticket_age_s_max until the first of them.
+
+        Raises: InvalidRequest for a number of readers out of range; Exhausted past limits.ticket_count_max or
+        limits.ticket_bytes_max.
+        """
+        if not 1 <= readers <= READER_COUNT_MAX:
+            raise InvalidRequest(f"readers {readers} must be in 1..{READER_COUNT_MAX}")
+        if len(self._open) >= self._limits.ticket_count_max:
+            raise Exhausted(f"{len(self._open)} tickets are open: raise limits.ticket_count_max")
+        if self.held_bytes + byte_count > self._limits.ticket_bytes_max:
+            raise Exhausted(
+                f"tickets would hold {self.held_bytes + byte_count} bytes: redeem or release some, or raise "
+                f"limits.ticket_bytes_max ({self._limits.ticket_bytes_max})"
+            )
+        expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
+        ticket = Ticket(self._random.bytes(TICKET_BYTES), query, rows, byte_count, readers, expires_s)
+        self._open[ticket.ticket_id] = ticket
+        self.held_bytes += byte_count
+        for row in rows:
+            self._catalog.table.hold(row)
+        self._counters.add("tickets_issued")
+        return ticket
+
+    def query(self, ticket_id: bytes) -> ChainQuery:
+        """What the ticket is for. Raises InvalidRequest for one that expired, was used up or released, or never was."""
+        ticket = self._open.get(ticket_id)
+        if ticket is None:
+            raise InvalidRequest(
+                "this ticket expired (limits.ticket_age_s_max), was redeemed by all its readers, or was released: "
+                "look the prefix up again"
+            )
+        return ticket.query
+
+    def redeemed(self, ticket_id: bytes) -> None:
+        """One of its readers holds the chunks itself now. The last one ends the ticket; the others get their time
+        anew, for who came shows that they are on their way."""
+        ticket = self._open[ticket_id]
+        self._counters.add("tickets_redeemed")
+        ticket.readers_left -= 1
+        ticket.expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
+        if not ticket.readers_left:
+            self.release(ticket_id)
+
+    def release(self, ticket_id: bytes) -> None:
+        """End a ticket. Unknown ones are fine: they ended before."""
+        ticket = self._open.pop(ticket_id, None)
+        if ticket is not None:
+            self.held_bytes -= ticket.byte_count
+            for row in ticket.rows:
+                self._catalog.unhold(row)
+
+    def expire(self) -> None:
+        """End what is past its time."""
+        now_s = self._clock.monotonic()
+        for ticket in [each for each in self._open.values() if each.expires_s <= now_s]:
+            self._counters.add("tickets_expired")
+            self.release(ticket.ticket_id)

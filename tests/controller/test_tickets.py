@@ -1,0 +1,78 @@
+"""Tickets: found by one session, fetched by others, kept meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import Exhausted, InvalidRequest
+from tests.controller.service import Service
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service(chunks=4)
+
+
+async def test_held_chunks_stay_until_every_reader_came(service: Service) -> None:
+    controller = service.controller
+    writer, scheduler, worker = (controller.open_session(0) for _ in range(3))
+    await service.store(writer, 1, 2)
+    found = controller.lookup(service.query(1, 2, 3), readers=2)
+    assert found.hit_count == 2
+    await service.store(writer, 5, 6, 7)  # there is room for two of them only
+    assert controller.lookup(service.query(1, 2)).hit_count == 2
+    await controller.close_session(scheduler)
+    for _ in range(2):
+        result = controller.redeem(worker, found.ticket)
+        assert result.hit_count == 2
+        controller.release(worker, [result.lease_id])
+    with pytest.raises(InvalidRequest, match="redeemed by all"):
+        controller.redeem(worker, found.ticket)
+    assert (controller.stats().ticket_count, controller.stats().ticket_bytes) == (0, 0)
+    await service.store(writer, 8, 9, 10)
+    assert controller.lookup(service.query(1, 2)).hit_count < 2, "free to go now"
+
+
+async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) -> None:
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1)
+    ticket = controller.lookup(service.query(1), readers=1).ticket
+    service.clock.advance(controller.limits.ticket_age_s_max)
+    controller.tickets.expire()
+    with pytest.raises(InvalidRequest, match="expired"):
+        controller.redeem(session, ticket)
+    assert controller.stats().ticket_bytes == 0
+    assert controller.stats().counters["tickets_expired"] == 1
+
+
+async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Service) -> None:
+    service = Service(chunks=4, lease_count_max=1)
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1)
+    ticket = controller.lookup(service.query(1), readers=1).ticket
+    lease = controller.fetch(session, service.query(1)).lease_id
+    with pytest.raises(Exhausted, match="lease_count_max"):
+        controller.redeem(session, ticket)
+    controller.release(session, [lease])
+    assert controller.redeem(session, ticket).hit_count == 1
+
+
+async def test_limits_are_named(service: Service) -> None:
+    service = Service(chunks=4, ticket_count_max=1)
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1)
+    assert controller.lookup(service.query(9), readers=1).ticket == b"", "nothing hit, nothing held"
+    with pytest.raises(InvalidRequest, match="readers"):
+        controller.lookup(service.query(1), readers=5000)
+    controller.tickets.release(controller.lookup(service.query(1), readers=1).ticket)
+    controller.lookup(service.query(1), readers=1)
+    with pytest.raises(Exhausted, match="ticket_count_max"):
+        controller.lookup(service.query(1), readers=1)
+    service = Service(chunks=4, ticket_bytes_max=1)
+    session = service.controller.open_session(0)
+    await service.store(session, 1)
+    with pytest.raises(Exhausted, match="ticket_bytes_max"):
+        service.controller.lookup(service.query(1), readers=1)
