@@ -28,6 +28,7 @@ from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
 from kvstore_client.receipt import Receipt
+from kvstore_client.transfer import Transfer
 
 __all__ = [
     "AsyncClient",
@@ -49,6 +50,7 @@ __all__ = [
     "Receipt",
     "RopeSpec",
     "Tier",
+    "Transfer",
     "connect",
     "connect_async",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Self
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Extra
 from kvstore.seams import Clock, FaultPoints, SystemClock, WorkerThreads
+from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, Durability, Encoding, Exactness, MissReason, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
@@ -25,8 +26,10 @@ from kvstore_client.receipt import Receipt
 from kvstore_client.session import Session
 from kvstore_client.storing import Source, Store
 from kvstore_client.target import given_places, target_of
+from kvstore_client.transfer import Held, Transfer, pack_ticket
 
 DEFAULT_TIMEOUT_S = 10.0
+TICKET_BYTES = 16
 _COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes")
 
 
@@ -81,29 +84,91 @@ class Client:
         spec: ModelSpec,
         tokens: Any,
         *,
+        hold: bool = False,
+        readers: int = 1,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Match:
-        """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, holds nothing."""
+        """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, and holds nothing unless asked to:
+        with ``hold`` the match has a ticket, and what hit stays for ``readers`` fetches by it, from any process of
+        the user, until the ticket expires (limits.ticket_age_s_max). Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         if not prompt.digests:
             return Match(0, ())
-        return self._connection.or_gone(lambda: self._lookup(prompt), lambda _: unavailable(spec, prompt.tokens.size))
+        return self._connection.or_gone(
+            lambda: self._lookup(prompt, readers if hold else 0), lambda _: unavailable(spec, prompt.tokens.size)
+        )
 
-    def _lookup(self, prompt: Prompt) -> Match:
-        session, name = self._ready(prompt.spec)
+    def _lookup(self, prompt: Prompt, readers: int) -> Match:
         step, count = prompt.spec.chunk_tokens, prompt.tokens.size
-        query = pb.ChainQuery(fingerprint=name, digests=b"".join(prompt.digests), exactness=prompt.exactness)  # type: ignore[arg-type]
-        reply = session.call(session.cache.Lookup, pb.LookupRequest(query=query), self._timeout_s)
+        reply = self._ask(prompt, prompt.digests, readers)
         chunks: list[ChunkMatch] = []
         for run in reply.runs:
             states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
             for _ in range(run.count):
                 start = len(chunks) * step
                 chunks.append(ChunkMatch(start, min(start + step, count), *states))
-        prefix = min(reply.hit_count * step, count)
-        tail = matching_tail(prompt.tokens, prefix, prompt.digests, reply.hit_count, reply.tails, prompt.extras)
-        return Match(prefix + (tail[0] if tail else 0), tuple(chunks))
+        hits, ticket = reply.hit_count, reply.ticket
+        prefix = min(hits * step, count)
+        tail = matching_tail(prompt.tokens, prefix, prompt.digests, hits, reply.tails, prompt.extras)
+        digests = prompt.digests[:hits]
+        if tail and readers:
+            longer = self._ask(prompt, [*digests, tail[1]], readers)
+            if longer.hit_count > hits:
+                self.release_ticket(ticket)
+                ticket, digests = longer.ticket, [*digests, tail[1]]
+            else:
+                self.release_ticket(longer.ticket)
+                tail = None
+        prefix += tail[0] if tail else 0
+        held = pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
+        return Match(prefix, tuple(chunks), held)
+
+    def _ask(self, prompt: Prompt, digests: Sequence[bytes], readers: int) -> pb.LookupResponse:
+        session, name = self._ready(prompt.spec)
+        query = pb.ChainQuery(fingerprint=name, digests=b"".join(digests), exactness=prompt.exactness)  # type: ignore[arg-type]
+        request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers)
+        reply: pb.LookupResponse = session.call(session.cache.Lookup, request, self._timeout_s)
+        return reply
+
+    def release_ticket(self, ticket: bytes | None) -> None:
+        """Let go of what a ticket holds, when nobody will redeem it. Takes the match's ticket; unknown ones are
+        fine."""
+        if not ticket:
+            return
+        identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket
+
+        def release() -> None:
+            session = self.connect_now()
+            session.call(session.cache.Release, pb.ReleaseRequest(tickets=[identity]), self._timeout_s)
+
+        self._connection.or_gone(release, lambda _: None)
+
+    # ------------------------------------------------------------ transfers
+
+    def start_fetch(
+        self,
+        ticket: bytes,
+        *,
+        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        layers: Sequence[int] | None = None,
+        heads: range | tuple[int, int] | None = None,
+        verify: bool = False,
+    ) -> Transfer:
+        """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. Raises:
+        InvalidRequest for a wrong argument."""
+        held = Held(ticket)
+        wanted = Wanted.of(held.spec, layers, heads, (), verify)
+        given = given_places(wanted, into)
+        target_of(wanted, held.token_count, given)  # what does not fit is said now
+        transfer = Transfer(held.token_count, wanted.layers)
+        start_thread(lambda: transfer.run(lambda: self._redeem(held, wanted, given)), "kvstore-transfer")
+        return transfer
+
+    def _redeem(self, held: Held, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
+        session, name = self._ready(held.spec)
+        prefix = open_prefix(session, wanted, name, held.digests, held.exactness, self._timeout_s, held.ticket)
+        return self._layers_of(prefix, wanted, given)
 
     # ------------------------------------------------------------ fetch
 
@@ -214,7 +279,9 @@ class Client:
         )
 
     def _stream(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> LayerStream:
-        prefix = self._open(wanted, prompt)
+        return self._layers_of(self._open(wanted, prompt), wanted, given)
+
+    def _layers_of(self, prefix: Prefix, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
         try:
             target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
         except BaseException:

@@ -135,7 +135,7 @@ class LayerStream:
 
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
-    ``landed_s``: when the last layer was there.
+    ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class LayerStream:
         self._timeout_s = timeout_s
         self.reason = reason
         self.landed_s = 0.0
-        self.token_count = prefix.token_count if prefix else 0
+        self.token_count = self.good_token_count = prefix.token_count if prefix else 0
         hit = prefix if self.token_count else None
         self.tier = hit.tier if hit else Tier.NONE
         self.byte_count = hit.wanted.byte_count(self.token_count) if hit else 0
@@ -180,7 +180,8 @@ class LayerStream:
                         job.result(self._timeout_s)
                 except TimeoutError:
                     raise DeadlineExceeded(f"layer {layer} was not copied within {self._timeout_s} s") from None
-                if bad or prefix.settle(bad) < self.token_count:
+                self.good_token_count = prefix.settle(bad)
+                if self.good_token_count < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
                 k, v = target.planes[2 * position : 2 * position + 2]
                 yield layer, (target.shown(k, dtype), target.shown(v, dtype))

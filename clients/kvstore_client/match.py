@@ -24,10 +24,12 @@ class ChunkMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a prompt is stored. ``chunks`` covers the prompt; the leading hits make the prefix."""
+    """How much of a prompt is stored. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
+    hold, what other processes fetch the prefix by; None when there is none."""
 
     prefix_token_count: int
     chunks: tuple[ChunkMatch, ...]
+    ticket: bytes | None = None
 
     def __bool__(self) -> bool:
         return self.prefix_token_count > 0

@@ -263,16 +263,19 @@ class Prefix:
 
 
 def open_prefix(
-    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float
-) -> Prefix:
-    """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
+    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
+    ticket: bytes = b"",
+) -> Prefix:  # fmt: skip
+    """Ask for the resident prefix of a chain, or redeem a ticket for all of it. Raises the typed error of a failed
+    call."""
     query = pb.ChainQuery(
         fingerprint=name,
         digests=b"".join(digests),
         hidden_layers=wanted.hidden_layers,
         exactness=exactness,  # type: ignore[arg-type]
     )
-    request = pb.FetchRequest(query=query, layers=() if wanted.layers == wanted.spec.slab_layers else wanted.layers)
+    layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
+    request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)
     try:
         stream = session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata)
         response = next(stream)

@@ -1,0 +1,130 @@
+"""Fetches that run beside the engine: by ticket, into the engine's own memory, layer by layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.keys import DIGEST_BYTES
+from kvstore.spec import ModelSpec
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.wire import spec_from_message, spec_to_message
+from kvstore_client.fetching import LayerStream
+
+
+def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
+    """What another process needs to fetch by this ticket, as one run of bytes."""
+    return pb.HeldPrefix(
+        ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count,
+        exactness=exactness,  # type: ignore[arg-type]  # the wire's number
+    ).SerializeToString()  # fmt: skip
+
+
+class Held:
+    """A ticket, read. Raises InvalidRequest when the bytes are none."""
+
+    def __init__(self, ticket: bytes) -> None:
+        try:
+            message = pb.HeldPrefix.FromString(ticket)
+        except Exception as error:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries") from error
+        if not message.ticket or not message.token_count or len(message.digests) % DIGEST_BYTES:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
+        self.ticket = message.ticket
+        self.spec = spec_from_message(message.spec)
+        data = message.digests
+        self.digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+        self.exactness = int(message.exactness)
+        self.token_count = int(message.token_count)
+
+
+class Transfer:
+    """A fetch on its way. Its destination belongs to it until ``is_done``.
+
+    ``error``: why it ended before its last layer, or None. ``good_token_count``: leading tokens whose layers so far
+    are good; below ``token_count`` only when chunks were lost on the way.
+    """
+
+    def __init__(self, token_count: int, layers: Iterable[int]) -> None:
+        self.token_count = token_count
+        self.good_token_count = 0
+        self.error: KVStoreError | None = None
+        self._layers: dict[int, Future[None]] = {layer: Future() for layer in layers}
+        self._is_cancelled = threading.Event()
+        self._ended = threading.Event()
+
+    def wait_layer(self, layer: int, timeout: float | None = None) -> None:
+        """Return when the layer is in its place. Raises what ended the transfer; DeadlineExceeded after ``timeout``
+        seconds; InvalidRequest for a layer it does not bring."""
+        future = self._layers.get(layer)
+        if future is None:
+            raise InvalidRequest(f"layer {layer} is not part of this transfer")
+        try:
+            future.result(timeout)
+        except TimeoutError:
+            raise DeadlineExceeded(f"layer {layer} did not land within {timeout} s") from None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every layer is in its place. Raises like ``wait_layer``."""
+        if not self._ended.wait(timeout):
+            raise DeadlineExceeded(f"the transfer did not end within {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+    def poll(self) -> int:
+        """How many leading layers are in their place."""
+        futures = list(self._layers.values())
+        landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
+        return next(landed, len(futures))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing writes to the destination any more."""
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def cancel(self, timeout: float | None = None) -> bool:
+        """Stop it. True once nothing writes to the destination any more; waits for that at most ``timeout`` s."""
+        self._is_cancelled.set()
+        return self._ended.wait(timeout)
+
+    def run(self, open_stream: Callable[[], LayerStream]) -> None:
+        """On a thread of its own: bring the layers in order."""
+        try:
+            stream = open_stream()
+            if stream.token_count < self.token_count:
+                stream.close()
+                raise DataLoss(f"a chunk of this ticket was lost: {stream.reason.name}", reason=stream.reason.name)
+            self._bring(stream)
+        except KVStoreError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
+            self._fail(Unavailable(f"the transfer failed: {error}"))
+        finally:
+            self._ended.set()
+
+    def _bring(self, stream: LayerStream) -> None:
+        layers = iter(stream)
+        try:
+            for layer, _ in layers:
+                self.good_token_count = self.token_count
+                self._layers[layer].set_result(None)
+                if self._is_cancelled.is_set():
+                    raise Unavailable("the transfer was cancelled")
+        except DataLoss:
+            self.good_token_count = stream.good_token_count
+            raise
+        finally:
+            layers.close()  # type: ignore[attr-defined]  # a generator's iterator
+            stream.close()
+
+    def _fail(self, error: KVStoreError) -> None:
+        self.error = error
+        for future in self._layers.values():
+            if not future.done():
+                future.set_exception(error)

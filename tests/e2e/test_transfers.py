@@ -1,0 +1,136 @@
+"""A scheduler looks up and holds, workers in other processes fetch by ticket into their own memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore_client import Paged, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 90
+
+WORKER = """
+import sys
+import numpy as np
+from kvstore_client import Paged, connect
+address, ticket, head = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+pages = [np.zeros((2, 6, 16, 1, 8), np.uint16) for _ in range(2)]
+with connect(address) as client:
+    transfer = client.start_fetch(ticket, into=Paged(pages, np.arange(90)), heads=(head, head + 1), verify=True)
+    for layer in range(2):
+        transfer.wait_layer(layer, 10.0)
+    transfer.wait(10.0)
+sys.stdout.buffer.write(b"".join(page.tobytes() for page in pages))
+"""
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["memory", "device"])
+def test_two_ranks_redeem_what_a_scheduler_holds(cold: bool) -> None:
+    tokens, cache = tokens_of(COUNT), random_cache(SPEC, COUNT)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            client.store(SPEC, tokens, cache).wait(10.0)
+        if cold:
+            sidecar.stop(kill=True)
+            sidecar.start()
+        with connect(sidecar.address) as scheduler:
+            match = scheduler.lookup(SPEC, tokens, hold=True, readers=2)
+            assert match.prefix_token_count == COUNT
+            assert match.ticket is not None
+            for head in range(2):
+                command = [sys.executable, "-c", WORKER, sidecar.address, match.ticket.hex(), str(head)]
+                done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+                assert done.returncode == 0, done.stderr.decode()
+                planes = np.frombuffer(done.stdout, np.uint16).reshape(2, 2, 96, 8)[:, :, :COUNT]
+                for layer in range(2):
+                    for which in range(2):
+                        assert (planes[layer, which] == cache[layer][which][head]).all()
+            late = scheduler.start_fetch(match.ticket)
+            with pytest.raises(InvalidRequest, match="redeemed by all"):
+                late.wait(10.0)
+            stats = scheduler.stats()
+            assert stats.sessions.lease_count == 0
+            assert stats.counters["tickets_redeemed"] == 2
+
+
+def test_a_prefix_that_ends_in_a_tail_is_held_whole(sidecar: Sidecar) -> None:
+    tokens, cache = tokens_of(COUNT, 5), random_cache(SPEC, COUNT, 5)
+    with connect(sidecar.address) as client:
+        client.store(SPEC, tokens, cache).wait(10.0)
+        longer = np.concatenate([tokens, tokens_of(30, 6)])
+        match = client.lookup(SPEC, longer, hold=True)
+        assert match.prefix_token_count == COUNT
+        into = [tuple(np.zeros((2, COUNT, 8), np.uint16) for _ in range(2)) for _ in range(2)]
+        transfer = client.start_fetch(match.ticket, into=into, layers=[1, 0])
+        transfer.wait(10.0)
+        assert (transfer.poll(), transfer.good_token_count, transfer.error) == (2, COUNT, None)
+        assert (bits(into[0][0]) == cache[1][0]).all()
+        assert (bits(into[1][1]) == cache[0][1]).all()
+        held = client.lookup(SPEC, tokens, hold=True, readers=3)
+        client.release_ticket(held.ticket)
+        with pytest.raises(InvalidRequest, match="released"):
+            client.start_fetch(held.ticket).wait(10.0)
+
+
+def test_nothing_hit_nothing_held(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        assert client.lookup(SPEC, tokens_of(40, 77), hold=True).ticket is None
+
+
+@pytest.mark.parametrize("ticket", [b"", b"x" * 40, b"\x0a\x01a"])
+def test_what_is_no_ticket_is_said(sidecar: Sidecar, ticket: bytes) -> None:
+    with connect(sidecar.address) as client, pytest.raises(InvalidRequest, match="ticket"):
+        client.start_fetch(ticket)
+
+
+def test_arguments_are_checked_before_anything_moves(sidecar: Sidecar) -> None:
+    tokens = tokens_of(COUNT, 8)
+    with connect(sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT, 8)).wait(10.0)
+        ticket = client.lookup(SPEC, tokens, hold=True).ticket
+        assert ticket is not None
+        wrong: list[dict[str, Any]] = [
+            {"heads": (0, 3)},
+            {"layers": [2]},
+            {"into": Paged([], np.arange(COUNT))},
+            {"into": Paged([np.zeros((2, 6, 16, 2, 8), np.uint16)] * 2, np.arange(COUNT - 1))},
+        ]
+        for options in wrong:
+            with pytest.raises(InvalidRequest):
+                client.start_fetch(ticket, **options)
+        transfer = client.start_fetch(ticket)
+        with pytest.raises(InvalidRequest, match="not part"):
+            transfer.wait_layer(7)
+        transfer.wait(10.0)
+
+
+def test_cancel_ends_with_nothing_writing(sidecar: Sidecar) -> None:
+    tokens = tokens_of(COUNT, 9)
+    with connect(sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT, 9)).wait(10.0)
+        transfer = client.start_fetch(client.lookup(SPEC, tokens, hold=True).ticket)
+        assert transfer.cancel(10.0)
+        assert transfer.is_done
+
+
+def test_the_sidecar_dies_under_a_transfer(own_sidecar: Sidecar) -> None:
+    tokens = tokens_of(COUNT)
+    with connect(own_sidecar.address) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, COUNT)).wait(10.0)
+        ticket = client.lookup(SPEC, tokens, hold=True).ticket
+        assert ticket is not None
+        own_sidecar.stop(kill=True)
+        transfer = client.start_fetch(ticket)
+        with pytest.raises(KVStoreError):
+            transfer.wait(20.0)
+        assert transfer.failed
+        with pytest.raises(KVStoreError):
+            transfer.wait_layer(0)
