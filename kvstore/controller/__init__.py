@@ -7,7 +7,8 @@ reservation owns.
 - ``sessions``  who is connected and what ends with the connection
 - ``fetching``  lookups and leases
 - ``tickets``   prefixes held for other processes' fetches
-- ``storing``   reserve, fill, commit, abort
+- ``claiming``  reserve: who stores which chunk, and where it will lie
+- ``storing``   fill, commit, abort
 - ``moving``    the byte movers' job: staging to arena, checksummed
 - ``residency`` where chunks lie, and how copies go
 - ``capacity``  finding room in memory: demote, evict, revoke, or refuse

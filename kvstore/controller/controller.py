@@ -11,6 +11,7 @@ from kvstore.arena import Arena, Staging
 from kvstore.catalog import Catalog
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.capacity import Capacity
+from kvstore.controller.claiming import Claiming
 from kvstore.controller.fetching import Fetching, arrivals_of, parts_of
 from kvstore.controller.promotion import Promotion
 from kvstore.controller.residency import Residency
@@ -89,11 +90,15 @@ class Controller:
             arena=arena, catalog=self.catalog, residency=self.residency, capacity=self.capacity, workers=workers,
             faults=faults, counters=counters,
         )  # fmt: skip
-        self.storing = Storing(
-            arena=arena, catalog=self.catalog, policy=policy, capacity=self.capacity, residency=self.residency,
-            writeback=self.writeback, sessions=self.sessions, limits=limits, clock=clock, random=random,
-            workers=workers, keys=keys, faults=faults, counters=counters, deadline_s=deadline_s,
+        self.claiming = Claiming(
+            arena=arena, catalog=self.catalog, capacity=self.capacity, writeback=self.writeback,
+            sessions=self.sessions, limits=limits, clock=clock, random=random, keys=keys, counters=counters,
             demotion_wait_s=policies.demotion_wait_s,
+        )  # fmt: skip
+        self.storing = Storing(
+            arena=arena, catalog=self.catalog, policy=policy, residency=self.residency, writeback=self.writeback,
+            claiming=self.claiming, sessions=self.sessions, limits=limits, clock=clock, workers=workers,
+            faults=faults, counters=counters, deadline_s=deadline_s,
         )  # fmt: skip
         self.scrub = Scrub(
             arena=arena, catalog=self.catalog, residency=self.residency, writeback=self.writeback, clock=clock,
@@ -196,7 +201,7 @@ class Controller:
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
-        return await self.storing.reserve(session, request)
+        return await self.claiming.reserve(session, request)
 
     async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
         await self.storing.fill(session, reservation_id, fills)
@@ -277,7 +282,7 @@ class Controller:
             used_bytes=self.arena.used_bytes,
             leased_bytes=self.fetching.leased_bytes,
             pinned_bytes=self._pinned_bytes,
-            reserved_bytes=self.storing.reserved_bytes,
+            reserved_bytes=self.claiming.reserved_bytes,
             region_count=len(self.arena.regions),
             chunk_count=self.arena.chunk_count,
             session_count=len(sessions),

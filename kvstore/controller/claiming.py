@@ -1,0 +1,179 @@
+"""Claiming a chain's chunks: who stores which, and where they will lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.arena import Arena, Placement
+from kvstore.catalog import Catalog, Namespace
+from kvstore.chunk import ChunkHeader
+from kvstore.chunk.checksum import Checksums
+from kvstore.config import LimitSettings
+from kvstore.controller.capacity import Capacity
+from kvstore.controller.fetching import parts_of
+from kvstore.controller.reservation import Entry, Reservation
+from kvstore.controller.sessions import Session, Sessions
+from kvstore.controller.values import ReserveRequest, StoreResult
+from kvstore.controller.writeback import Writeback
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.keys import ROOT_DIGEST, storage_key
+from kvstore.seams import Clock, Random, TenantKeys
+from kvstore.spec import MissReason, StoreState
+from kvstore.telemetry import Counters
+
+
+class Claiming:
+    """Makes reservations. ``end`` frees one that could not be made whole."""
+
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        catalog: Catalog,
+        capacity: Capacity,
+        writeback: Writeback,
+        sessions: Sessions,
+        limits: LimitSettings,
+        clock: Clock,
+        random: Random,
+        keys: TenantKeys,
+        counters: Counters,
+        demotion_wait_s: float,
+    ) -> None:
+        self._arena = arena
+        self._catalog = catalog
+        self._capacity = capacity
+        self._writeback = writeback
+        self._sessions = sessions
+        self._limits = limits
+        self._clock = clock
+        self._random = random
+        self._keys = keys
+        self._counters = counters
+        self._demotion_wait_s = demotion_wait_s
+        self.end: Callable[[Reservation], None] = _nothing
+        self.reserved_bytes = 0
+
+    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
+        chunk without its parent is of no use. Where only unwritten chunks could make room it waits for the device,
+        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max."""
+        query = request.query
+        parts = parts_of(self._catalog, query)
+        spec = parts[0].spec
+        if len(session.reservations) >= self._limits.reservation_count_max:
+            raise Exhausted(
+                f"this session holds {len(session.reservations)} reservations: raise limits.reservation_count_max"
+            )
+        if not query.digests or len(request.token_digests) != len(query.digests):
+            raise InvalidRequest("a store names at least one chunk, and one token digest per chunk")
+        if not 0 <= request.tail_token_count < spec.chunk_tokens:
+            raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
+        reservation = Reservation(self._sessions.next_id(), session, [], len(parts), self._clock.monotonic())
+        session.reservations[reservation.reservation_id] = reservation
+        try:
+            await self._claim_all(reservation, request, parts)
+        except BaseException:
+            self.end(reservation)
+            raise
+        self._counters.add("store_reservations")
+        states = tuple(entry.state for entry in reservation.entries)
+        return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal)
+
+    async def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
+        digests = request.query.digests
+        wanted = set(digests)
+        keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
+        for index, digest in enumerate(digests):
+            parent = digests[index - 1] if index else ROOT_DIGEST
+            last = index == len(digests) - 1
+            tokens = request.tail_token_count if last and request.tail_token_count else parts[0].spec.chunk_tokens
+            for part in parts:
+                entry = Entry(part, digest, parent, StoreState.REFUSED)
+                reservation.entries.append(entry)
+                if not reservation.refusal:
+                    position = request.first_position + index * part.spec.chunk_tokens
+                    await self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
+
+    async def _claim(
+        self, reservation: Reservation, entry: Entry, token_count: int, position: int, token_digest: bytes,
+        keep: frozenset[int],
+    ) -> None:  # fmt: skip
+        part = entry.namespace
+        layout = part.layout(token_count)
+        placement: Placement | None = None
+        while not self._is_elsewhere(entry):
+            is_waiting = self._may_wait(reservation)
+            placement = self._capacity.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
+            if placement is not None or not is_waiting:
+                break
+            await self._writeback.progress(self._demotion_wait_s)
+            if reservation.has_ended:
+                raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it waited for room")
+        if entry.state is not StoreState.REFUSED:
+            return
+        if placement is None:
+            reservation.refusal = (
+                "no room: what is left is pinned, leased or being stored; raise arena.capacity_bytes "
+                f"({self._arena.capacity_bytes})"
+            )
+            part.depart(entry.digest, MissReason.OVERLOADED)
+            self._counters.add("store_refused_chunks")
+            return
+        self.reserved_bytes += placement.byte_count
+        entry.state, entry.layout, entry.placement = StoreState.WANTED, layout, placement
+        entry.ended = asyncio.get_running_loop().create_future()
+        entry.filled = np.zeros(layout.strip_count, np.bool_)
+        entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
+        part.pending[entry.digest] = entry
+
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        """Whether the chunk is resident (then it is kept until the reservation ends) or another's store in flight."""
+        part = entry.namespace
+        entry.held = part.index.get(entry.digest)
+        if entry.held is not None:
+            self._catalog.table.hold(entry.held)
+            entry.state = StoreState.PRESENT
+            return True
+        other = part.pending.get(entry.digest)
+        if isinstance(other, Entry):
+            entry.state, entry.ended = StoreState.PENDING, other.ended
+            return True
+        return False
+
+    def _may_wait(self, reservation: Reservation) -> bool:
+        """Whether the device may soon have taken what is in the way."""
+        waited_s = self._clock.monotonic() - reservation.born_s
+        return self._writeback.is_moving and waited_s < self._demotion_wait_s
+
+    def _header(
+        self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int
+    ) -> ChunkHeader:
+        part = entry.namespace
+        checksums: Checksums = np.zeros((strip_count, 16), np.uint8)
+        return ChunkHeader(
+            kind=part.kind,
+            e_layer=-1 if part.layer is None else part.layer,
+            provenance=part.provenance,
+            exactness=part.exactness,
+            token_count=token_count,
+            namespace=part.fingerprint,
+            fingerprint=part.fingerprint,
+            storage_key=storage_key(self._keys.secret, part.fingerprint, part.provenance, part.exactness, entry.digest),
+            parent=entry.parent,
+            chain_digest=entry.digest,
+            token_digest=token_digest,
+            tenant_digest=self._keys.digest,
+            first_position=position,
+            rope_digest=blake3(repr(part.spec.rope).encode()).digest(16),
+            write_id=self._random.bytes(16),
+            checksums=checksums,
+        )
+
+
+def _nothing(_: Reservation) -> None:
+    return None
