@@ -39,22 +39,23 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
     event = asyncio.Event()
     for loading in waiting.values():
         loading.listeners[event] = None
+    until_s = asyncio.get_running_loop().time() + timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
-            while waiting:
-                event.clear()
-                news = [
-                    Arrival(position, loading.landed, loading.slab_count, loading.lost)
-                    for position, loading in waiting.items()
-                    if loading.landed != told[position] or loading.lost
-                ]
-                for each in news:
-                    told[each.position] = each.landed
-                    if each.lost or waiting[each.position].has_landed:
-                        waiting.pop(each.position).listeners.pop(event, None)
-                if news:
-                    yield news
-                elif waiting:
+        while waiting:
+            event.clear()
+            news = [
+                Arrival(position, loading.landed, loading.slab_count, loading.lost)
+                for position, loading in waiting.items()
+                if loading.landed != told[position] or loading.lost
+            ]
+            for each in news:
+                told[each.position] = each.landed
+                if each.lost or waiting[each.position].has_landed:
+                    waiting.pop(each.position).listeners.pop(event, None)
+            if news:
+                yield news
+            elif waiting:
+                async with asyncio.timeout_at(until_s):  # not around a yield: it would cancel who listens
                     await event.wait()
     except TimeoutError:
         yield [

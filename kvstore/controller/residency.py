@@ -162,21 +162,22 @@ class Residency:
         return self._empty_a_region(slot_bytes)
 
     def _empty_a_region(self, slot_bytes: int) -> bool:
-        """All files are cut for other sizes: give up the one that holds the least."""
+        """All files are cut for other sizes: give up the one that holds the least, of those where nothing is held and
+        nothing is being written."""
         assert self.nvme is not None
         table = self.table
-        wanted = self.nvme.regions.least_used(slot_bytes)
-        if not wanted:
-            return False
-        places = np.frombuffer(table.residencies, np.int64)
-        inside = np.isin(places & 0xFFFFFFFFFFFFFF, np.array(wanted, np.int64)) & (places != NOWHERE)
-        rows = np.flatnonzero(inside).tolist()
-        del places, inside
-        if any(table.is_held(row) for row in rows):
-            return False
-        for row in rows:
-            self._evict(row)
-        return self.nvme.regions.idle_region(slot_bytes) is not None
+        for region in self.nvme.regions.in_the_way(slot_bytes):
+            wanted = region.used_slots()
+            places = np.frombuffer(table.residencies, np.int64)
+            inside = np.isin(places & 0xFFFFFFFFFFFFFF, np.array(wanted, np.int64)) & (places != NOWHERE)
+            rows = np.flatnonzero(inside).tolist()
+            del places, inside
+            if len(rows) < len(wanted) or any(table.is_held(row) for row in rows):
+                continue
+            for row in rows:
+                self._evict(row)
+            return True
+        return False
 
     def _evict(self, row: int) -> None:
         self._faults.reach("nvme.evict")

@@ -242,6 +242,10 @@ class SimulatedDisk:
         assert method in METHODS, method
         self._failures.append(_Failure(method, error, path_contains, after, times))
 
+    def mend(self) -> None:
+        """What ``fail`` asked for and has not happened yet does not happen any more."""
+        self._failures.clear()
+
     def delay(self, method: str, seconds: float, clock: Clock) -> None:
         """Each call of ``method`` takes that long. 0: no longer."""
         assert method in METHODS, method

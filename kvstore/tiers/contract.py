@@ -82,7 +82,8 @@ class Tier(Protocol):
         """Find one copy. Raises: DataLoss when what lies there is not that chunk; Unavailable as above."""
 
     async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """Give their room back. ``erase``: for ever, also for a rebuild that knows nothing but the device."""
+        """Give their room back. ``erase``: for ever, also for a rebuild that knows nothing but the device. Where that
+        raises, the one it failed at and those after it are still the caller's."""
 
     def scan(self) -> AsyncIterator[Found]:
         """Every copy there is, by what the tier itself holds. A copy that cannot be read is left out."""

@@ -213,7 +213,7 @@ class NvmeStand(Stand):
         self.disk.fail(method, errno.EIO, path_contains="region", times=times)
 
     def mend(self) -> None:
-        self.disk._failures.clear()
+        self.disk.mend()
 
 
 class Lz4Stand(NvmeStand):

@@ -400,6 +400,7 @@ def test_an_erasure_that_fails_says_so_and_can_be_tried_again(stand: Stand) -> N
             await stand.tier.remove([residency], erase=True)
         stand.mend()
         balance(stand.tier)
+        assert stand.tier.statistics().chunk_count == 1
         await stand.tier.remove([residency], erase=True)
         assert stand.tier.statistics().chunk_count == 0
         assert [each async for each in stand.tier.scan()] == []

@@ -77,6 +77,11 @@ class Region:
     def offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
 
+    def used_slots(self) -> list[Residency]:
+        """Residencies without their encoding."""
+        idle = {*self.free, *self.quarantined}
+        return [self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle]
+
 
 class Regions:
     """All region files of a directory. Raises: Unavailable when the directory cannot be read."""
@@ -93,6 +98,8 @@ class Regions:
         self.by_number: dict[int, Region] = {}
         self.lost_files = 0
         self.lost_bytes = 0
+        self.hidden_bytes = 0
+        """What the files may take at most whose size the device did not say: no new file may take their room."""
         self._numbers: set[int] = set()
         self.is_direct = True
 
@@ -138,9 +145,9 @@ class Regions:
     def _open(self, path: Path, number: int, slot_bytes: int) -> Region | None:
         """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
         None for a file without a first page in which no slot fits: a crash cut its making short."""
-        descriptor = self._descriptor(path, os.O_RDWR)
-        size = 0
+        descriptor = size = -1
         try:
+            descriptor = self._descriptor(path, os.O_RDWR)
             size = self._disk.size(descriptor)
             said = self._read_head(descriptor) if size >= PAGE_BYTES else None
             there = max(0, size - PAGE_BYTES) // (said[1] if said else slot_bytes)
@@ -163,8 +170,12 @@ class Regions:
                 self.lost_files += 1
             return region
         except BaseException:
-            self.lost_bytes += size
-            self._disk.close(descriptor)
+            if size < 0:
+                self.hidden_bytes += max(self._region_bytes, PAGE_BYTES + slot_bytes)
+            else:
+                self.lost_bytes += size
+            if descriptor >= 0:
+                self._disk.close(descriptor)
             raise
 
     def _read_head(self, descriptor: int) -> tuple[int, int, int] | None:
@@ -185,7 +196,7 @@ class Regions:
 
         Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
         """
-        budget = self.capacity_bytes - self.file_bytes - self.lost_bytes - PAGE_BYTES
+        budget = self._budget_bytes() - PAGE_BYTES
         used = sum(each.slot_count for each in self.by_number.values() if each.slot_bytes == slot_bytes)
         count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
         count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes), budget // slot_bytes)
@@ -271,7 +282,10 @@ class Regions:
 
     def has_budget(self, slot_bytes: int) -> bool:
         """Whether the capacity has room for a file with one slot of that size."""
-        return self.capacity_bytes - self.file_bytes - self.lost_bytes >= PAGE_BYTES + slot_bytes
+        return self._budget_bytes() >= PAGE_BYTES + slot_bytes
+
+    def _budget_bytes(self) -> int:
+        return self.capacity_bytes - self.file_bytes - self.lost_bytes - self.hidden_bytes
 
     def close(self) -> None:
         for region in self.by_number.values():
@@ -292,16 +306,15 @@ class Regions:
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         return 0 if region is None or region.is_read_only else region.slot_bytes
 
-    def least_used(self, slot_bytes: int) -> list[Residency]:
-        """Who is in the way of a new file for this slot size: the region of another size, or closed for writing, that
-        holds the least. Residencies without their encoding."""
-        regions = self.by_number.values()
-        others = [each for each in regions if each.used_count and (each.slot_bytes != slot_bytes or each.is_read_only)]
-        if not others:
-            return []
-        region = min(others, key=lambda each: each.used_count * each.slot_bytes)
-        free = set(region.free) | set(region.quarantined)
-        return [region.number << 32 | slot for slot in range(region.slot_count) if slot not in free]
+    def in_the_way(self, slot_bytes: int) -> list[Region]:
+        """What is in the way of a new file for this slot size, and read by nobody: regions of other sizes, or closed
+        for writing, the one that holds the least first."""
+        others = [
+            each
+            for each in self.by_number.values()
+            if each.used_count and not each.readers and (each.slot_bytes != slot_bytes or each.is_read_only)
+        ]
+        return sorted(others, key=lambda each: each.used_count * each.slot_bytes)
 
     def free_count(self, slot_bytes: int) -> int:
         return sum(

@@ -301,13 +301,8 @@ class NvmeTier:
 
     async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
         for residency in residencies:
-            region, slot = self.regions.find(residency)
-            try:
-                if erase:
-                    await self._erase(region, slot)
-            except BaseException:
-                self.regions.quarantine(residency)  # it is the caller's no more, whatever lies there
-                raise
+            if erase:
+                await self._erase(*self.regions.find(residency))
             self.regions.give_back(residency)
 
     async def quarantine(self, residency: Residency) -> None:
