@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test crash check bench proto proto-baseline format clean
+.PHONY: help setup demo test sim crash check bench proto proto-baseline format clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -23,6 +23,9 @@ demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 
 test: $(STAMP) ## All tests
 	$(BIN)/python -m pytest
+
+sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
+	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)
 
 crash: $(STAMP) ## Kill the real server at 100 places under load, and look what it kept
 	$(BIN)/python -m tests.crash --count 100 --seed 0

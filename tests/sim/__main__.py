@@ -1,58 +1,87 @@
-"""Run seeds: for so many of them, for so long, or one of them again."""
+"""Run seeds and cuts: for so many crashes, for so long, or one of them again."""
 
 from __future__ import annotations
 
 import argparse
-import logging
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count, islice
 
-from tests.sim.run import run_seed
+from tests.sim.run import Outcome, run_seed
+from tests.sim.steps import Cut, Job, every_cut, passage, run_job
 
 SHOWN = ("crashes", "acknowledged", "local", "faults", "promoted", "evictions", "verified", "calls")
+FAILURES_MAX = 3
+TOLD_EVERY_S = 5.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim")
-    parser.add_argument("--seeds", type=int, default=0, help="stop after so many")
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--crashes", type=int, default=0, help="stop after so many simulated crashes")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="run this one, and print every line")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--cuts", action="store_true", help="first the fixed scenario, cut at every step of the disk")
+    parser.add_argument("--seed", type=int, help="run this seed alone, and print every line")
+    parser.add_argument("--cut", type=Cut.parse, metavar="STEP[p][:STEP]", help="run this cut alone; p: a power cut")
     options = parser.parse_args()
-    logging.disable(logging.CRITICAL)
     if options.seed is not None:
-        outcome = run_seed(options.seed, echo=True)
-        print(outcome.told() if outcome.failure else f"seed {options.seed} holds: trace {outcome.digest}")
-        if outcome.failure:
-            raise outcome.failure
-        return 0
+        return _told(run_seed(options.seed, echo=True))
+    if options.cut is not None:
+        return _told(passage(options.cut, echo=True))
+    if not (options.crashes or options.seconds or options.cuts):
+        parser.error("say when to stop: --crashes, --seconds, or --cuts alone")
     return _run_many(options)
+
+
+def _told(outcome: Outcome) -> int:
+    print(outcome.told() if outcome.failure else f"{outcome.name} holds: trace {outcome.digest}")
+    if outcome.failure:
+        raise outcome.failure
+    return 0
+
+
+def _jobs(options: argparse.Namespace) -> Iterator[Job]:
+    if options.cuts:
+        yield from every_cut()
+    if options.crashes or options.seconds:
+        yield from count(options.first_seed)
 
 
 def _run_many(options: argparse.Namespace) -> int:
     started = told = time.monotonic()
     totals: Counter[str] = Counter()
-    seed, failed = options.first_seed, 0
-    while True:
-        outcome = run_seed(seed)
-        totals += outcome.totals
-        totals["runs"] += 1
-        if outcome.failure is not None:
-            failed += 1
-            print(outcome.told(), flush=True)
-        seed += 1
-        now = time.monotonic()
-        counts = [(options.seeds, totals["runs"]), (options.crashes, totals["crashes"])]
-        limits = [options.seconds and now - started >= options.seconds, *(most and n >= most for most, n in counts)]
-        if any(limits) or failed >= 3 or (not options.seconds and not any(most for most, _ in counts)):
-            break
-        if now - told >= 5.0:
-            told = now
-            print(_line(totals, now - started), flush=True)
+    failed = 0
+    jobs: Iterator[Job] = _jobs(options)
+    running: set[Future[tuple[str, Counter[str]]]] = set()
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        while True:
+            now = time.monotonic()
+            is_late = options.seconds and now - started >= options.seconds
+            if is_late or failed >= FAILURES_MAX or (options.crashes and totals["crashes"] >= options.crashes):
+                jobs = iter(())
+            running |= {pool.submit(run_job, job) for job in islice(jobs, 4 * options.jobs - len(running))}
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in done:
+                words, counts = each.result()
+                totals += counts
+                totals["runs"] += 1
+                failed += bool(words)
+                if words:
+                    print(words, flush=True)
+            if now - told >= TOLD_EVERY_S:
+                told = now
+                print(_line(totals, now - started), flush=True)
     print(_line(totals, time.monotonic() - started))
-    print({name: totals[name] for name in sorted(totals)})
+    print(", ".join(f"{totals[name]:,} {name.replace('_', ' ')}" for name in sorted(totals)))
+    print(f"{failed} FAILED" if failed else "every promise was kept")
     return 1 if failed else 0
 
 

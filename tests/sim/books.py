@@ -92,9 +92,10 @@ def _of_device(life: Life) -> str:
         for name in life.disk.disk.names(DIRECTORY)
         if name.startswith("region-")
     )
-    if not life.disk.has_failed_to_remove and not (
-        said.file_bytes + regions.lost_bytes == there <= said.capacity_bytes
-    ):
+    counted = said.file_bytes + regions.lost_bytes  # what an error hid may be gone, or not
+    most = counted + regions.hidden_bytes
+    fits = there == counted if not life.disk.injected else there <= most or life.disk.has_failed_to_remove
+    if not fits or counted > said.capacity_bytes:
         return f"{there} bytes on the device, {said.file_bytes} in the account, {regions.lost_bytes} lost"
     others = sum(map(len, life.controller.residency._alternates.values()))
     rows = [row for row in table.rows() if table.residencies[row] != NOWHERE]

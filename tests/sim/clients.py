@@ -52,14 +52,14 @@ class Client:
         self._known = known
         self._controller = life.controller
         self._trace = life.trace
-        self._session: Session = self._controller.open_session(0)
+        self.session: Session = self._controller.open_session(0)
         self._leases: list[tuple[int, Chain, FetchResult]] = []
         self._pins: list[Chain] = []
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until told to stop; then give everything back."""
         try:
-            while not stopping.is_set():
+            while not stopping.is_set() and not self._life.is_over:
                 await self._act(*self._drawn())
                 await asyncio.sleep(self._chance.choice((0.0, 0.001, 0.01, 0.3)))
             await self._leave()
@@ -80,7 +80,7 @@ class Client:
         ops: list[tuple[int, str, float, OpCall]] = [
             (8, f"store {fresh}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(fresh)),
             (4, f"store {chain}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(chain)),
-            (12, f"fetch {chain}", 2 * DEADLINE_S + 0.1, lambda: self._fetch(chain)),
+            (12, f"fetch {chain}", 2 * DEADLINE_S + 0.1, lambda: self.fetch(chain)),
             (4, f"lookup {chain}", 0.0001, lambda: self._lookup(chain)),
             (2, f"settle {chain}", SETTLE_S + 0.1, lambda: self._settle(chain)),
             (3, "release", 0.0001, self._release),
@@ -97,7 +97,8 @@ class Client:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:
-            outcome = await asyncio.wait_for(call(), limit_s + 1.0)
+            async with asyncio.timeout(limit_s + 1.0):
+                outcome = await call()
         except TOLERATED as error:
             outcome = type(error).__name__
         except InvalidRequest as error:
@@ -113,7 +114,7 @@ class Client:
     # ------------------------------------------------------------ store
 
     async def _store(self, chain: Chain) -> str:
-        chance, session = self._chance, self._session
+        chance, session = self._chance, self.session
         request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
         result = await self._controller.reserve(session, request)
         way = chance.choices(("whole", "pieces", "partial", "abort", "leave"), (10, 4, 2, 1, 1))[0]
@@ -150,6 +151,19 @@ class Client:
         if self._chance.random() < 0.5:
             said += ", " + await self._settle(chain)
         return said
+
+    async def put(self, chain: Chain) -> Durability:
+        """Store all of a chain and wait for the device. The level it reached."""
+        request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
+        result = await self._controller.reserve(self.session, request)
+        fills, staging_id = self._stage(self.session, chain, result, whole=True)
+        await self._controller.commit(self.session, result.reservation_id, fills)
+        if staging_id:
+            await self._close_staging(self.session, staging_id)
+        settled = await self._controller.settle(chain.query(), SETTLE_S)
+        if settled.durability is Durability.LOCAL:
+            self._life.oracle.claimed_local(self._life, chain.names())
+        return settled.durability
 
     def _stage(self, session: Session, chain: Chain, result: StoreResult, *, whole: bool) -> tuple[list[Fill], int]:
         """The wanted chunks in fresh staging, some cut in two; not ``whole``: without some of them."""
@@ -198,8 +212,8 @@ class Client:
 
     # ------------------------------------------------------------ fetch
 
-    async def _fetch(self, chain: Chain) -> str:
-        result = self._controller.fetch(self._session, chain.query())
+    async def fetch(self, chain: Chain) -> str:
+        result = self._controller.fetch(self.session, chain.query())
         self._check_extent(chain, result)
         lost: set[int] = set()
         for position, chunk in enumerate(result.chunks):
@@ -217,7 +231,7 @@ class Client:
         if result.lease_id and self._chance.random() < 0.3:
             self._leases.append((result.lease_id, chain, result))
         else:
-            self._controller.release(self._session, [result.lease_id])
+            self._controller.release(self.session, [result.lease_id])
         reason = result.reason.name
         return f"{result.hit_count} of {len(chain.digests)} {reason}, {cold} cold, {len(lost)} lost, {whole} whole"
 
@@ -269,7 +283,7 @@ class Client:
         name, layout = chain.name(chunk.chain_index, layer), chain.layout(chunk.chain_index, layer)
         place = chunk.placement.slot, chunk.placement.generation
         if not self._is_here(chunk):
-            revoked = result.lease_id not in self._session.leases
+            revoked = result.lease_id not in self.session.leases
             known = is_lost or revoked or place in self._life.oracle.gone
             self._trace.check(known, f"{told(name)} went from under its lease")
             return False
@@ -302,7 +316,7 @@ class Client:
         for position, chunk in enumerate(result.chunks):
             if chunk.loading is None or (chunk.loading.is_done and not chunk.loading.lost):
                 whole += self._check_bytes(chain, result, position, None)
-        self._controller.release(self._session, [lease_id])
+        self._controller.release(self.session, [lease_id])
         return f"{lease_id}, {whole} still whole"
 
     async def _pin(self, chain: Chain) -> str:
@@ -325,7 +339,7 @@ class Client:
 
     async def _die(self, chain: Chain) -> str:
         """In the middle of things."""
-        session = self._session
+        session = self.session
         try:
             request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
             result = await self._controller.reserve(session, request)
@@ -340,7 +354,7 @@ class Client:
             pass
         self._leases.clear()
         await self._controller.close_session(session)
-        self._session = self._controller.open_session(0)
+        self.session = self._controller.open_session(0)
         return "reborn"
 
     async def _leave(self) -> None:
@@ -349,7 +363,7 @@ class Client:
         await self._act("leave", DEADLINE_S + 0.1, self._left)
 
     async def _left(self) -> str:
-        await self._controller.close_session(self._session)
+        await self._controller.close_session(self.session)
         return "closed"
 
 

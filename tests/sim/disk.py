@@ -46,6 +46,7 @@ class ProcessDisk:
             return getattr(self.disk, name)(*args)
         except DiskStopped:
             self.is_over = True
+            self.disk.mend()
             self._trace.add("disk", f"stopped in {name} at step {self.disk.steps}")
             self._ended()
             raise

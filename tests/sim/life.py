@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore.arena import Arena
 from kvstore.catalog import ChunkTable
@@ -156,16 +158,33 @@ class Life:
 
     # ------------------------------------------------------------ end
 
-    async def stop(self) -> None:
-        """A clean stop, as the server does it."""
+    async def unless_over(self, coroutine: Coroutine[Any, Any, None]) -> bool:
+        """Do something as long as the process lives. False when it did not live to the end of it. Raises what that
+        raised, unless the process had ended."""
+        loop = asyncio.get_running_loop()
+        doing, over = loop.create_task(coroutine), loop.create_task(self.over.wait())
+        await asyncio.wait([doing, over], return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        if self.over.is_set() or not doing.done():
+            self.tasks.append(doing)
+            return False
+        await doing
+        return True
+
+    async def stop(self) -> bool:
+        """A clean stop, as the server does it. False when the process ended on the way."""
         await self.controller.drain(1.0)
         self.disk.is_serving = False
         await self._cancelled([self._running])
         for session in self.controller.sessions:
             await self.controller.close_session(session)
-        await self.controller.detach()
+        try:
+            await self.controller.detach()
+        except DiskStopped:
+            return False
         self.movers.close()
         self.end()
+        return True
 
     def end(self) -> None:
         """The process is gone, whatever it was doing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 from kvstore.controller import promotion
 from kvstore.seams import SimulatedDisk, simulate
+from kvstore.seams.simulated_disk import DiskStopped
 from tests.sim.books import settle_down
 from tests.sim.clients import Client, Knowledge
 from tests.sim.life import Life, Setup
+from tests.sim.nemesis import Nemesis, draw_errors
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
 
@@ -28,14 +31,22 @@ class Outcome:
     failure: BaseException | None = None
     last: list[str] = field(default_factory=list)
     totals: Counter[str] = field(default_factory=Counter)
+    name: str = ""
+    again: str = ""
+    steps: int = 0
+    recovery_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"seed {self.seed}"
+        self.again = self.again or f"--seed {self.seed}"
 
     def told(self) -> str:
         """What somebody needs to see it again."""
         return "\n".join(
             [
                 *self.last,
-                f"seed {self.seed} failed: {self.failure!r}",
-                f"again, with every line: python -m tests.sim --seed {self.seed}",
+                f"{self.name} failed: {self.failure!r}",
+                f"again, with every line: python -m tests.sim {self.again}",
             ]
         )
 
@@ -70,22 +81,27 @@ class World:
         self.trace.add("world", f"life {number}, to end with {ending}")
         if self.chance.random() < 0.15:
             self.disk.stop_after = self.disk.steps + self.chance.randrange(12)
+        if self.chance.random() < 0.1:
+            self.trace.add("world", f"starts with errors: {draw_errors(life, self.chance)}")
+        is_clean = False
         if await life.start():
-            await self._serve(life, ending)
+            life.disk.rates.clear()
+            is_clean = await self._serve(life, ending)
         await life.buried()
-        if life.nvme is None and ending == "clean":
+        self.totals["faults"] += life.disk.injected
+        if is_clean:
             return
         if ending == "crash":
             self.disk.crash()
         else:
             self.disk.kill()
         self.totals["crashes"] += 1
-        self.totals["faults"] += life.disk.injected
 
-    async def _serve(self, life: Life, ending: str) -> None:
+    async def _serve(self, life: Life, ending: str) -> bool:
+        """True when it came to a clean stop."""
         chance = self.chance
         if life.nvme is not None and chance.random() < 0.5:
-            await self._verified(life)
+            await life.unless_over(self.oracle.verify(life))
         if chance.random() < 0.3:
             self.disk.stop_after = self.disk.steps + chance.randrange(200)
         stopping = asyncio.Event()
@@ -93,33 +109,24 @@ class World:
         for number in range(chance.randint(3, 5)):
             client = Client(f"client-{number}", life, chance, self.known)
             life.tasks.append(loop.create_task(client.run(stopping)))
+        if not self.is_calm and chance.random() < 0.7:
+            life.tasks.append(loop.create_task(Nemesis(life, chance).run(stopping)))
         try:
-            await asyncio.wait_for(life.over.wait(), chance.uniform(0.5, 20.0))
+            await asyncio.wait_for(life.over.wait(), chance.choice((0.1, 1.0, 5.0, 20.0)))
         except TimeoutError:
             pass
         if life.over.is_set() or (ending != "clean" and chance.random() < 0.5):
-            return
+            return False
         stopping.set()
         await asyncio.wait([*life.tasks, loop.create_task(life.over.wait())], timeout=200.0)
         await asyncio.gather(*life.tasks)
-        if life.over.is_set():
-            return
-        await settle_down(life)
-        if ending == "clean" and not life.over.is_set():
-            await life.stop()
-            self.trace.add("world", "stopped")
-
-    async def _verified(self, life: Life) -> None:
-        checking = asyncio.get_running_loop().create_task(self.oracle.verify(life))
-        over = asyncio.get_running_loop().create_task(life.over.wait())
-        await asyncio.wait([checking, over], return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        if not checking.done():
-            life.tasks.append(checking)
-            return
-        error = checking.exception()
-        if error is not None and not life.over.is_set():
-            raise error
+        if not life.over.is_set():
+            await settle_down(life)
+        if ending != "clean" or life.over.is_set():
+            return False
+        is_clean = await life.stop()
+        self.trace.add("world", "stopped" if is_clean else "stopped short")
+        return is_clean
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A task that died unseen is a bug, unless its process had."""
@@ -128,14 +135,33 @@ class World:
             self.trace.failure = self.trace.failure or error
 
 
+class _Listener(logging.Handler):
+    """The service logs a traceback where it survives a bug of its own: that is a failure here."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(logging.ERROR)
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and self._trace.failure is None:
+            self._trace.add("FAILURE", f"{record.getMessage()}: {error!r}")
+            self._trace.failure = error
+
+
 @contextmanager
-def settings_of(setup: Setup) -> Iterator[None]:
-    """Constants of the service that a small simulation must draw too."""
+def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
+    """Constants of the service that a small simulation must draw too; its log goes nowhere."""
+    log, listener = logging.getLogger("kvstore"), _Listener(trace)
     before, promotion.GROUP_BYTES = promotion.GROUP_BYTES, setup.group_bytes
+    propagates, log.propagate = log.propagate, False
+    log.addHandler(listener)
     try:
         yield
     finally:
         promotion.GROUP_BYTES = before
+        log.propagate = propagates
+        log.removeHandler(listener)
 
 
 def run_seed(seed: int, *, echo: bool = False, is_calm: bool = False, **changes: Any) -> Outcome:
@@ -143,11 +169,13 @@ def run_seed(seed: int, *, echo: bool = False, is_calm: bool = False, **changes:
     world = World(seed, echo=echo, is_calm=is_calm)
     world.setup = replace(world.setup, **changes)
     outcome = Outcome(seed)
-    with settings_of(world.setup):
+    with surroundings(world.trace, world.setup):
         try:
             simulate(world.run(), seed=seed)
         except Exception as error:
             outcome.failure = world.trace.failure or error
+        except DiskStopped as error:
+            outcome.failure = SimulationFailure(f"somebody outlived the process: {error!r}")
     outcome.last = list(world.trace.last)
     outcome.totals = world.totals
     outcome.digest = world.trace.digest(world.disk.trace_digest())

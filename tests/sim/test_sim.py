@@ -5,16 +5,32 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.run import run_seed
+from tests.sim.steps import Cut, every_cut, passage
 
-SAMPLE = range(10)
+SEEDS = range(30)
+STRIDE = 60
 
 
-@pytest.mark.parametrize("seed", SAMPLE)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_promises_are_kept(seed: int) -> None:
     outcome = run_seed(seed)
     assert outcome.failure is None, outcome.told()
 
 
+def test_a_crash_at_every_step_and_in_recovery_from_it() -> None:
+    crashes = 0
+    for cut in every_cut(stride=STRIDE):
+        outcome = passage(cut)
+        assert outcome.failure is None, outcome.told()
+        crashes += outcome.totals["crashes"]
+    assert crashes > 500
+
+
 @pytest.mark.parametrize("seed", [1, 3])
 def test_equal_seeds_give_equal_runs(seed: int) -> None:
     assert run_seed(seed).digest == run_seed(seed).digest
+
+
+@pytest.mark.parametrize("cut", [Cut(60, power_cut=True), Cut(31, second=4)], ids=str)
+def test_equal_cuts_give_equal_passages(cut: Cut) -> None:
+    assert passage(cut).digest == passage(cut).digest

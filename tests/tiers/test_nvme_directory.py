@@ -451,7 +451,7 @@ def test_a_device_that_fails_at_the_start_can_be_attached_later(service: DeviceS
             error = await refused(service)
             assert isinstance(error, KVStoreError)
             assert "tiers.nvme.directory" in error.message
-            service.disk._failures.clear()
+            service.disk.mend()
         await service.start()
         assert await served(service) == {}
 

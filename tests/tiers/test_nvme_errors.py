@@ -103,7 +103,7 @@ def test_a_device_of_which_every_sync_fails(service: DeviceService) -> None:
             service.balance()
         await asyncio.sleep(RETRY_S)
         service.balance()
-        service.disk._failures.clear()
+        service.disk.mend()
         await asyncio.sleep(RETRY_S)
         await service.keep(50)
         assert (await service.settled(39)).durability is Durability.LOCAL
@@ -191,7 +191,7 @@ def test_a_snapshot_that_cannot_be_written_costs_a_scan(
             await service.keep(number)
         service.disk.fail(method, error, path_contains="" if method == "sync_directory" else path)
         await service.restart()
-        service.disk._failures.clear()
+        service.disk.mend()
         for number in range(6):
             assert await service.fetch(number) == (1, MissReason.NONE)
         service.balance()
@@ -230,7 +230,7 @@ def test_a_read_that_fails_is_a_miss_and_no_loss(service: DeviceService, after: 
         count, reason = await service.fetch(1, 2)
         assert count < 2
         assert reason is MissReason.UNAVAILABLE
-        service.disk._failures.clear()
+        service.disk.mend()
         await asyncio.sleep(0.1)
         assert await service.fetch(1, 2) == (2, MissReason.NONE)
         assert service.counters().get("quarantined_chunks", 0) == 0
@@ -283,7 +283,7 @@ def test_errors_of_the_device_are_typed() -> None:
                     continue
                 finally:
                     balance(tier)
-            disk._failures.clear()
+            disk.mend()
             for what, residency in kept:
                 assert await holds(tier, what, residency)
 
