@@ -5,6 +5,7 @@ Rooms, from the outside in (imports point one way, downwards):
 - ``server``      the processes' doors: gRPC, the hand-off socket, metrics. Parses, calls, renders; decides nothing.
 - ``controller``  sessions, reservations, leases and limits: what a request means.
 - ``catalog``     who holds what: chain lookup, chunk records, pins.
+- ``tiers``       what holds chunks: one contract; memory and NVMe so far.
 - ``policy``      what leaves first when room is needed. Pure: no I/O, no clock.
 - ``arena``       the bytes in memory: regions, extents, generations, staging.
 - ``chunk``       the stored format: layout, header, strip checksums.

@@ -11,6 +11,6 @@ Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, no
 
 from kvstore.catalog.catalog import Catalog, Model, Run, Walk
 from kvstore.catalog.namespace import Namespace
-from kvstore.catalog.table import NOWHERE, ROOT_ROW, ChunkTable
+from kvstore.catalog.table import NOWHERE, ROOT_ROW, UNPROVEN, ChunkTable
 
-__all__ = ["NOWHERE", "ROOT_ROW", "Catalog", "ChunkTable", "Model", "Namespace", "Run", "Walk"]
+__all__ = ["NOWHERE", "ROOT_ROW", "UNPROVEN", "Catalog", "ChunkTable", "Model", "Namespace", "Run", "Walk"]

@@ -173,7 +173,7 @@ class Catalog:
         for parts in zip(*chains, strict=True):
             cold = [row for row in parts if row not in arena]
             tier = Tier.NVME if cold else Tier.DRAM
-            encoding = Encoding(self.table.residencies[cold[0]] >> 56) if cold else Encoding.RAW
+            encoding = self.table.encoding(cold[0]) if cold else Encoding.RAW
             if runs and runs[-1].tier is tier and runs[-1].encoding is encoding:
                 runs[-1] = runs[-1]._replace(chunk_count=runs[-1].chunk_count + 1)
             else:

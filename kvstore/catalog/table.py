@@ -6,11 +6,14 @@ from array import array
 from collections.abc import Iterator
 
 from kvstore.arena import Placement
+from kvstore.spec import Encoding
 
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
 NOWHERE = -1
 """The NVMe residency of a chunk that has none."""
+UNPROVEN = 1 << 62
+"""Set in the residency of a copy that was met after a crash: it may be torn until all of it was read."""
 _EMPTY = b""
 
 
@@ -94,3 +97,11 @@ class ChunkTable:
     def is_resident(self, row: int) -> bool:
         """Whether any tier has the chunk."""
         return row in self.arena or self.residencies[row] != NOWHERE
+
+    def is_proven(self, row: int) -> bool:
+        """Whether the device has a copy that survives whatever comes: written and synced by this process, or read."""
+        return not self.residencies[row] & UNPROVEN  # NOWHERE has the bit, too
+
+    def encoding(self, row: int) -> Encoding:
+        """How the device's copy is encoded."""
+        return Encoding(self.residencies[row] >> 56 & 0x3F)

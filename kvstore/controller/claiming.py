@@ -16,6 +16,7 @@ from kvstore.config import LimitSettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.fetching import parts_of
 from kvstore.controller.reservation import Entry, Reservation
+from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.controller.writeback import Writeback
@@ -35,6 +36,7 @@ class Claiming:
         arena: Arena,
         catalog: Catalog,
         capacity: Capacity,
+        scrub: Scrub,
         writeback: Writeback,
         sessions: Sessions,
         limits: LimitSettings,
@@ -47,6 +49,7 @@ class Claiming:
         self._arena = arena
         self._catalog = catalog
         self._capacity = capacity
+        self._scrub = scrub
         self._writeback = writeback
         self._sessions = sessions
         self._limits = limits
@@ -87,6 +90,8 @@ class Claiming:
     async def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
         digests = request.query.digests
         wanted = set(digests)
+        found = [part.index[digest] for part in parts for digest in digests if digest in part.index]
+        await self._scrub.prove(found, self._demotion_wait_s)
         keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
         for index, digest in enumerate(digests):
             parent = digests[index - 1] if index else ROOT_DIGEST

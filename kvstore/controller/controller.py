@@ -90,8 +90,12 @@ class Controller:
             arena=arena, catalog=self.catalog, residency=self.residency, capacity=self.capacity, workers=workers,
             faults=faults, counters=counters,
         )  # fmt: skip
+        self.scrub = Scrub(
+            arena=arena, catalog=self.catalog, residency=self.residency, writeback=self.writeback, clock=clock,
+            random=random, workers=workers, counters=counters, policies=policies,
+        )  # fmt: skip
         self.claiming = Claiming(
-            arena=arena, catalog=self.catalog, capacity=self.capacity, writeback=self.writeback,
+            arena=arena, catalog=self.catalog, capacity=self.capacity, scrub=self.scrub, writeback=self.writeback,
             sessions=self.sessions, limits=limits, clock=clock, random=random, keys=keys, counters=counters,
             demotion_wait_s=policies.demotion_wait_s,
         )  # fmt: skip
@@ -99,10 +103,6 @@ class Controller:
             arena=arena, catalog=self.catalog, policy=policy, residency=self.residency, writeback=self.writeback,
             claiming=self.claiming, sessions=self.sessions, limits=limits, clock=clock, workers=workers,
             faults=faults, counters=counters, deadline_s=deadline_s,
-        )  # fmt: skip
-        self.scrub = Scrub(
-            arena=arena, catalog=self.catalog, residency=self.residency, writeback=self.writeback, clock=clock,
-            random=random, workers=workers, counters=counters, policies=policies,
         )  # fmt: skip
         self.nvme_reason = ""
         """Why there is no device; empty when there is one, or none is wanted."""
@@ -122,7 +122,7 @@ class Controller:
             raise
         self.residency.nvme = nvme
         nvme.on_full = self.residency.make_room
-        count = self.residency.adopt(columns)
+        count = self.residency.adopt(columns, clean=clean)
         self.counters.add("nvme_recovered_chunks", count)
         _log.info(
             "device attached",

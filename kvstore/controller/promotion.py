@@ -196,6 +196,7 @@ class Promotion:
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
         self._catalog.table.arena[loading.row] = placement
+        self._residency.proven(loading.row, loading.residency)
         self._residency.arena_policy.used([loading.row])
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.arena import Arena
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, ChunkTable
-from kvstore.errors import KVStoreError
+from kvstore.catalog import NOWHERE, ROOT_ROW, UNPROVEN, Catalog, ChunkTable
+from kvstore.errors import DataLoss, KVStoreError
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST, storage_key
 from kvstore.policy import EvictionPolicy, LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName
-from kvstore.tiers.nvme import IndexColumns, NvmeTier
+from kvstore.tiers.nvme import IndexColumns, NvmeTier, aligned
 
 CLIMB_COUNT_MAX = 512
 _log = logging.getLogger("kvstore.residency")
@@ -139,6 +139,35 @@ class Residency:
         except KVStoreError as error:
             _log.warning("its slot could not be erased", extra={"reason": error.message})
 
+    # ------------------------------------------------------------ copies that are checked
+
+    async def check_nvme(self, row: int) -> bool:
+        """Read the device's copy, all of it. False: it failed, and is quarantined. True also when there is none.
+        Raises KVStoreError when the device does not answer."""
+        nvme, residency, name = self.nvme, self.table.residencies[row], self.name(row)
+        if nvme is None or residency == NOWHERE:
+            return True
+        self.table.hold(row)
+        try:
+            stored = await nvme.open(name, residency)
+            try:
+                for slab, entry in enumerate(name.layout.slabs):
+                    await stored.read(range(slab, slab + 1), [aligned(entry.byte_count)])
+            finally:
+                stored.close()
+            self.proven(row, residency)
+        except DataLoss:
+            await self.quarantine_nvme(row, residency)
+            return False
+        finally:
+            self._catalog.unhold(row)
+        return True
+
+    def proven(self, row: int, residency: int) -> None:
+        """All of this copy was read and is right: it counts as durable (recovery has synced what it found)."""
+        if self.table.residencies[row] == residency:
+            self.table.residencies[row] &= ~UNPROVEN
+
     # ------------------------------------------------------------ room on the device
 
     def make_room(self, slot_bytes: int) -> bool:
@@ -187,15 +216,17 @@ class Residency:
 
     # ------------------------------------------------------------ start and stop
 
-    def adopt(self, columns: IndexColumns) -> int:
-        """Enter what the device holds into the catalog. Returns how many chunks. Cost: about 3 us each."""
+    def adopt(self, columns: IndexColumns, *, clean: bool) -> int:
+        """Enter what the device holds into the catalog; not ``clean``: a scan found it, it is to be proven. Returns how
+        many chunks. Cost: about 3 us each."""
         table, catalog = self.table, self._catalog
         spaces = [catalog.spaces.get(*name) for name in columns.names]
         digests, parents = columns.digests, columns.parents
         rows: list[int] = []
+        residencies = columns.residencies if clean else columns.residencies | UNPROVEN
         place = 0
         for residency, mark, count, number in zip(
-            columns.residencies.tolist(), columns.marks.tolist(), columns.token_counts.tolist(),
+            residencies.tolist(), columns.marks.tolist(), columns.token_counts.tolist(),
             columns.spaces.tolist(), strict=True,
         ):  # fmt: skip
             stop = place + DIGEST_BYTES
@@ -224,15 +255,18 @@ class Residency:
         self.nvme_policy.used(run)
 
     def columns(self) -> IndexColumns:
-        """What the device holds, for its snapshot: the least recently used first."""
+        """What the device holds, for its snapshot: the least recently used first, further copies last."""
         table = self.table
         rows = list(self.nvme_policy.victims(lambda row: table.residencies[row] != NOWHERE))
+        copies = [(row, table.residencies[row], table.write_marks[row]) for row in rows]
+        copies += [(row, *other) for row, others in self._alternates.items() for other in others]
+        rows = [row for row, _, _ in copies]
         parents = [table.parents[row] for row in rows]
         spaces = self._catalog.spaces.numbered
         return IndexColumns(
             [(space.fingerprint, space.provenance, space.exactness) for space in spaces],
-            np.array([table.residencies[row] for row in rows], np.int64),
-            np.array([table.write_marks[row] for row in rows], np.uint64),
+            np.array([residency for _, residency, _ in copies], np.int64),
+            np.array([mark for _, _, mark in copies], np.uint64),
             np.array([table.token_counts[row] for row in rows], np.int32),
             np.array([table.spaces[row] for row in rows], np.uint16),
             b"".join(table.digests[row] for row in rows),

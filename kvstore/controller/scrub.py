@@ -1,10 +1,11 @@
-"""Reads again what lies there, slowly, so that rot is found before somebody asks; and the canaries, which show that
-a tier that says nothing still works."""
+"""Reads again what lies there: slowly all of it, so that rot is found before somebody asks; at once what a crash left,
+before a store relies on it. And the canaries, which show that a tier that says nothing still works."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from kvstore.tiers.nvme import aligned
 
 IDLE_S = 1.0
 ROWS_AT_ONCE = 4096
+PROOFS_AT_ONCE = 8
 _CANARY = ModelSpec(
     model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
     hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
@@ -65,14 +67,53 @@ class Scrub:
         self._workers = workers
         self._counters = counters
         self._policies = policies
+        self._doubtful: asyncio.Queue[tuple[int, asyncio.Future[None]]] = asyncio.Queue()
 
     async def run(self) -> None:
         """Go round for ever."""
         async with asyncio.TaskGroup() as group:
+            for _ in range(PROOFS_AT_ONCE):
+                group.create_task(self._proofs())
             if self._policies.scrub_bytes_per_s:
                 group.create_task(self._go_round())
             if self._policies.canary_interval_s:
                 group.create_task(self._canaries())
+
+    # ------------------------------------------------------------ proofs
+
+    async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
+        """Have the copies checked that a crash left and nobody has read since, before anything is promised on them.
+        Those that fail are gone afterwards; those that the device does not give in time stay what they are."""
+        table = self._catalog.table
+        doubtful = [row for row in rows if table.residencies[row] != NOWHERE and not table.is_proven(row)]
+        if not doubtful:
+            return
+        futures: list[asyncio.Future[None]] = []
+        for row in doubtful:
+            future = asyncio.get_running_loop().create_future()
+            futures.append(future)
+            table.hold(row)
+            self._doubtful.put_nowait((row, future))
+        late = (await asyncio.wait(futures, timeout=timeout_s))[1]
+        for future in late:
+            future.cancel()
+        if late:
+            _log.warning("recovered chunks were not read in time", extra={"chunks": len(late)})
+
+    async def _proofs(self) -> None:
+        table = self._catalog.table
+        while True:
+            row, future = await self._doubtful.get()
+            try:
+                if not future.done() and not table.is_proven(row):
+                    self._counters.add("nvme_proven_chunks")
+                    await self.check_nvme(row)
+            finally:
+                self._catalog.unhold(row)
+                if not future.done():
+                    future.set_result(None)
+
+    # ------------------------------------------------------------ rounds
 
     async def _go_round(self) -> None:
         while True:
@@ -117,26 +158,16 @@ class Scrub:
 
     async def check_nvme(self, row: int) -> bool:
         """Whether the device's copy is what it was. One that is not is quarantined, and written again from memory."""
-        nvme, table = self._residency.nvme, self._catalog.table
-        residency, name = table.residencies[row], self._residency.name(row)
-        if nvme is None or residency == NOWHERE:
-            return True
         try:
-            stored = await nvme.open(name, residency)
-            try:
-                for slab, entry in enumerate(name.layout.slabs):
-                    await stored.read(range(slab, slab + 1), [aligned(entry.byte_count)])
-            finally:
-                stored.close()
-        except DataLoss:
-            self._counters.add("scrub_failures")
-            await self._residency.quarantine_nvme(row, residency)
-            if row in table.arena:
-                self._writeback.add(row)
-            return False
+            intact = await self._residency.check_nvme(row)
         except KVStoreError as error:
             _log.warning("scrub could not read", extra={"reason": error.message})
-        return True
+            return True
+        if not intact:
+            self._counters.add("scrub_failures")
+            if row in self._catalog.table.arena:
+                self._writeback.add(row)
+        return intact
 
     # ------------------------------------------------------------ canaries
 

@@ -155,9 +155,12 @@ class Writeback:
         seconds from now; why it is no higher; and whether the device is through."""
         if self._residency.nvme is None:
             return Durability.MEMORY, "no lower tier is configured", True
-        digests = [self._catalog.table.digests[row] for row in rows]
+        table = self._catalog.table
+        digests = [table.digests[row] for row in rows]
         futures: list[asyncio.Future[None]] = []
         for row in rows:
+            if row in table.arena and row not in self._parked:
+                self.add(row)  # where the device had to give up its copy meanwhile
             if row in self._queue or row in self._writing:
                 future = asyncio.get_running_loop().create_future()
                 self._waiters.setdefault(row, []).append(future)
@@ -171,6 +174,8 @@ class Writeback:
         for row, digest in zip(rows, digests, strict=True):
             if table.digests[row] != digest or not self._catalog.is_visible(row):
                 return Durability.NONE, "evicted before it was written: raise arena.capacity_bytes"
-            if table.residencies[row] == NOWHERE:
-                level, reason = Durability.MEMORY, self.reason or "the device has not taken it yet"
+            if not table.is_proven(row):
+                found = table.residencies[row] != NOWHERE
+                missing = "found after a crash, not read again yet" if found else "the device has not taken it yet"
+                level, reason = Durability.MEMORY, self.reason or missing
         return level, reason

@@ -85,7 +85,10 @@ class _Directory:
                 self._one(crash)
         finally:
             self._sidecar.stop(kill=True)
-            shutil.rmtree(self._sidecar.directory, ignore_errors=True)
+            if self._findings.is_clean:
+                shutil.rmtree(self._sidecar.directory, ignore_errors=True)
+            else:
+                self._findings.other.append(f"{self._plan}: device and log are kept in {self._sidecar.directory}")
             self._findings.acknowledged = self._ledger.promised_count()
             with self._lock:
                 self._outcome.findings.add(self._findings)
@@ -206,9 +209,7 @@ class _Directory:
         if self._plan.is_full and evicted and reason in (MissReason.EVICTED, MissReason.COLD):
             self._findings.evicted += 1
             return
-        self._findings.lost.append(
-            f"after {where}: {chain.model.spec.model_id}: {count} of {chain.due} tokens: {reason.name}"
-        )
+        self._findings.lost.append(f"after {where}: {chain}: {count} of {chain.due} tokens: {reason.name}")
 
     def _takes_more(self, client: Client, where: str) -> None:
         chain = self._ledger.fresh(self._random)

@@ -22,6 +22,9 @@ class Chain:
     cap: int = 1 << 30
     is_damaged: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.model.spec.model_id}[{len(self.tokens)} tokens, {self.tokens[0]} first]"
+
     @property
     def due(self) -> int:
         return min(self.promised, self.cap)

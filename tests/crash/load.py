@@ -64,7 +64,7 @@ def fetch(client: Client, chain: Chain, findings: Findings) -> tuple[int, MissRe
     """Fetch a context, every strip hashed and every bit compared. Returns how much came, and why not more."""
     fetched = client.fetch(chain.model.spec, chain.tokens, hidden_layers=chain.model.hidden_layers, verify=True)
     if not is_right(chain.model, chain.tokens, fetched):
-        findings.wrong.append(f"{chain.model.spec.model_id}: {fetched.token_count} tokens, from {fetched.tier.name}")
+        findings.wrong.append(f"{chain}: {fetched.token_count} tokens, from {fetched.tier.name}")
     return fetched.token_count, fetched.reason
 
 
@@ -128,7 +128,7 @@ class Load:
         due = chain.due
         count, reason = fetch(client, chain, self._findings)
         if count < min(due, chain.due) and reason in FAILED_FOR_GOOD and not self._may_evict:
-            self._findings.lost.append(f"{due - count} of {due} tokens while the server was up: {reason.name}")
+            self._findings.lost.append(f"{chain}: {due - count} of {due} tokens while the server was up: {reason.name}")
 
     def _watch(self, client: Client) -> None:
         """Remember evictions: a server that is killed cannot tell of them."""

@@ -79,8 +79,9 @@ class Oracle:
             self.trace.check(row is not None, f"{told(name)} is LOCAL and not there")
             residency = life.table.residencies[row or 0]
             self.trace.check(residency != NOWHERE, f"{told(name)} is LOCAL and memory alone has it")
-            known = name in self.must or place_of(residency) in self.excused
-            self.totals["local" if known else "local_unverified"] += 1
+            self.totals["local"] += 1
+            if name not in self.must and place_of(residency) not in self.excused:
+                self.acknowledged(name, place_of(residency), is_tainted=False)  # a crash left it, and it was believed
 
     # ------------------------------------------------------------ what may go
 

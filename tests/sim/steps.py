@@ -24,7 +24,7 @@ from tests.sim.oracle import Oracle
 from tests.sim.run import Outcome, run_seed, surroundings
 from tests.sim.trace import Trace
 
-SETUP = Setup(arena_bytes=160 * KIB, arena_region_bytes=160 * KIB, device_bytes=160 * KIB, region_bytes=56 * KIB)
+SETUP = Setup(arena_bytes=160 * KIB, arena_region_bytes=160 * KIB, device_bytes=176 * KIB, region_bytes=64 * KIB)
 FIRST = [Chain(NARROW, (0, 1)), Chain(NARROW, (1, 2), 5, (1,)), Chain(WIDE, (0, 1), 8), Chain(NARROW, (2, 0, 1))]
 SECOND = [Chain(WIDE, (1, 2)), Chain(NARROW, (0, 1, 1)), Chain(NARROW, (1, 1), 0, (1,))]
 RETRIES = 3
@@ -114,6 +114,11 @@ class Scenario:
         """After whatever happened: all that was promised is there, and the service takes more."""
         life = self._life()
         self.trace.check(await life.start(), "it does not start again")
+        await self.oracle.verify(life)
+        again = Client("again", life, random.Random(self.seed), Knowledge())
+        for chain in (*THIRD, *SECOND, *FIRST):  # what the cut left of them may be torn
+            await again.put(chain)
+        await life.controller.close_session(again.session)
         await self.oracle.verify(life)
         for chain in (Chain(NARROW, (2, 2, 2)), Chain(WIDE, (2, 1))):
             client = Client("client", life, random.Random(self.seed), Knowledge())

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.catalog import ChunkTable
+from kvstore.catalog import NOWHERE, ChunkTable
 from kvstore.seams import SimulatedDisk
-from kvstore.tiers.nvme import Regions
 from tests.sim.run import Outcome, run_seed
+from tests.sim.steps import every_cut, passage
 
 RUNS_MAX = 60
 
@@ -19,16 +19,6 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acknowledges what no fdatasync covered."""
     monkeypatch.setattr(SimulatedDisk, "sync", lambda disk, descriptor: None)
-
-
-def slots_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives a slot to the next chunk while somebody reads it."""
-
-    def give_back(regions: Regions, residency: int) -> None:
-        region, slot = regions.find(residency)
-        region.free.append(slot)
-
-    monkeypatch.setattr(Regions, "give_back", give_back)
 
 
 def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,21 +36,29 @@ def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkTable, "is_held", lambda table, row: False)
 
 
-MUTANTS: list[tuple[Mutant, int]] = [
-    (without_sync, 0), (slots_reused_early, 32), (without_header_check, 32), (without_checksums, 0),
-    (leases_ignored, 0),
-]  # fmt: skip
-"""Each with a seed to begin with: where it was found once."""
+def believed_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promises LOCAL on copies that a crash may have torn."""
+    monkeypatch.setattr(ChunkTable, "is_proven", lambda table, row: table.residencies[row] != NOWHERE)
 
 
-def outcomes(first_seed: int) -> Iterator[Outcome]:
-    for seed in range(first_seed, first_seed + RUNS_MAX):
-        yield run_seed(seed)
+def cuts() -> Iterator[Outcome]:
+    yield from map(passage, every_cut(stride=1 << 30))
 
 
-@pytest.mark.parametrize(("mutant", "first_seed"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_broken_service_is_found_out(mutant: Mutant, first_seed: int) -> None:
+def seeds() -> Iterator[Outcome]:
+    yield from map(run_seed, range(RUNS_MAX))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "outcomes"),
+    [
+        (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds), (without_checksums, seeds),
+        (leases_ignored, seeds),
+    ],
+    ids=lambda each: each.__name__,
+)  # fmt: skip
+def test_a_broken_service_is_found_out(mutant: Mutant, outcomes: Callable[[], Iterator[Outcome]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         mutant(monkeypatch)
-        found = next((outcome for outcome in outcomes(first_seed) if outcome.failure is not None), None)
-    assert found is not None, f"{mutant.__name__}: {mutant.__doc__} No run of {RUNS_MAX} finds it."
+        found = next((outcome for outcome in outcomes() if outcome.failure is not None), None)
+    assert found is not None, f"{mutant.__name__}: {mutant.__doc__} No run finds it."

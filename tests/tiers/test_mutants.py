@@ -128,6 +128,8 @@ class Loop:
         try:
             stored = await tier.open(what.any_write, residency)
             is_ours = was_there
+            if stored.header.storage_key != what.header.storage_key:
+                raise Broken("another chunk was taken for this one")
             if stored.header.write_id != what.header.write_id and still():
                 raise Broken("the header of another write was taken for this one's")
             try:
@@ -141,6 +143,8 @@ class Loop:
             return
         except KVStoreError:
             return
+        if stored.header.write_id != what.header.write_id:
+            return  # the same chunk, written anew
         if any((one != other).any() for one, other in zip(target, what.pieces[1:], strict=True)):
             raise Broken("other bytes were served")
         self.reads += 1

@@ -24,7 +24,7 @@ Regions of one slot size begin small and double. All of them together never pass
 
 from kvstore.tiers.nvme.directory import Directory, FutureFormat, IndexColumns
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
-from kvstore.tiers.nvme.regions import Regions, encoding_of
+from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
 
 __all__ = [
@@ -36,5 +36,4 @@ __all__ = [
     "PosixIO",
     "Regions",
     "aligned",
-    "encoding_of",
 ]

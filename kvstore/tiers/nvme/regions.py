@@ -1,7 +1,7 @@
 """Region files and their slots: where there is room, and the account of all of it.
 
-A residency is one number: encoding << 56 | region << 32 | slot. Slots are handed out and given back on the event
-loop's thread; files are made and removed on a byte mover, one at a time.
+A residency is one number: encoding << 56 | region << 32 | slot; bit 62 is the catalog's. Slots are handed out and given
+back on the event loop's thread; files are made and removed on a byte mover, one at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ FIRST_SLOT_COUNT = 4
 QUARANTINE_SHARE = 64
 """At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
 _log = logging.getLogger("kvstore.nvme")
-
-
-def encoding_of(residency: Residency) -> Encoding:
-    """How the copy is encoded, without reading it."""
-    return Encoding(residency >> 56)
 
 
 def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:

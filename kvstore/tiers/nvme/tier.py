@@ -99,6 +99,8 @@ class NvmeTier:
             columns = self._directory.begin()
             clean = columns is not None
             if columns is None or not recovery.agree(self.regions, columns):
+                everything = _Batch(dict(self.regions.by_number))
+                await self._run(self._writers, self._sync_all, everything)  # what is found is also there to stay
                 columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
             columns = recovery.fitted(self.regions, columns)
         except OSError as error:
@@ -218,6 +220,7 @@ class NvmeTier:
                 self._batch = _Batch()
                 try:
                     await self._run(self._writers, self._sync_all, batch)
+                    self._faults.reach("nvme.synced")
                 finally:
                     batch.is_done = True
         if region.number not in batch.synced or region.sync_failures != failures:
@@ -232,7 +235,6 @@ class NvmeTier:
                 region.sync_failures += 1
                 region.is_read_only = True
                 _log.error("a region file could not be synced", extra={"file": region.path.name, "reason": str(error)})
-        self._faults.reach("nvme.synced")
 
     def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region."""

@@ -1,0 +1,141 @@
+"""What a crash leaves may be torn. It is served when it passes its checks, and promised only after it was read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.config import PolicySettings
+from kvstore.spec import Durability, Encoding, MissReason, StoreState
+from tests.tiers.service import DeviceService
+
+ENCODINGS = [Encoding.RAW, Encoding.LZ4]
+
+
+def tear(service: DeviceService, place: tuple[Path, int]) -> None:
+    """The end of a slot never arrived; its header did."""
+    path, offset = place
+    service.disk.flip(path, offset + service.layout.header_bytes + 1)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda each: each.name)
+def test_a_torn_chunk_is_stored_again_and_not_promised_before(encoding: Encoding) -> None:
+    service = DeviceService(encoding=encoding)
+
+    async def scenario() -> None:
+        await service.keep(1, 2)
+        place = service.place(1, 2)
+        await service.restart(kill=True, meanwhile=lambda: tear(service, place))
+        assert (await service.settled(1, 2)).durability is Durability.MEMORY
+        done = await service.store(service.session, 1, 2)
+        assert list(done.states) == [StoreState.PRESENT, StoreState.COMMITTED]
+        assert (await service.settled(1, 2)).durability is Durability.LOCAL
+        assert service.counters()["nvme_proven_chunks"] == 2
+        await service.restart(kill=True)
+        assert await service.fetch(1, 2) == (2, MissReason.NONE)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_whole_chunk_is_promised_once_it_was_read() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1, 2)
+        await service.restart(kill=True)
+        assert (await service.settled(1, 2)).reason == "found after a crash, not read again yet"
+        done = await service.store(service.session, 1, 2)
+        assert set(done.states) == {StoreState.PRESENT}
+        assert (await service.settled(1, 2)).durability is Durability.LOCAL
+        assert service.counters()["nvme_proven_chunks"] == 2
+        await service.store(service.session, 1, 2)
+        assert service.counters()["nvme_proven_chunks"] == 2, "once is enough"
+
+    service.run(scenario)
+
+
+def test_a_fetch_and_a_scrub_are_proof_enough() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.keep(2)
+        await service.restart(kill=True)
+        assert await service.fetch(1) == (1, MissReason.NONE)
+        await service.clock.sleep(0.1)
+        assert (await service.settled(1)).durability is Durability.LOCAL
+        table = service.controller.catalog.table
+        (row,) = [row for row in table.rows() if not table.is_proven(row)]
+        assert await service.controller.scrub.check_nvme(row)
+        assert (await service.settled(2)).durability is Durability.LOCAL
+        assert service.counters()["nvme_proven_chunks"] == 0
+
+    service.run(scenario)
+
+
+def test_doubt_outlives_a_clean_stop() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.keep(2)
+        await service.restart(kill=True)
+        assert await service.fetch(1) == (1, MissReason.NONE)
+        await service.clock.sleep(0.1)
+        await service.restart()
+        assert (await service.settled(1)).durability is Durability.LOCAL
+        assert (await service.settled(2)).durability is Durability.MEMORY
+
+    service.run(scenario)
+
+
+def test_a_good_copy_beside_a_torn_one_outlives_a_clean_stop() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        path, offset = service.place(1)
+
+        def double() -> None:
+            """The first slot is torn, another one holds the chunk whole."""
+            data = bytearray(service.disk.read_file(path))
+            size = service.layout.total_bytes
+            data[offset + size : offset + 2 * size] = data[offset : offset + size]
+            service.disk.write_file(path, bytes(data))
+            tear(service, (path, offset))
+
+        await service.restart(kill=True, meanwhile=double)
+        assert service.nvme.statistics().chunk_count == 2
+        await service.restart()
+        assert service.nvme.statistics().chunk_count == 2
+        assert await service.fetch(1) == (0, MissReason.CORRUPT)
+        await service.clock.sleep(1.0)
+        assert await service.fetch(1) == (1, MissReason.NONE)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_device_that_does_not_answer_holds_no_store_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1)
+        await service.restart(kill=True)
+        loop = service.clock
+        wait_s = PolicySettings().demotion_wait_s
+
+        async def stalled(*_: Any) -> Any:
+            await loop.sleep(30.0)
+
+        monkeypatch.setattr(service.nvme, "open", stalled)
+        before_s = loop.monotonic()
+        done = await service.store(service.session, 1)
+        assert loop.monotonic() - before_s <= wait_s + 0.1
+        assert set(done.states) == {StoreState.PRESENT}
+        assert (await service.settled(1)).durability is Durability.MEMORY
+
+    service.run(scenario)
