@@ -13,7 +13,7 @@ ROOT_ROW = -1
 NOWHERE = -1
 """The NVMe residency of a chunk that has none."""
 UNPROVEN = 1 << 62
-"""Set in the residency of a copy that was met after a crash: it may be torn until all of it was read."""
+"""Set in the residency of a copy that was met after a crash: it may be torn, or not there to stay."""
 _EMPTY = b""
 
 
@@ -99,7 +99,7 @@ class ChunkTable:
         return row in self.arena or self.residencies[row] != NOWHERE
 
     def is_proven(self, row: int) -> bool:
-        """Whether the device has a copy that survives whatever comes: written and synced by this process, or read."""
+        """Whether the device has a copy that survives whatever comes, synced by this process or one that ended well."""
         return not self.residencies[row] & UNPROVEN  # NOWHERE has the bit, too
 
     def encoding(self, row: int) -> Encoding:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog
+from kvstore.catalog import UNPROVEN, Catalog
 from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, pack_header, raw_header, strip_seeds
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.residency import Residency
@@ -193,10 +193,11 @@ class Promotion:
             self._put_header(loading, packed)
             loading.slab_landed(range(len(layout.slabs)))
         self._faults.reach("promotion.finish")
+        if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:
+            return  # the chunk went, or was stored anew, meanwhile
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
         self._catalog.table.arena[loading.row] = placement
-        self._residency.proven(loading.row, loading.residency)
         self._residency.arena_policy.used([loading.row])
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:

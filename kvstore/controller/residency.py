@@ -147,7 +147,6 @@ class Residency:
         nvme, residency, name = self.nvme, self.table.residencies[row], self.name(row)
         if nvme is None or residency == NOWHERE:
             return True
-        self.table.hold(row)
         try:
             stored = await nvme.open(name, residency)
             try:
@@ -155,18 +154,31 @@ class Residency:
                     await stored.read(range(slab, slab + 1), [aligned(entry.byte_count)])
             finally:
                 stored.close()
-            self.proven(row, residency)
         except DataLoss:
             await self.quarantine_nvme(row, residency)
             return False
-        finally:
-            self._catalog.unhold(row)
         return True
 
-    def proven(self, row: int, residency: int) -> None:
-        """All of this copy was read and is right: it counts as durable (recovery has synced what it found)."""
-        if self.table.residencies[row] == residency:
-            self.table.residencies[row] &= ~UNPROVEN
+    async def prove_nvme(self, row: int) -> bool:
+        """As ``check_nvme``; and a copy that an earlier process left is written and synced anew, for that process may
+        have ended, or its sync may have failed, before it was there to stay. One that lies where nothing can be
+        written is given up: False, too. The row is held by the caller."""
+        nvme, residency = self.nvme, self.table.residencies[row]
+        if not await self.check_nvme(row):
+            return False
+        if nvme is not None and self.table.residencies[row] == residency and not self.table.is_proven(row):
+            is_renewed = await nvme.renew(residency)
+            if self.table.residencies[row] == residency:
+                if not is_renewed:
+                    self._give_up(row)
+                    return False
+                self.table.residencies[row] &= ~UNPROVEN
+        return True
+
+    def _give_up(self, row: int) -> None:
+        """A good copy in a file that takes no writes: the chunk is to be written elsewhere."""
+        self.forget(row)
+        self.withdraw_if_gone(row, MissReason.EVICTED)
 
     # ------------------------------------------------------------ room on the device
 

@@ -82,7 +82,7 @@ class Scrub:
     # ------------------------------------------------------------ proofs
 
     async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
-        """Have the copies checked that a crash left and nobody has read since, before anything is promised on them.
+        """Have the copies that a crash left checked and made durable, before anything is promised on them.
         Those that fail are gone afterwards; those that the device does not give in time stay what they are."""
         table = self._catalog.table
         doubtful = [row for row in rows if table.residencies[row] != NOWHERE and not table.is_proven(row)]
@@ -107,7 +107,7 @@ class Scrub:
             try:
                 if not future.done() and not table.is_proven(row):
                     self._counters.add("nvme_proven_chunks")
-                    await self.check_nvme(row)
+                    await self.check_nvme(row, prove=True)
             finally:
                 self._catalog.unhold(row)
                 if not future.done():
@@ -156,15 +156,16 @@ class Scrub:
             self._residency.quarantine_arena(row)
         return intact
 
-    async def check_nvme(self, row: int) -> bool:
+    async def check_nvme(self, row: int, *, prove: bool = False) -> bool:
         """Whether the device's copy is what it was. One that is not is quarantined, and written again from memory."""
         try:
-            intact = await self._residency.check_nvme(row)
+            intact = await (self._residency.prove_nvme(row) if prove else self._residency.check_nvme(row))
         except KVStoreError as error:
             _log.warning("scrub could not read", extra={"reason": error.message})
             return True
         if not intact:
-            self._counters.add("scrub_failures")
+            if not prove:
+                self._counters.add("scrub_failures")
             if row in self._catalog.table.arena:
                 self._writeback.add(row)
         return intact

@@ -18,6 +18,7 @@ from kvstore.telemetry import Counters
 LANE_COUNT = 8
 """Chunks on their way at once: enough to keep the device busy and to share its syncs."""
 RETRY_S = 10.0
+LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.writeback")
 
 
@@ -176,6 +177,8 @@ class Writeback:
                 return Durability.NONE, "evicted before it was written: raise arena.capacity_bytes"
             if not table.is_proven(row):
                 found = table.residencies[row] != NOWHERE
-                missing = "found after a crash, not read again yet" if found else "the device has not taken it yet"
+                missing = (
+                    "a crash left it, and it was not stored again since" if found else "the device has not taken it yet"
+                )
                 level, reason = Durability.MEMORY, self.reason or missing
         return level, reason

@@ -32,7 +32,7 @@ DESCRIPTIONS: dict[str, str] = {
     "nvme_evicted_chunks": "Chunks evicted from the device",
     "nvme_verified_bytes": "Bytes checked on their way from the device",
     "nvme_recovered_chunks": "Chunks found on the device at the start",
-    "nvme_proven_chunks": "Chunks left by a crash that were read again before a store relied on them",
+    "nvme_proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
     "scrubbed_bytes": "Bytes that the scrub read again",
     "scrub_failures": "Copies that the scrub found damaged",
     "canary_passes": "Canaries that came back whole",

@@ -89,6 +89,7 @@ class Oracle:
         """Record why copies go in this process."""
         residency, trace, table = life.controller.residency, self.trace, life.table
         drop, forget, evict, remove = residency.drop, residency.forget, residency._evict, residency.remove
+        give_up = residency._give_up
         arena, nvme, written = residency.quarantine_arena, residency.quarantine_nvme, residency.was_written
 
         def on_drop(row: int) -> None:
@@ -109,6 +110,10 @@ class Oracle:
             self.totals["evictions"] += 1
             with self._because("evicted"):
                 evict(row)
+
+        def on_give_up(row: int) -> None:
+            with self._because("given up"):
+                give_up(row)
 
         def on_remove(row: int, reason: MissReason) -> None:
             trace.check(reason is MissReason.STALE, f"removed: {reason.name}")
@@ -144,6 +149,7 @@ class Oracle:
 
         residency.drop, residency.forget, residency._evict = on_drop, on_forget, on_evict  # type: ignore[method-assign]
         residency.remove, residency.was_written = on_remove, on_written  # type: ignore[method-assign]
+        residency._give_up = on_give_up  # type: ignore[method-assign]
         residency.quarantine_arena = on_quarantine_arena  # type: ignore[method-assign]
         residency.quarantine_nvme = on_quarantine_nvme  # type: ignore[method-assign]
 

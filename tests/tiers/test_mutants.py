@@ -21,6 +21,7 @@ from kvstore.seams import DiskStopped, FaultPoints, LoopClock, SeededWorkers, Si
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
 from kvstore.tiers.nvme.regions import Region
+from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
 from tests.contracts.stands import HOME, nvme_tier
@@ -200,10 +201,10 @@ def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def acknowledged_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Syncs, but later than it says."""
 
-    async def sync(tier: NvmeTier, region: Region, failures: int) -> None:
-        asyncio.get_running_loop().call_later(0.01, tier._disk.sync, region.descriptor)
+    async def wait(sync: GroupSync, region: Region, failures: int) -> None:
+        asyncio.get_running_loop().call_later(0.01, sync._disk.sync, region.descriptor)
 
-    monkeypatch.setattr(NvmeTier, "_sync", sync)
+    monkeypatch.setattr(GroupSync, "wait", wait)
 
 
 def erased_without_sync(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
-"""What a crash leaves may be torn. It is served when it passes its checks, and promised only after it was read."""
+"""What a crash leaves may be torn. It is served when it passes its checks, and promised only after it was read and
+synced anew."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,13 @@ def test_a_torn_chunk_is_stored_again_and_not_promised_before(encoding: Encoding
     service.run(scenario)
 
 
-def test_a_whole_chunk_is_promised_once_it_was_read() -> None:
+def test_a_whole_chunk_is_promised_once_it_is_stored_again() -> None:
     service = DeviceService()
 
     async def scenario() -> None:
         await service.keep(1, 2)
         await service.restart(kill=True)
-        assert (await service.settled(1, 2)).reason == "found after a crash, not read again yet"
+        assert (await service.settled(1, 2)).reason == "a crash left it, and it was not stored again since"
         done = await service.store(service.session, 1, 2)
         assert set(done.states) == {StoreState.PRESENT}
         assert (await service.settled(1, 2)).durability is Durability.LOCAL
@@ -57,21 +59,23 @@ def test_a_whole_chunk_is_promised_once_it_was_read() -> None:
     service.run(scenario)
 
 
-def test_a_fetch_and_a_scrub_are_proof_enough() -> None:
+def test_what_a_failed_sync_left_is_synced_before_it_is_promised() -> None:
+    """The first process could not sync it and was killed; a power cut comes in the life after next."""
     service = DeviceService()
 
     async def scenario() -> None:
-        await service.keep(1)
-        await service.keep(2)
+        await service.keep(9)
+        service.disk.fail("sync", errno.EIO, path_contains="region", times=None)
+        await service.store(service.session, 1, 2)
+        assert (await service.settled(1, 2)).durability is Durability.MEMORY
+        service.disk.mend()
         await service.restart(kill=True)
-        assert await service.fetch(1) == (1, MissReason.NONE)
-        await service.clock.sleep(0.1)
-        assert (await service.settled(1)).durability is Durability.LOCAL
-        table = service.controller.catalog.table
-        (row,) = [row for row in table.rows() if not table.is_proven(row)]
-        assert await service.controller.scrub.check_nvme(row)
-        assert (await service.settled(2)).durability is Durability.LOCAL
-        assert service.counters()["nvme_proven_chunks"] == 0
+        assert (await service.fetch(1, 2))[0] == 2, "readers see it"
+        await service.keep(1, 2)
+        await service.stop(kill=True)
+        service.disk.crash()
+        await service.start()
+        assert await service.fetch(1, 2) == (2, MissReason.NONE)
 
     service.run(scenario)
 
@@ -83,8 +87,7 @@ def test_doubt_outlives_a_clean_stop() -> None:
         await service.keep(1)
         await service.keep(2)
         await service.restart(kill=True)
-        assert await service.fetch(1) == (1, MissReason.NONE)
-        await service.clock.sleep(0.1)
+        await service.store(service.session, 1)
         await service.restart()
         assert (await service.settled(1)).durability is Durability.LOCAL
         assert (await service.settled(2)).durability is Durability.MEMORY

@@ -9,8 +9,9 @@
 The headers on the device are the truth. A chunk is acknowledged when its header and strips are synced; nothing
 else is written for it. After a crash every slot's header is read (``recovery``); the snapshot only saves that after
 a clean stop, and one that is missing, damaged or of another time is not believed. What a scan brings back may have
-been evicted before (its slot was not used again): it is whole or it fails its checks, and it is never something
-that an operator removed, nor a copy that failed a check, for those are erased with a sync.
+been evicted before (its slot was not used again), or be torn: it is whole or it fails its checks, and it is never
+something that an operator removed, nor a copy that failed a check, for those are erased with a sync. Nothing is
+promised on it before it was read and synced anew (``UNPROVEN`` in the catalog).
 
 Room: a slot is exactly as large as a full raw chunk of its model, and at most an eighth larger than anything else.
 Regions of one slot size begin small and double. All of them together never pass the capacity.
@@ -18,7 +19,8 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``directory``  the format file, the lock, the snapshot
 - ``regions``    files, slots, the account
 - ``io``         the engine that moves bytes between slots and memory
-- ``tier``       the contract: write with a shared sync, open, read, remove, scan
+- ``tier``       the contract: write, open, read, remove, scan
+- ``sync``       one sync for everybody who waits for one
 - ``recovery``   what the slots hold, in bulk
 """
 

@@ -1,8 +1,7 @@
 """The NVMe tier: chunks into slots and back.
 
 Writing: a slot is taken, the chunk's pieces go into it straight from memory, and one sync serves everybody who is
-waiting for one. Only then is the chunk acknowledged. A sync that failed is never tried again into a success: what
-it covered fails and its region takes no more writes.
+waiting for one (``sync``). Only then is the chunk acknowledged.
 
 Reading: the header first, which must be the chunk that was asked for; then runs of slabs, each verified (and
 decoded) on the byte mover that read it, straight into its place where it is raw.
@@ -15,7 +14,6 @@ import errno
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -38,19 +36,11 @@ from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import Directory, IndexColumns
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, joined
 from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
+from kvstore.tiers.nvme.sync import GroupSync
 
 Result = TypeVar("Result")
 ERASED = np.zeros(PAGE_BYTES, np.uint8)
 _log = logging.getLogger("kvstore.nvme")
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded."""
-
-    regions: dict[int, Region] = field(default_factory=dict)
-    synced: set[int] = field(default_factory=set)
-    is_done: bool = False
 
 
 class NvmeTier:
@@ -74,15 +64,13 @@ class NvmeTier:
     ) -> None:
         self.regions = regions
         self._directory = directory
-        self._disk = disk
         self._io = io
         self._readers = readers
         self._writers = writers
         self._clock = clock
         self._faults = faults
         self._encoding = encoding
-        self._batch = _Batch()
-        self._syncing = asyncio.Lock()
+        self._sync = GroupSync(disk, faults, lambda function: self._run(writers, function))
         self._growing = asyncio.Lock()
         self._busy: dict[int, float] = {}
         self._tickets = itertools.count()
@@ -99,8 +87,6 @@ class NvmeTier:
             columns = self._directory.begin()
             clean = columns is not None
             if columns is None or not recovery.agree(self.regions, columns):
-                everything = _Batch(dict(self.regions.by_number))
-                await self._run(self._writers, self._sync_all, everything)  # what is found is also there to stay
                 columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
             columns = recovery.fitted(self.regions, columns)
         except OSError as error:
@@ -168,7 +154,7 @@ class NvmeTier:
         failures = region.sync_failures
         try:
             await self._run(self._writers, self._write_pieces, region, slot, source)
-            await self._sync(region, failures)
+            await self._sync.wait(region, failures)
         except BaseException as error:
             self._failed(region, residency, error)
             raise
@@ -208,33 +194,6 @@ class NvmeTier:
             self._io.write(region.descriptor, offset, run)
             offset += run.size
         self._faults.reach("nvme.written")
-
-    async def _sync(self, region: Region, failures: int) -> None:
-        """Wait until what was written is durable. Who comes while a sync runs shares the next one. A sync that failed
-        since the write began (``failures`` counts those before) may have taken its bytes with it: no later one
-        makes up for that."""
-        batch = self._batch
-        batch.regions[region.number] = region
-        async with self._syncing:
-            if not batch.is_done:
-                self._batch = _Batch()
-                try:
-                    await self._run(self._writers, self._sync_all, batch)
-                    self._faults.reach("nvme.synced")
-                finally:
-                    batch.is_done = True
-        if region.number not in batch.synced or region.sync_failures != failures:
-            raise Unavailable("the NVMe device could not sync")
-
-    def _sync_all(self, batch: _Batch) -> None:
-        for number, region in batch.regions.items():
-            try:
-                self._disk.sync(region.descriptor)
-                batch.synced.add(number)
-            except OSError as error:
-                region.sync_failures += 1
-                region.is_read_only = True
-                _log.error("a region file could not be synced", extra={"file": region.path.name, "reason": str(error)})
 
     def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region."""
@@ -316,11 +275,27 @@ class NvmeTier:
         finally:  # not before: a slot that comes out of quarantine meanwhile would be erased under its next chunk
             self.regions.quarantine(residency)
 
+    async def renew(self, residency: Residency) -> bool:
+        """Write a copy once more where it lies, and sync it: for one that an earlier process left, of whose sync nobody
+        knows how it ended. A crash meanwhile finds the same bytes, old or new. False where nothing can be written."""
+        region, slot = self.regions.find(residency)
+        if region.is_read_only:
+            return False
+        failures = region.sync_failures
+        await self._run(self._writers, self._rewrite, region, slot)
+        await self._sync.wait(region, failures)
+        return True
+
+    def _rewrite(self, region: Region, slot: int) -> None:
+        data = aligned(region.slot_bytes)
+        self._io.read(region.descriptor, region.offset(slot), data)
+        self._io.write(region.descriptor, region.offset(slot), data)
+
     async def _erase(self, region: Region, slot: int) -> None:
         failures = region.sync_failures
         await self._run(self._writers, self._io.write, region.descriptor, region.offset(slot), ERASED)
         self._faults.reach("nvme.erased")
-        await self._sync(region, failures)
+        await self._sync.wait(region, failures)
 
     async def scan(self) -> AsyncIterator[Found]:
         for region in list(self.regions.by_number.values()):

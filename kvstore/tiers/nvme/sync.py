@@ -1,0 +1,64 @@
+"""One sync for everybody who waits for one.
+
+A sync that failed is never tried again into a success: what it covered fails, and its region takes no more writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from kvstore.errors import Unavailable
+from kvstore.seams import Disk, FaultPoints
+from kvstore.tiers.nvme.regions import Region
+
+_log = logging.getLogger("kvstore.nvme")
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded."""
+
+    regions: dict[int, Region] = field(default_factory=dict)
+    synced: set[int] = field(default_factory=set)
+    is_done: bool = False
+
+
+class GroupSync:
+    """``run`` has a blocking function called on a byte mover of the device's."""
+
+    def __init__(self, disk: Disk, faults: FaultPoints, run: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        self._disk = disk
+        self._faults = faults
+        self._run = run
+        self._batch = _Batch()
+        self._syncing = asyncio.Lock()
+
+    async def wait(self, region: Region, failures: int) -> None:
+        """Return when what was written to the region is durable. Who comes while a sync runs shares the next one. A
+        sync that failed since the write began (``failures`` counts those before) may have taken its bytes with it: no
+        later one makes up for that. Raises Unavailable."""
+        batch = self._batch
+        batch.regions[region.number] = region
+        async with self._syncing:
+            if not batch.is_done:
+                self._batch = _Batch()
+                try:
+                    await self._run(lambda: self._sync_all(batch))
+                    self._faults.reach("nvme.synced")
+                finally:
+                    batch.is_done = True
+        if region.number not in batch.synced or region.sync_failures != failures:
+            raise Unavailable("the NVMe device could not sync")
+
+    def _sync_all(self, batch: _Batch) -> None:
+        for number, region in batch.regions.items():
+            try:
+                self._disk.sync(region.descriptor)
+                batch.synced.add(number)
+            except OSError as error:
+                region.sync_failures += 1
+                region.is_read_only = True
+                _log.error("a region file could not be synced", extra={"file": region.path.name, "reason": str(error)})
