@@ -18,6 +18,7 @@ from kvstore.controller.fetching import parts_of
 from kvstore.controller.reservation import Entry, Reservation
 from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
+from kvstore.controller.tickets import TICKET_BYTES
 from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.controller.writeback import Writeback
 from kvstore.errors import Exhausted, InvalidRequest
@@ -25,6 +26,8 @@ from kvstore.keys import ROOT_DIGEST, storage_key
 from kvstore.seams import Clock, Random, TenantKeys
 from kvstore.spec import MissReason, StoreState
 from kvstore.telemetry import Counters
+
+SHARD_COUNT_MAX = 1024
 
 
 class Claiming:
@@ -59,6 +62,7 @@ class Claiming:
         self._counters = counters
         self._demotion_wait_s = demotion_wait_s
         self.end: Callable[[Reservation], None] = _nothing
+        self._by_ticket: dict[bytes, Reservation] = {}
         self.reserved_bytes = 0
 
     async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
@@ -68,24 +72,61 @@ class Claiming:
         query = request.query
         parts = parts_of(self._catalog, query)
         spec = parts[0].spec
-        if len(session.reservations) >= self._limits.reservation_count_max:
-            raise Exhausted(
-                f"this session holds {len(session.reservations)} reservations: raise limits.reservation_count_max"
-            )
+        self._check_count(session)
         if not query.digests or len(request.token_digests) != len(query.digests):
             raise InvalidRequest("a store names at least one chunk, and one token digest per chunk")
+        if not 1 <= request.shards <= SHARD_COUNT_MAX:
+            raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
         if not 0 <= request.tail_token_count < spec.chunk_tokens:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
-        reservation = Reservation(self._sessions.next_id(), session, [], len(parts), self._clock.monotonic())
+        reservation = Reservation(
+            self._sessions.next_id(),
+            [session],
+            [],
+            len(parts),
+            self._clock.monotonic(),
+            fingerprint=query.fingerprint,
+            shard_count=request.shards,
+        )
         session.reservations[reservation.reservation_id] = reservation
+        if request.shards > 1:
+            reservation.ticket = self._random.bytes(TICKET_BYTES)
+            self._by_ticket[reservation.ticket] = reservation
         try:
             await self._claim_all(reservation, request, parts)
         except BaseException:
             self.end(reservation)
             raise
         self._counters.add("store_reservations")
-        states = tuple(entry.state for entry in reservation.entries)
-        return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal)
+        return _told(reservation)
+
+    def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
+        """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
+        model; Exhausted past limits.reservation_count_max."""
+        reservation = self._by_ticket.get(ticket)
+        if reservation is None:
+            raise InvalidRequest(
+                "this store was committed or aborted, or one of its writers went: the caches of all shards are dropped"
+            )
+        if fingerprint != reservation.fingerprint:
+            raise InvalidRequest(
+                "this writer's spec differs from the one that the store was started with: compare them"
+            )
+        self._check_count(session)
+        if session not in reservation.sessions:
+            reservation.sessions.append(session)
+            session.reservations[reservation.reservation_id] = reservation
+        return _told(reservation)
+
+    def forget(self, reservation: Reservation) -> None:
+        """Nobody joins it any more."""
+        self._by_ticket.pop(reservation.ticket, None)
+
+    def _check_count(self, session: Session) -> None:
+        if len(session.reservations) >= self._limits.reservation_count_max:
+            raise Exhausted(
+                f"this session holds {len(session.reservations)} reservations: raise limits.reservation_count_max"
+            )
 
     async def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
         digests = request.query.digests
@@ -178,6 +219,11 @@ class Claiming:
             write_id=self._random.bytes(16),
             checksums=checksums,
         )
+
+
+def _told(reservation: Reservation) -> StoreResult:
+    states = tuple(entry.state for entry in reservation.entries)
+    return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal, ticket=reservation.ticket)
 
 
 def _nothing(_: Reservation) -> None:

@@ -206,8 +206,11 @@ class Controller:
     async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
         await self.storing.fill(session, reservation_id, fills)
 
-    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> StoreResult:
-        result = await self.storing.commit(session, reservation_id, fills)
+    def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
+        return self.claiming.join(session, ticket, fingerprint)
+
+    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0) -> StoreResult:
+        result = await self.storing.commit(session, reservation_id, fills, shard)
         if not self._is_write_through or not result.rows:
             return result
         level, reason, _ = await self.writeback.settle(result.rows, self.deadline_s)

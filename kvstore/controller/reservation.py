@@ -37,14 +37,26 @@ class Entry:
 
 @dataclass(eq=False)
 class Reservation:
-    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them."""
+    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them.
+
+    ``sessions`` write it together, ``shard_count`` commits publish it; it ends with the first session that goes.
+    """
 
     reservation_id: int
-    session: Session
+    sessions: list[Session]
     entries: list[Entry]
     part_count: int
     born_s: float
     refusal: str = ""
     busy: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    has_ended: bool = False
+    fingerprint: bytes = b""
+    shard_count: int = 1
+    ticket: bytes = b""
+    committed: set[int] = field(default_factory=set)
+    is_publishing: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.is_set()

@@ -69,17 +69,17 @@ class Storing:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
         reservation's, lies outside its staging, or was filled before."""
         reservation = self._reservation(session, reservation_id)
-        self._start(reservation, fills)
+        self._start(session, reservation, fills)
         await self._wait_idle(reservation)
         _check_moved(reservation.entries)
 
-    def _start(self, reservation: Reservation, fills: Sequence[Fill]) -> None:
+    def _start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
         """Have the bytes moved. What moves, moves to its end, whoever still waits for it."""
         moves: list[tuple[Entry, Move]] = []
         claimed: list[tuple[Entry, int, int]] = []
         try:
             for each in fills:
-                moves += self._moves(reservation, each, claimed)
+                moves += self._moves(session, reservation, each, claimed)
         except BaseException:
             for entry, first, count in claimed:
                 entry.filled[first : first + count] = False
@@ -103,7 +103,7 @@ class Storing:
             reservation.idle.set()
 
     def _moves(
-        self, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]
+        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]
     ) -> list[tuple[Entry, Move]]:
         if not 0 <= fill.chunk < len(reservation.entries):
             raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
@@ -118,19 +118,23 @@ class Storing:
             raise InvalidRequest(f"strips {fill.strip_first}..{stop} were filled before")
         base = int(layout.strip_offsets[fill.strip_first])
         end = int(layout.strip_offsets[stop - 1]) + int(layout.strip_lengths[stop - 1])
-        source = session_run(reservation.session, fill.staging_id, fill.staging_offset, end - base)
+        source = session_run(session, fill.staging_id, fill.staging_offset, end - base)
         entry.filled[fill.strip_first : stop] = True
         claimed.append((entry, fill.strip_first, fill.strip_count))
         return [(entry, each) for each in moves_of(layout, header, placement, fill.strip_first, stop, source)]
 
     # ------------------------------------------------------------ commit and abort
 
-    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> StoreResult:
+    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0) -> StoreResult:
         """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
         there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most the
-        deadline."""
+        deadline. Of several shards the last does so; the others wait for it."""
         reservation = self._reservation(session, reservation_id)
-        self._start(reservation, fills)
+        if not 0 <= shard < reservation.shard_count:
+            raise InvalidRequest(f"shard {shard} of a store with {reservation.shard_count}")
+        self._start(session, reservation, fills)
+        if reservation.shard_count > 1 and not await self._is_last(reservation, shard):
+            return self._outcome(reservation)
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
         for entry in reservation.entries:
             if entry.state is StoreState.PENDING and others:
@@ -147,6 +151,22 @@ class Storing:
         await self._wait_idle(reservation)
         self._end(reservation)
         return self._outcome(reservation)
+
+    async def _is_last(self, reservation: Reservation, shard: int) -> bool:
+        """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
+        await self._wait_idle(reservation)
+        if reservation.has_ended:
+            return False
+        _check_moved(reservation.entries)
+        reservation.committed.add(shard)
+        if len(reservation.committed) == reservation.shard_count and not reservation.is_publishing:
+            reservation.is_publishing = True
+            return True
+        try:
+            await asyncio.wait_for(reservation.ended.wait(), self._limits.reservation_age_s_max + self._deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the other shards did not commit: look at their writers") from None
+        return False
 
     def _publish(self, entry: Entry) -> None:
         part = entry.namespace
@@ -229,8 +249,10 @@ class Storing:
 
     def _end(self, reservation: Reservation) -> None:
         """Free what was not committed and wake who waited."""
-        reservation.has_ended = True
-        reservation.session.reservations.pop(reservation.reservation_id, None)
+        reservation.ended.set()
+        self._claiming.forget(reservation)
+        for session in reservation.sessions:
+            session.reservations.pop(reservation.reservation_id, None)
         for entry in reservation.entries:
             if entry.held is not None:
                 self._catalog.unhold(entry.held)
@@ -249,8 +271,8 @@ class Storing:
             return session.reservations[reservation_id]
         except KeyError:
             raise InvalidRequest(
-                f"this session has no reservation {reservation_id}: it ended, or was aborted for its age "
-                "(limits.reservation_age_s_max)"
+                f"this session has no reservation {reservation_id}: it ended, was aborted for its age "
+                "(limits.reservation_age_s_max), or another of its writers aborted it or went"
             ) from None
 
 

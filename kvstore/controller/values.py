@@ -86,6 +86,7 @@ class ReserveRequest:
     token_digests: list[bytes]
     tail_token_count: int = 0
     first_position: int = 0
+    shards: int = 1
 
 
 class Fill(NamedTuple):
@@ -109,6 +110,8 @@ class StoreResult:
     refusal: str = ""
     rows: tuple[int, ...] = ()
     """The catalog's rows of the committed prefix."""
+    ticket: bytes = b""
+    """What the writers of the other shards join by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
         _digests(message.token_digests, "token_digests"),
         message.tail_token_count,
         message.first_position,
+        message.shards or 1,
     )
 
 
@@ -163,6 +164,7 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
         durability=int(result.durability),  # type: ignore[arg-type]
         committed_count=result.committed_count,
         refusal=result.refusal,
+        ticket=result.ticket,
     )
 
 

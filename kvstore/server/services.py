@@ -81,8 +81,10 @@ class CacheService:
             return pb.StoreResponse(reservation_id=request.fill.reservation_id)
         if step == "commit":
             fills = render.parse_fills(request.commit.fills)
-            result = await self._controller.commit(session, request.commit.reservation_id, fills)
+            result = await self._controller.commit(session, request.commit.reservation_id, fills, request.commit.shard)
             return render.render_store(result)
+        if step == "join":
+            return render.render_store(self._controller.join(session, request.join.ticket, request.join.fingerprint))
         if step == "abort":
             await self._controller.abort(session, request.abort.reservation_id)
             return pb.StoreResponse(reservation_id=request.abort.reservation_id)
@@ -91,7 +93,7 @@ class CacheService:
             return render.render_settled(
                 await self._controller.settle(render.parse_query(request.settle.query), max(0.0, wait_s))
             )
-        raise InvalidRequest("a store request names one step: reserve, fill, commit, abort or settle")
+        raise InvalidRequest("a store request names one step: reserve, join, fill, commit, abort or settle")
 
 
 class AdminService:

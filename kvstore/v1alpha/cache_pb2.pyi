@@ -350,16 +350,26 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("query", "token_digests", "tail_token_count", "first_position")
+    __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TAIL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     token_digests: bytes
     tail_token_count: int
     first_position: int
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ...) -> None: ...
+    shards: int
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("ticket", "fingerprint")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    fingerprint: bytes
+    def __init__(self, ticket: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Fill(_message.Message):
     __slots__ = ("chunk", "strip_first", "strip_count", "staging_id", "staging_offset")
@@ -384,12 +394,14 @@ class FillStrips(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("reservation_id", "fills")
+    __slots__ = ("reservation_id", "fills", "shard")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     fills: _containers.RepeatedCompositeFieldContainer[Fill]
-    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ...) -> None: ...
+    shard: int
+    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("reservation_id",)
@@ -406,31 +418,35 @@ class Settle(_message.Message):
     def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("reserve", "fill", "commit", "abort", "settle")
+    __slots__ = ("reserve", "fill", "commit", "abort", "settle", "join")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     fill: FillStrips
     commit: Commit
     abort: Abort
     settle: Settle
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., fill: _Optional[_Union[FillStrips, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
+    join: Join
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., fill: _Optional[_Union[FillStrips, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled")
+    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled", "ticket")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_COUNT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     IS_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     states: _containers.RepeatedScalarFieldContainer[StoreState]
     durability: Durability
     committed_count: int
     refusal: str
     is_settled: bool
-    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ..., ticket: _Optional[bytes] = ...) -> None: ...

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.catalog import NOWHERE
+from kvstore.controller.promotion import Loading
 from kvstore.errors import DataLoss
 from kvstore.spec import Exactness, MissReason, Provenance
 from tests.sim.models import SPECS, Chain, Name, body
@@ -147,6 +148,15 @@ class Oracle:
                 self.acknowledged(name_of(life, row), place_of(table.residencies[row]), is_tainted=is_tainted)
             written(row)
 
+        promotion = life.controller.promotion
+        end = promotion._end
+
+        def on_end(loading: Loading) -> None:
+            end(loading)
+            if loading.lost:
+                self.gone.add((loading.placement.slot, loading.placement.generation))
+
+        promotion._end = on_end  # type: ignore[method-assign]
         residency.drop, residency.forget, residency._evict = on_drop, on_forget, on_evict  # type: ignore[method-assign]
         residency.remove, residency.was_written = on_remove, on_written  # type: ignore[method-assign]
         residency._give_up = on_give_up  # type: ignore[method-assign]
