@@ -29,6 +29,7 @@ from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
 from kvstore_client.receipt import Receipt
 from kvstore_client.transfer import Transfer
+from kvstore_client.writer import StoreWriter
 
 __all__ = [
     "AsyncClient",
@@ -49,6 +50,7 @@ __all__ = [
     "Paged",
     "Receipt",
     "RopeSpec",
+    "StoreWriter",
     "Tier",
     "Transfer",
     "connect",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +23,11 @@ from kvstore_client.paged import Paged, Pages
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.session import Session
+from kvstore_client.starting import Means, check_durability
 from kvstore_client.storing import Source, Store
 from kvstore_client.target import given_places, target_of
 from kvstore_client.transfer import Held, Transfer, pack_ticket
+from kvstore_client.writer import StoreWriter
 
 DEFAULT_TIMEOUT_S = 10.0
 TICKET_BYTES = 16
@@ -309,8 +310,7 @@ class Client:
         {layer: [tokens, hidden_size]}. ``durability``: what the receipt's ``wait`` waits for; None: the highest
         level the sidecar has. Raises: InvalidRequest naming the argument that is wrong.
         """
-        if durability not in (None, Durability.MEMORY, Durability.LOCAL):
-            raise InvalidRequest(f"durability {durability!r}: this release has MEMORY and LOCAL")
+        check_durability(durability)
         prompt = Prompt.of(spec, tokens, extras, exactness)
         if not prompt.digests:
             raise InvalidRequest("tokens is empty: there is nothing to store")
@@ -320,7 +320,7 @@ class Client:
             session, name = self._ready(spec)
             store = Store(session, session.staging, source, self._copier, self.faults, self._timeout_s)
             store.stage(name, prompt)
-            settle = None if durability is Durability.MEMORY else partial(self._settle, prompt, source.hidden_layers)
+            settle = None if durability is Durability.MEMORY else self._means().settle(prompt, source.hidden_layers)
             return Receipt(self._committer.submit(store.commit), settle)
 
         try:
@@ -329,25 +329,33 @@ class Client:
             self._connection.counters["stores_refused"] += 1
             return Receipt.nothing(error.message)
 
-    def _settle(
-        self, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, timeout_s: float
-    ) -> tuple[Durability, str, bool]:
-        """What a stored prefix has reached, asked of the sidecar, which waits for the device."""
-        step = prompt.spec.chunk_tokens
+    def start_store(
+        self,
+        spec: ModelSpec,
+        tokens: Any,
+        *,
+        shards: int = 1,
+        hidden_layers: Sequence[int] = (),
+        durability: Durability | None = None,
+        extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
+    ) -> StoreWriter:
+        """A store that is written as the engine goes: ``put_layer``, again and again, then ``commit``. ``tokens``: all
+        of the prompt. ``shards``: how many writers there are, each with its heads or layers; the last one's commit
+        publishes, and one that goes aborts all. The others ``join_store`` by the writer's ticket.
 
-        def ask() -> tuple[Durability, str, bool]:
-            session, name = self._ready(prompt.spec)
-            query = pb.ChainQuery(
-                fingerprint=name, digests=b"".join(prompt.digests[: -(-token_count // step)]),
-                hidden_layers=hidden_layers, exactness=prompt.exactness,  # type: ignore[arg-type]
-            )  # fmt: skip
-            request = pb.StoreRequest(settle=pb.Settle(query=query, timeout_seconds=timeout_s))
-            reply = session.call(session.cache.Store, request, timeout_s + self._timeout_s)
-            if min(reply.committed_count * step, token_count) < token_count:
-                return Durability.NONE, "a part of it is gone again: raise arena.capacity_bytes", True
-            return Durability(reply.durability), reply.refusal, reply.is_settled
+        Raises: InvalidRequest.
+        """
+        prompt = Prompt.of(spec, tokens, extras, exactness)
+        return self._means().start(prompt, hidden_layers, shards, durability)
 
-        return self._connection.or_gone(ask, lambda why: (Durability.NONE, why, True))
+    def join_store(self, ticket: bytes, shard: int, *, durability: Durability | None = None) -> StoreWriter:
+        """Write shard 1, 2, ... of a store that another process started. Raises: InvalidRequest, also for a store
+        that ended."""
+        return self._means().join(ticket, shard, durability)
+
+    def _means(self) -> Means:
+        return Means(self._connection, self._ready, self._copier, self._committer, self._timeout_s)
 
     # ------------------------------------------------------------ the rest
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens, chain_digests, token_array
 from kvstore.spec import Exactness, ModelSpec
@@ -37,6 +39,11 @@ class Prompt:
         array = _checked_tokens(tokens, spec.vocab_size)
         digests = chain_digests(array, spec.chunk_tokens, extras)
         return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness])
+
+    @staticmethod
+    def known(spec: ModelSpec, digests: list[bytes], exactness: int) -> Prompt:
+        """One that another process made, of which only the digests are known here."""
+        return Prompt(spec, np.zeros(0, np.uint32), digests, (), exactness)
 
 
 def _checked_tokens(tokens: Any, vocab_size: int) -> Tokens:

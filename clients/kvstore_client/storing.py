@@ -130,19 +130,11 @@ class Store:
 
     def stage(self, name: bytes, prompt: Prompt) -> None:
         """Reserve, and copy what is wanted into staging. When staging is short, fills go out in between."""
-        step, tokens = self._source.spec.chunk_tokens, prompt.tokens
-        request = pb.Reserve(
-            query=pb.ChainQuery(
-                fingerprint=name, digests=b"".join(prompt.digests), hidden_layers=self._source.hidden_layers,
-                exactness=prompt.exactness,  # type: ignore[arg-type]
-            ),
-            token_digests=b"".join(token_digest(tokens[start : start + step]) for start in range(0, tokens.size, step)),
-            tail_token_count=tokens.size % step,
-        )  # fmt: skip
-        response = self._call(pb.StoreRequest(reserve=request))
+        request = reserve_request(name, prompt, self._source.hidden_layers)
+        response = self._call(request)
         self._reservation_id = response.reservation_id
         try:
-            self._copy_all(self._units(list(response.states), tokens.size))
+            self._copy_all(self._units(list(response.states), prompt.tokens.size))
         except BaseException:
             self.abort()
             raise
@@ -249,3 +241,36 @@ class Store:
 
     def _call(self, request: pb.StoreRequest) -> Any:
         return self._session.call(self._session.cache.Store, request, self._timeout_s)
+
+
+def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], shards: int = 1) -> pb.StoreRequest:
+    """Ask for room for a prompt's chunks."""
+    step, tokens = prompt.spec.chunk_tokens, prompt.tokens
+    return pb.StoreRequest(
+        reserve=pb.Reserve(
+            query=pb.ChainQuery(
+                fingerprint=name, digests=b"".join(prompt.digests), hidden_layers=hidden_layers,
+                exactness=prompt.exactness,  # type: ignore[arg-type]
+            ),
+            token_digests=b"".join(token_digest(tokens[start : start + step]) for start in range(0, tokens.size, step)),
+            tail_token_count=tokens.size % step,
+            shards=shards,
+        )
+    )  # fmt: skip
+
+
+def settled(
+    session: Session, name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, wait_s: float,
+    timeout_s: float,
+) -> tuple[Durability, str, bool]:  # fmt: skip
+    """What a stored prefix has reached, asked of the sidecar, which waits for the device at most ``wait_s``."""
+    step = prompt.spec.chunk_tokens
+    query = pb.ChainQuery(
+        fingerprint=name, digests=b"".join(prompt.digests[: -(-token_count // step)]),
+        hidden_layers=hidden_layers, exactness=prompt.exactness,  # type: ignore[arg-type]
+    )  # fmt: skip
+    request = pb.StoreRequest(settle=pb.Settle(query=query, timeout_seconds=wait_s))
+    reply = session.call(session.cache.Store, request, wait_s + timeout_s)
+    if min(reply.committed_count * step, token_count) < token_count:
+        return Durability.NONE, "a part of it is gone again: raise arena.capacity_bytes", True
+    return Durability(reply.durability), reply.refusal, reply.is_settled

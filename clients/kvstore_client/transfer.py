@@ -22,6 +22,11 @@ def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness:
     ).SerializeToString()  # fmt: skip
 
 
+def cut(digests: bytes) -> list[bytes]:
+    """Digests that travelled as one run."""
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
 class Held:
     """A ticket, read. Raises InvalidRequest when the bytes are none."""
 
@@ -34,8 +39,7 @@ class Held:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
         self.ticket = message.ticket
         self.spec = spec_from_message(message.spec)
-        data = message.digests
-        self.digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+        self.digests = cut(message.digests)
         self.exactness = int(message.exactness)
         self.token_count = int(message.token_count)
 

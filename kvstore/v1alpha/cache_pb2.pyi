@@ -257,6 +257,24 @@ class HeldPrefix(_message.Message):
     token_count: int
     def __init__(self, ticket: _Optional[bytes] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[bytes] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., token_count: _Optional[int] = ...) -> None: ...
 
+class SharedStore(_message.Message):
+    __slots__ = ("ticket", "spec", "digests", "exactness", "token_count", "hidden_layers", "shards")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    spec: ModelSpec
+    digests: bytes
+    exactness: Exactness
+    token_count: int
+    hidden_layers: _containers.RepeatedScalarFieldContainer[int]
+    shards: int
+    def __init__(self, ticket: _Optional[bytes] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[bytes] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., token_count: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., shards: _Optional[int] = ...) -> None: ...
+
 class LookupResponse(_message.Message):
     __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds")
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]

@@ -111,7 +111,10 @@ class Nemesis:
         said = f"byte {place} of {told(name_of(life, row))} at {place_of(residency)}"
         self._trace.add("nemesis", said)
         self._totals["flips"] += 1
+        bad = self._slot_bytes(region, slot)
         await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.05)))
+        if self._slot_bytes(region, slot) != bad:
+            return f"{said}, written over"
         return f"{said}, {await self._found(row, residency)}"
 
     def _verified_byte(self, data: bytes, layout: ChunkLayout) -> int | None:
@@ -128,13 +131,22 @@ class Nemesis:
         strip = self._chance.randrange(layout.strip_count)
         return layout.header_bytes + int(offsets[strip]) + self._chance.randrange(int(lengths[strip]))
 
+    def _slot_bytes(self, region: Region | None, slot: int) -> bytes:
+        if region is None:
+            return b""
+        return self._life.disk.disk.read_file(region.path)[region.offset(slot) :][: region.slot_bytes]
+
     async def _found(self, row: int, residency: int) -> str:
         """Have the scrub look. Nothing is asserted where reads fail, or the copy went meanwhile."""
         life, errors = self._life, self._life.disk.injected
+        region, slot = life.nvme.regions.find(residency) if life.nvme is not None else (None, 0)
+        bad = self._slot_bytes(region, slot)
         if life.table.residencies[row] != residency or life.nvme is None:
             return "gone"
         good = await life.controller.scrub.check_nvme(row)
         here = life.table.residencies[row] == residency and life.disk.injected == errors
+        if here and self._slot_bytes(region, slot) != bad:
+            return "written over"  # what a crash left is written anew before it is promised
         self._trace.check(not (good and here) or life.is_over, f"the scrub does not see rot at {place_of(residency)}")
         return "still there" if good else "found"
 

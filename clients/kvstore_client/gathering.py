@@ -1,0 +1,100 @@
+"""Pieces of a cache as an engine has them, gathered in staging until whole strips are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.errors import InvalidRequest
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.arrays import checked, settle_device
+from kvstore_client.copying import copy, raw
+from kvstore_client.paged import Pages
+from kvstore_client.staging import Run
+from kvstore_client.wanted import Wanted
+
+
+class Strips(NamedTuple):
+    """Some heads of one layer of one chunk: consecutive strips."""
+
+    entry: int
+    slab: int
+    head_start: int
+    head_stop: int
+
+
+class Pile:
+    """Strips that are being gathered in staging. ``there``: which tokens are."""
+
+    def __init__(self, strips: Strips, layout: ChunkLayout, run: Run) -> None:
+        slab = layout.slabs[strips.slab]
+        heads = strips.head_stop - strips.head_start
+        self.first, self.count = strip_range(layout, strips)
+        self.run = run
+        self.strips = strips
+        self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
+        narrow = replace(layout, slabs=(replace(slab, heads=heads),))
+        self.parts = slab_parts(narrow, 0, run.segment[run.offset :])
+
+    def fill(self) -> pb.Fill:
+        return pb.Fill(
+            chunk=self.strips.entry, strip_first=self.first, strip_count=self.count,
+            staging_id=self.run.staging_id, staging_offset=self.run.offset,
+        )  # fmt: skip
+
+
+def strip_range(layout: ChunkLayout, strips: Strips) -> tuple[int, int]:
+    """(first, count): all of a slab where it is cut by tokens, not by heads."""
+    slab = layout.slabs[strips.slab]
+    if layout.blocked:
+        return slab.strip_first, slab.strip_count
+    return slab.strip_first + strips.head_start, strips.head_stop - strips.head_start
+
+
+class Dense:
+    """Tokens of one layer, dense: ``planes`` are [heads, tokens, dim]."""
+
+    def __init__(self, planes: Sequence[Any]) -> None:
+        settle_device(planes)
+        self._planes = [raw(plane) for plane in planes]
+        self.token_count = int(planes[0].shape[1])
+
+    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
+        """Tokens ``start .. stop`` of a part; ``token`` is where the part's first one is in this source."""
+        target = part.array[0, :, start - part.token_start : stop - part.token_start]
+        source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
+        copy(raw(target), source)
+
+
+class FromPages:
+    """Tokens of one layer, in an engine's pages. Every slot must be there."""
+
+    def __init__(self, pages: Pages) -> None:
+        if (pages.slots < 0).any():
+            raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
+        self._pages = pages
+        self.token_count = len(pages.slots)
+
+    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
+        """As ``Dense.copy``."""
+        strips, pages = raw(part.array[0]), self._pages
+        base = token - part.token_start
+        for piece in pages.pieces(base + start, base + stop):
+            first = piece.token - token
+            target = strips[:, first : first + piece.token_count]
+            copy(pages.shaped(target, piece), pages.place(pages.planes[0][part.which], piece))
+
+
+def dense(wanted: Wanted, layer: int, kv: Any) -> Dense:
+    if not isinstance(kv, Sequence) or len(kv) != 2:
+        raise InvalidRequest(f"kv must be a pair (K, V), or Paged, not {type(kv).__name__}")
+    count = int(kv[0].shape[1]) if len(getattr(kv[0], "shape", ())) == 3 else 0
+    spec, heads = wanted.spec.layers[layer], wanted.heads_of(layer)
+    k = checked(kv[0], (heads, count, spec.k_dim), wanted.spec.cache_dtype, "kv[0] (K)")
+    v = checked(kv[1], (heads, count, spec.v_dim), wanted.spec.cache_dtype, "kv[1] (V)")
+    return Dense([k, v])

@@ -1,0 +1,107 @@
+"""How writers begin: a store is started by one process, and joined by those of its other shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.seams import Workers
+from kvstore.spec import Durability, ModelSpec
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.wire import spec_from_message
+from kvstore_client.connection import Connection
+from kvstore_client.copying import Copier
+from kvstore_client.prompt import Prompt
+from kvstore_client.session import Session
+from kvstore_client.storing import reserve_request, settled
+from kvstore_client.transfer import cut
+from kvstore_client.wanted import Wanted
+from kvstore_client.writer import Plan, Settle, StoreWriter, unpacked
+
+
+def check_durability(durability: Durability | None) -> None:
+    """Raises InvalidRequest for a level that no tier of this release has."""
+    if durability not in (None, Durability.MEMORY, Durability.LOCAL):
+        raise InvalidRequest(f"durability {durability!r}: this release has MEMORY and LOCAL")
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a client lends to its stores. ``ready`` gives the session that knows a model, and the model's name."""
+
+    connection: Connection
+    ready: Callable[[ModelSpec], tuple[Session, bytes]]
+    copier: Copier
+    committer: Workers
+    timeout_s: float
+
+    def settle(self, prompt: Prompt, hidden_layers: tuple[int, ...]) -> Settle:
+        """What a receipt asks for the level below memory."""
+
+        def ask(token_count: int, wait_s: float) -> tuple[Durability, str, bool]:
+            session, name = self.ready(prompt.spec)
+            return settled(session, name, prompt, hidden_layers, token_count, wait_s, self.timeout_s)
+
+        def asked(token_count: int, wait_s: float) -> tuple[Durability, str, bool]:
+            return self.connection.or_gone(partial(ask, token_count, wait_s), lambda why: (Durability.NONE, why, True))
+
+        return asked
+
+    def start(
+        self, prompt: Prompt, hidden_layers: Sequence[int], shards: int, durability: Durability | None
+    ) -> StoreWriter:
+        """See ``Client.start_store``."""
+        check_durability(durability)
+        if not prompt.digests:
+            raise InvalidRequest("tokens is empty: there is nothing to store")
+        hidden = Wanted.of(prompt.spec, (), None, hidden_layers, False).hidden_layers
+
+        def ask(session: Session, name: bytes) -> pb.StoreResponse:
+            reply: pb.StoreResponse = session.call(
+                session.cache.Store, reserve_request(name, prompt, hidden, shards), self.timeout_s
+            )
+            return reply
+
+        plan = Plan(prompt.spec, prompt.digests, prompt.exactness, int(prompt.tokens.size), hidden, shards)
+        try:
+            return self._writer(plan, 0, prompt, durability, ask)
+        except Exhausted as error:
+            self.connection.counters["stores_refused"] += 1
+            return self._nothing(plan, 0, error.message)
+
+    def join(self, ticket: bytes, shard: int, durability: Durability | None) -> StoreWriter:
+        """See ``Client.join_store``."""
+        check_durability(durability)
+        held = unpacked(ticket)
+        prompt = Prompt.known(spec_from_message(held.spec), cut(held.digests), int(held.exactness))
+        plan = Plan(
+            prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
+            int(held.shards),
+        )  # fmt: skip
+        if not 0 < shard < plan.shards:
+            raise InvalidRequest(f"shard {shard} must be in 1..{plan.shards - 1}: shard 0 is who started the store")
+
+        def ask(session: Session, name: bytes) -> pb.StoreResponse:
+            request = pb.StoreRequest(join=pb.Join(ticket=held.ticket, fingerprint=name))
+            reply: pb.StoreResponse = session.call(session.cache.Store, request, self.timeout_s)
+            return reply
+
+        return self._writer(plan, shard, prompt, durability, ask)
+
+    def _writer(
+        self, plan: Plan, shard: int, prompt: Prompt, durability: Durability | None,
+        ask: Callable[[Session, bytes], pb.StoreResponse],
+    ) -> StoreWriter:  # fmt: skip
+        def begin() -> StoreWriter:
+            session, name = self.ready(prompt.spec)
+            reply = ask(session, name)
+            settle = None if durability is Durability.MEMORY else self.settle(prompt, plan.hidden_layers)
+            known = plan.known(reply.reservation_id, list(reply.states), reply.ticket)
+            return StoreWriter(session, known, shard, self.copier, self.committer, settle, self.timeout_s)
+
+        return self.connection.or_gone(begin, partial(self._nothing, plan, shard))
+
+    def _nothing(self, plan: Plan, shard: int, reason: str) -> StoreWriter:
+        return StoreWriter(None, plan, shard, self.copier, self.committer, None, self.timeout_s, reason)

@@ -1,0 +1,328 @@
+"""Stores written as the engine goes: layer by layer, piece by piece of a prefill, by one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
+from kvstore.seams import Workers
+from kvstore.seams.scheduler import start_thread
+from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.wire import spec_to_message
+from kvstore_client.arrays import checked
+from kvstore_client.copying import Copier
+from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
+from kvstore_client.paged import Paged, Pages
+from kvstore_client.receipt import Receipt
+from kvstore_client.session import Session
+from kvstore_client.staging import Run, StagingPool
+from kvstore_client.wanted import Wanted
+
+Settle = Callable[[int, float], tuple[Durability, str, bool]]
+COMMIT_S_MAX = 90.0
+"""The sidecar ends a store whose writers do not all commit (limits.reservation_age_s_max); this is past that."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is stored, and what of it is still wanted. ``states``: one per chunk and part, the KV part first."""
+
+    spec: ModelSpec
+    digests: list[bytes]
+    exactness: int
+    token_count: int
+    hidden_layers: tuple[int, ...]
+    shards: int
+    reservation_id: int = 0
+    states: Sequence[int] = ()
+    ticket: bytes = b""
+
+    def known(self, reservation_id: int, states: Sequence[int], ticket: bytes) -> Plan:
+        """With what the sidecar answered."""
+        return replace(self, reservation_id=reservation_id, states=states, ticket=ticket)
+
+    def entry(self, chunk: int, part: int) -> int:
+        """The number of a chunk's part in the reservation."""
+        return chunk * (1 + len(self.hidden_layers)) + part
+
+    def layout(self, chunk: int, part: int) -> ChunkLayout:
+        count = min(self.spec.chunk_tokens, self.token_count - chunk * self.spec.chunk_tokens)
+        if part == 0:
+            return layout_of(self.spec, self.spec.kind, count)
+        return layout_of(self.spec, CacheKind.E, count, self.hidden_layers[part - 1])
+
+    def packed(self) -> bytes:
+        """What another process needs to join, as one run of bytes."""
+        if not self.ticket:
+            return b""
+        return pb.SharedStore(
+            ticket=self.ticket, spec=spec_to_message(self.spec), digests=b"".join(self.digests),
+            exactness=self.exactness,  # type: ignore[arg-type]  # the wire's number
+            token_count=self.token_count, hidden_layers=self.hidden_layers, shards=self.shards,
+        ).SerializeToString()  # fmt: skip
+
+
+class StoreWriter:
+    """A store in flight. Nothing of it can be seen before ``commit``; leaving the ``with`` block without one aborts.
+
+    The sidecar's failures never raise here: what is put then goes nowhere, and the receipt says why. For one thread.
+    """
+
+    def __init__(
+        self, session: Session | None, plan: Plan, shard: int, copier: Copier, committer: Workers,
+        settle: Settle | None, timeout_s: float, failure: str = "",
+    ) -> None:  # fmt: skip
+        self._session = session
+        self._plan = plan
+        self._shard = shard
+        self._copier = copier
+        self._committer = committer
+        self._settle = settle
+        self._timeout_s = timeout_s
+        self._failure = failure
+        self._piles: dict[Strips, Pile] = {}
+        self._done: set[Strips] = set()
+        self._sent: list[Future[None]] = []
+        self._has_ended = False
+
+    @property
+    def ticket(self) -> bytes:
+        """For ``join_store`` in the processes of the other shards; empty when there are none."""
+        return self._plan.packed()
+
+    @property
+    def wanted_token_count(self) -> int:
+        """How many tokens' caches the sidecar asks for: it has the others, or no room."""
+        plan, step = self._plan, self._plan.spec.chunk_tokens
+        chunks = [number for number in range(len(plan.digests)) if self._wants(number, 0)]
+        return sum(min(step, plan.token_count - number * step) for number in chunks)
+
+    # ------------------------------------------------------------ put
+
+    def put_layer(
+        self, layer: int, kv: Any, *, heads: range | tuple[int, int] | None = None, token_start: int = 0
+    ) -> None:
+        """Keep some tokens of one layer. Returns when the tensors may be reused.
+
+        Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots.
+        ``heads``: which kv heads these are (None: all). ``token_start``: the first token's place in the prompt.
+        Raises: InvalidRequest naming what does not fit, or was put before.
+        """
+        wanted = Wanted.of(self._plan.spec, [layer], heads, (), False)
+        source = FromPages(Pages(wanted, kv)) if isinstance(kv, Paged) else dense(wanted, layer, kv)
+        stop = wanted.head_start + wanted.heads_of(layer)
+        self._put(source, 0, lambda layout: layout.slab_of_layer[layer], wanted.head_start, stop, token_start)
+
+    def put_hidden(self, layer: int, hidden: Any, *, token_start: int = 0) -> None:
+        """Keep some tokens' hidden states entering a layer, [tokens, hidden_size]. Raises like ``put_layer``."""
+        spec, layers = self._plan.spec, self._plan.hidden_layers
+        if layer not in layers:
+            raise InvalidRequest(f"hidden layer {layer}: this store was started with hidden_layers={layers}")
+        count = int(hidden.shape[0]) if len(getattr(hidden, "shape", ())) == 2 else 0
+        x = checked(hidden, (count, spec.hidden_size), spec.hidden_dtype, "hidden")
+        source = Dense([x.reshape(1, count, spec.hidden_size)])
+        self._put(source, 1 + layers.index(layer), lambda _: 0, 0, 1, token_start)
+
+    def _put(
+        self, source: Dense | FromPages, part: int, slab_of: Callable[[ChunkLayout], int], head_start: int,
+        head_stop: int, token_start: int,
+    ) -> None:  # fmt: skip
+        plan, step = self._plan, self._plan.spec.chunk_tokens
+        stop = token_start + source.token_count
+        if not 0 <= token_start <= stop <= plan.token_count:
+            raise InvalidRequest(f"tokens {token_start}..{stop} of a store of {plan.token_count}")
+        if self._has_ended:
+            raise InvalidRequest("this store was committed or aborted")
+        work: list[tuple[Pile, int, int, int]] = []
+        for chunk in range(token_start // step, -(-stop // step)):
+            if self._failure or not self._wants(chunk, part):
+                continue
+            layout = plan.layout(chunk, part)
+            strips = Strips(plan.entry(chunk, part), slab_of(layout), head_start, head_stop)
+            first = chunk * step
+            start, end = max(token_start - first, 0), min(stop - first, layout.token_count)
+            pile = self._pile(strips, layout)
+            if pile is None:
+                return
+            if pile.there[start:end].any():
+                raise InvalidRequest(f"some of tokens {first + start}..{first + end} were put before")
+            work.append((pile, start, end, first - token_start))
+        self._copy(source, work)
+
+    def _wants(self, chunk: int, part: int) -> bool:
+        entry = self._plan.entry(chunk, part)
+        return entry < len(self._plan.states) and self._plan.states[entry] == StoreState.WANTED
+
+    def _pile(self, strips: Strips, layout: ChunkLayout) -> Pile | None:
+        """Where the strips are gathered. None when staging has no room for them: the store has failed."""
+        if strips in self._done:
+            raise InvalidRequest("this layer of these tokens was put before")
+        pile = self._piles.get(strips)
+        if pile is None:
+            first, count = strip_range(layout, strips)
+            last = first + count - 1
+            base = int(layout.strip_offsets[first])
+            run = self._take(int(layout.strip_offsets[last]) + int(layout.strip_lengths[last]) - base)
+            if run is None:
+                return None
+            pile = self._piles[strips] = Pile(strips, layout, run)
+        return pile
+
+    @property
+    def _pool(self) -> StagingPool:
+        assert self._session is not None
+        pool: StagingPool = self._session.staging
+        return pool
+
+    def _take(self, byte_count: int) -> Run | None:
+        """Room in staging; what was sent before gives its own back first."""
+        while True:
+            try:
+                run = self._pool.take(byte_count, byte_count)
+            except KVStoreError as error:
+                self._fail(error.message)
+                return None
+            if run is not None or not self._sent:
+                break
+            self._settled(self._sent.pop(0))
+            if self._failure:
+                return None
+        if run is None:
+            self._fail(
+                f"staging has no room for {byte_count} bytes more: raise limits.staging_bytes_max, or put fewer tokens "
+                "at a time"
+            )
+        return run
+
+    def _copy(self, source: Dense | FromPages, work: list[tuple[Pile, int, int, int]]) -> None:
+        def copy_some(some: Sequence[tuple[Pile, int, int, int]]) -> None:
+            for pile, start, stop, offset in some:
+                for part in pile.parts:
+                    first, last = max(start, part.token_start), min(stop, part.token_stop)
+                    if first < last:
+                        source.copy(part, first, last, offset + part.token_start)
+
+        if not work:
+            return
+        try:
+            self._copier.split(copy_some, work, self._timeout_s)
+        except DeadlineExceeded as error:
+            # A copy may still write to its staging, so that must never be used again: it goes with the session.
+            if self._session is not None:
+                self._session.close()
+            self._fail(error.message)
+            return
+        whole: list[Pile] = []
+        for pile, start, stop, _ in work:
+            pile.there[start:stop] = True
+            if pile.there.all():
+                whole.append(self._piles.pop(pile.strips))
+                self._done.add(pile.strips)
+        if whole:
+            self._sent.append(self._committer.submit(self._send, whole))
+
+    # ------------------------------------------------------------ what runs beside the caller
+
+    def _send(self, piles: list[Pile]) -> None:
+        if not self._failure:
+            step = pb.FillStrips(reservation_id=self._plan.reservation_id, fills=[pile.fill() for pile in piles])
+            try:
+                self._call(pb.StoreRequest(fill=step))
+            except InvalidRequest as error:  # nothing was read: the store has ended
+                self._fail(error.message)
+            except KVStoreError as error:
+                self._fail(error.message)
+                return  # the server may still read that staging: it is given back with the session
+        for pile in piles:
+            self._pool.give_back(pile.run)
+
+    def _settled(self, sent: Future[None]) -> None:
+        try:
+            sent.result(self._timeout_s)
+        except (TimeoutError, RuntimeError) as error:
+            self._fail(f"the sidecar did not take what was put: {error}")
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+
+    def _call(self, request: pb.StoreRequest, timeout_s: float | None = None) -> Any:
+        assert self._session is not None
+        return self._session.call(self._session.cache.Store, request, timeout_s or self._timeout_s)
+
+    # ------------------------------------------------------------ end
+
+    def commit(self) -> Receipt:
+        """Have what was put published: at once, or when every other shard has committed, too. Chunks of which some
+        strips were never put are not stored."""
+        if self._has_ended:
+            raise InvalidRequest("this store was committed or aborted")
+        self._has_ended = True
+        if self._session is None:
+            return Receipt.nothing(self._failure)
+        future: Future[tuple[Durability, int, str]] = Future()
+        if self._plan.shards > 1:  # it waits for others, perhaps of this very process
+            start_thread(lambda: future.set_result(self._commit()), "kvstore-commit-shard")
+        else:
+            future = self._committer.submit(self._commit)
+        return Receipt(future, self._settle)
+
+    def _commit(self) -> tuple[Durability, int, str]:
+        if self._plan.shards > 1:
+            for sent in self._sent:
+                self._settled(sent)
+        if not self._failure:
+            step = pb.Commit(reservation_id=self._plan.reservation_id, shard=self._shard)
+            try:
+                response = self._call(
+                    pb.StoreRequest(commit=step), COMMIT_S_MAX if self._plan.shards > 1 else self._timeout_s
+                )
+                self._give_back()
+                stored = min(response.committed_count * self._plan.spec.chunk_tokens, self._plan.token_count)
+                return Durability(response.durability), stored, response.refusal
+            except KVStoreError as error:
+                self._fail(error.message)
+        self._abort()
+        return Durability.NONE, 0, self._failure
+
+    def abort(self) -> None:
+        """Drop it, for every shard. Idempotent, also after ``commit``. Returns when the sidecar has forgotten it."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._fail("it was aborted")
+            if self._session is not None:
+                self._abort()
+
+    def _abort(self) -> None:
+        try:
+            self._call(pb.StoreRequest(abort=pb.Abort(reservation_id=self._plan.reservation_id)))
+            self._give_back()
+        except KVStoreError:
+            return  # the session is gone, and with it the reservation and the staging
+
+    def _give_back(self) -> None:
+        """Nobody reads what was gathered and not sent."""
+        for pile in self._piles.values():
+            self._pool.give_back(pile.run)
+        self._piles.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def unpacked(ticket: bytes) -> pb.SharedStore:
+    """Raises InvalidRequest when the bytes are no writer's ticket."""
+    try:
+        message = pb.SharedStore.FromString(ticket)
+    except Exception as error:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
+    if not message.ticket or not message.token_count:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket")
+    return message

@@ -1,0 +1,280 @@
+"""Stores written as the engine goes: layer by layer, prefill by prefill, from pages, by several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore_client import Client, Durability, ModelSpec, Paged, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+STEP = SPEC.chunk_tokens
+COUNT = 5 * STEP + 7
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Any:
+    with Sidecar("--capacity", "64 MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Any:
+    with connect(sidecar.address) as connected:
+        yield connected
+        until = time.monotonic() + 10.0
+        while left(connected) and time.monotonic() < until:  # an abort runs beside its caller
+            time.sleep(0.01)
+        assert left(connected) == 0
+
+
+def left(client: Client) -> int:
+    stats = client.stats()
+    return stats.sessions.reservation_count + stats.arena.reserved_bytes
+
+
+def fresh() -> tuple[Any, Any]:
+    """Tokens nobody stored yet, and their cache."""
+    return tokens_of(COUNT, seed=int(np.random.default_rng().integers(1 << 31))), random_cache(SPEC, COUNT)
+
+
+def assert_stored(client: Client, tokens: Any, cache: Any, count: int = COUNT, spec: ModelSpec = SPEC) -> None:
+    found = client.fetch(spec, tokens, verify=True)
+    assert found.token_count == count
+    for got, said in zip(found, [layer for layer in cache if layer is not None], strict=True):
+        for one, other in zip(got, said, strict=True):
+            assert np.array_equal(bits(one), bits(other)[:, :count])
+
+
+def test_layer_by_layer(client: Client) -> None:
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens) as writer:
+        assert writer.wanted_token_count == COUNT
+        for layer, pair in enumerate(cache):
+            assert client.lookup(SPEC, tokens).prefix_token_count == 0
+            writer.put_layer(layer, pair)
+        receipt = writer.commit()
+    assert receipt.stored_token_count == COUNT
+    assert_stored(client, tokens, cache)
+    with client.start_store(SPEC, tokens) as again:
+        assert again.wanted_token_count == 0
+
+
+@pytest.mark.parametrize("piece", [1, 5, STEP, 3 * STEP + 2])
+def test_a_chunked_prefill_in_pieces_of_any_size(client: Client, piece: int) -> None:
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens) as writer:
+        for start in range(0, COUNT, piece):
+            for layer, (k, v) in enumerate(cache):
+                writer.put_layer(layer, (k[:, start : start + piece], v[:, start : start + piece]), token_start=start)
+        assert writer.commit().stored_token_count == COUNT
+    assert_stored(client, tokens, cache)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("kv page slot head dim", (2, 9, 16, 2, 8)),
+        ("page kv head slot dim", (9, 2, 2, 16, 8)),
+        ("page head slot dim", (9, 2, 16, 16)),
+    ],
+)
+def test_from_pages_in_any_order(client: Client, layout: str, shape: tuple[int, ...]) -> None:
+    tokens, cache = fresh()
+    pages = np.random.default_rng(1).permutation(9)
+    slots = np.concatenate([page * 16 + np.arange(16) for page in pages])[:COUNT]
+    with client.start_store(SPEC, tokens) as writer:
+        for layer, (k, v) in enumerate(cache):
+            pool = np.zeros(shape, np.uint16)
+            order = layout.split()
+            view = pool.transpose(
+                [order.index(name) for name in ("kv", "page", "slot", "head", "dim") if name in order]
+            )
+            planes = (view[0], view[1]) if "kv" in order else (view[..., :8], view[..., 8:])
+            for plane, values in zip(planes, (k, v), strict=True):
+                plane[slots // 16, slots % 16] = bits(values).transpose(1, 0, 2)
+            for start in (0, 37):
+                part = slots[start : 37 if start == 0 else None]
+                writer.put_layer(layer, Paged([pool], part, layout), token_start=start)
+        assert writer.commit().stored_token_count == COUNT
+    assert_stored(client, tokens, cache)
+
+
+def test_a_chunk_without_all_of_its_strips_is_not_stored(client: Client) -> None:
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens) as writer:
+        for layer, (k, v) in enumerate(cache):
+            stop = COUNT if layer == 0 else 3 * STEP + 1
+            writer.put_layer(layer, (k[:, :stop], v[:, :stop]))
+        assert writer.commit().stored_token_count == 3 * STEP
+    assert_stored(client, tokens, cache, 3 * STEP)
+
+
+def test_hidden_states(client: Client) -> None:
+    tokens, cache = fresh()
+    x = np.random.default_rng(3).integers(0, 1 << 16, (COUNT, SPEC.hidden_size), np.uint16)
+    with client.start_store(SPEC, tokens, hidden_layers=[1]) as writer:
+        writer.put_hidden(1, x[:10])
+        for layer, pair in enumerate(cache):
+            writer.put_layer(layer, pair)
+        writer.put_hidden(1, x[10:], token_start=10)
+        assert writer.commit().stored_token_count == COUNT
+    found = client.fetch(SPEC, tokens, hidden_layers=[1], verify=True)
+    assert np.array_equal(bits(found.hidden[1]), x)
+
+
+def test_leaving_without_a_commit_aborts(client: Client) -> None:
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens) as writer:
+        writer.put_layer(0, cache[0])
+    with client.start_store(SPEC, tokens) as writer:
+        for layer, pair in enumerate(cache):
+            writer.put_layer(layer, pair)
+        assert writer.commit().stored_token_count == COUNT, "nothing of the first is in the way"
+
+
+def test_what_does_not_fit_is_said(client: Client) -> None:
+    tokens, cache = fresh()
+    k, v = cache[0]
+    with client.start_store(SPEC, tokens) as writer:
+        for said, layer, pair, options in (
+            ("layer 7", 7, (k, v), {}),
+            ("tokens 90..", 0, (k, v), {"token_start": 90}),
+            ("pair", 0, k, {}),
+            ("shape", 0, (k, v[:, 1:]), {}),
+            ("heads", 0, (k, v), {"heads": (0, 9)}),
+            ("shape", 0, (k, v), {"heads": (0, 1)}),
+        ):
+            with pytest.raises(InvalidRequest, match=said):
+                writer.put_layer(layer, pair, **options)  # type: ignore[arg-type]
+        writer.put_layer(0, (k[:, :20], v[:, :20]))
+        with pytest.raises(InvalidRequest, match="put before"):
+            writer.put_layer(0, (k[:, 19:], v[:, 19:]), token_start=19)
+        writer.commit()
+        with pytest.raises(InvalidRequest, match="committed or aborted"):
+            writer.put_layer(1, cache[1])
+    with pytest.raises(InvalidRequest, match="ticket"):
+        client.join_store(b"no ticket", 1)
+
+
+def test_more_than_staging_holds_goes_in_pieces() -> None:
+    small = Sidecar("--capacity", "64 MiB")
+    small.environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "256 KiB"}
+    with small:
+        with connect(small.address) as client:
+            count = 200 * STEP
+            tokens, cache = tokens_of(count, seed=5), random_cache(SPEC, count)
+            with client.start_store(SPEC, tokens) as writer:
+                for start in range(0, count, 10 * STEP):
+                    for layer, (k, v) in enumerate(cache):
+                        part = slice(start, start + 10 * STEP)
+                        writer.put_layer(layer, (k[:, part], v[:, part]), token_start=start)
+                receipt = writer.commit()
+            assert receipt.stored_token_count == count, receipt.reason
+            assert_stored(client, tokens, cache, count)
+
+
+def test_without_a_sidecar_nothing_raises(tmp_path: Any) -> None:
+    with connect(f"unix://{tmp_path}/none.sock", required=False) as client:
+        tokens, cache = fresh()
+        with client.start_store(SPEC, tokens, shards=2) as writer:
+            assert (writer.wanted_token_count, writer.ticket) == (0, b"")
+            writer.put_layer(0, cache[0])
+            receipt = writer.commit()
+        assert receipt.wait(5.0) is Durability.NONE
+        assert "no sidecar answers" in receipt.reason
+
+
+# ------------------------------------------------------------ several writers
+
+RANK = """
+import sys
+from tests.specs import random_cache, small_spec
+from kvstore_client import connect
+address, ticket, count, end = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+cache = random_cache(small_spec(), count)
+with connect(address) as client:
+    writer = client.join_store(ticket, 1)
+    for layer, (k, v) in enumerate(cache):
+        if end != "die" or layer == 0:
+            writer.put_layer(layer, (k[1:2], v[1:2]), heads=(1, 2))
+    print("put", flush=True)
+    if end == "commit":
+        print(writer.commit().stored_token_count, flush=True)
+    if end == "abort":
+        writer.abort()
+    if end == "die":
+        sys.stdin.read()
+"""
+
+
+def rank(sidecar: Sidecar, ticket: bytes, end: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK, sidecar.address, ticket.hex(), str(COUNT), end]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "die"])
+def test_two_ranks_in_two_processes(sidecar: Sidecar, client: Client, end: str) -> None:
+    """TP 2 stores, TP 1 reads; when one rank aborts or dies nothing is stored, and nothing is left."""
+    tokens, cache = fresh()
+    with client.start_store(SPEC, tokens, shards=2) as writer:
+        other = rank(sidecar, writer.ticket, end)
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "put\n"
+            for layer, (k, v) in enumerate(cache):
+                writer.put_layer(layer, (k[:1], v[:1]), heads=(0, 1))
+            receipt = writer.commit()
+            if end == "die":
+                assert not receipt.is_done
+                other.kill()
+            stored = receipt.stored_token_count
+            if end == "commit":
+                assert int(other.stdout.readline()) == stored == COUNT
+            else:
+                assert stored == 0
+                assert client.lookup(SPEC, tokens).prefix_token_count == 0
+        finally:
+            other.kill()
+            other.communicate(timeout=20)
+    if end == "commit":
+        assert_stored(client, tokens, cache)
+
+
+def test_threads_of_one_process_may_be_shards(client: Client) -> None:
+    """Layers instead of heads, the ranks in one process: the first commit waits in the background."""
+    tokens, cache = fresh()
+    first = client.start_store(SPEC, tokens, shards=len(cache))
+    writers = [first, *(client.join_store(first.ticket, shard) for shard in range(1, len(cache)))]
+    for layer, writer in enumerate(writers):
+        writer.put_layer(layer, cache[layer])
+    receipts = [writer.commit() for writer in writers]
+    assert [each.stored_token_count for each in receipts] == [COUNT] * len(cache)
+    assert_stored(client, tokens, cache)
+
+
+def test_ranks_that_disagree_are_told(sidecar: Sidecar, client: Client) -> None:
+    from kvstore.v1alpha import cache_pb2 as pb
+    from kvstore.wire import spec_to_message
+
+    tokens, _ = fresh()
+    with client.start_store(SPEC, tokens, shards=2) as writer:
+        message = pb.SharedStore.FromString(writer.ticket)
+        message.spec.CopyFrom(spec_to_message(small_spec(model_id="another")))
+        with pytest.raises(InvalidRequest, match="spec differs"):
+            client.join_store(message.SerializeToString(), 1)
+        with pytest.raises(InvalidRequest, match=r"1\.\.1"):
+            client.join_store(writer.ticket, 2)
+        ticket = writer.ticket
+    client.store(SPEC, tokens_of(STEP, seed=77), random_cache(SPEC, STEP)).wait(5.0)  # after the abort
+    with pytest.raises(InvalidRequest, match="was committed or aborted"):
+        client.join_store(ticket, 1)
