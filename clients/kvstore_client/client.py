@@ -26,7 +26,7 @@ from kvstore_client.session import Session
 from kvstore_client.starting import Means, check_durability
 from kvstore_client.storing import Source, Store
 from kvstore_client.target import given_places, target_of
-from kvstore_client.transfer import Held, Transfer, pack_ticket
+from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
 from kvstore_client.writer import StoreWriter
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -156,8 +156,10 @@ class Client:
         heads: range | tuple[int, int] | None = None,
         verify: bool = False,
     ) -> Transfer:
-        """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. Raises:
-        InvalidRequest for a wrong argument."""
+        """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. The ticket of a
+        writer joins its store: layers come as they are put, and count once ``wait`` returns, after its commit.
+
+        Raises: InvalidRequest for a wrong argument."""
         held = Held(ticket)
         wanted = Wanted.of(held.spec, layers, heads, (), verify)
         given = given_places(wanted, into)
@@ -168,7 +170,7 @@ class Client:
 
     def _redeem(self, held: Held, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
         session, name = self._ready(held.spec)
-        prefix = open_prefix(session, wanted, name, held.digests, held.exactness, self._timeout_s, held.ticket)
+        prefix = open_held(session, wanted, name, held, self._timeout_s)
         return self._layers_of(prefix, wanted, given)
 
     # ------------------------------------------------------------ fetch

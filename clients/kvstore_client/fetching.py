@@ -185,13 +185,29 @@ class LayerStream:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
                 k, v = target.planes[2 * position : 2 * position + 2]
                 yield layer, (target.shown(k, dtype), target.shown(v, dtype))
+            self._await_commit(prefix, landing, bad)
         finally:
             running = [job for jobs in landing.layers for job in jobs if not job.cancel()]
             wait(running, self._timeout_s)
             self.close()
 
+    def _await_commit(self, prefix: Prefix, landing: Landing, bad: set[int]) -> None:
+        """Layers of a store in flight count once it is committed."""
+        if not prefix.is_provisional:
+            return
+        while prefix.is_provisional and landing.advance():
+            pass
+        self.good_token_count = prefix.settle(bad)
+        if self.good_token_count < self.token_count:
+            raise DataLoss("a store was not committed that this fetch had joined: discard what came")
+
     def _landed(self) -> None:
         self.landed_s = self._clock.monotonic()
+
+    def cancel(self) -> None:
+        """From another thread: wait no longer for what has not landed. The iteration ends soon, as when it is lost."""
+        if self._prefix is not None:
+            self._prefix.cancel()
 
     def close(self) -> None:
         """Give the lease back; done by itself at the end of the iteration."""

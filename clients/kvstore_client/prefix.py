@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class Chunk:
     header: ChunkHeader
     home: tuple[Bytes, int, int] | None
     """(region bytes, region index, offset) when the chunk lies in one extent."""
+    is_provisional: bool = False
+    """Its store is still in flight: its checksums are not known yet."""
 
     def slab(self, index: int) -> Bytes:
         """The bytes of one slab."""
@@ -58,7 +60,10 @@ class Chunk:
         raise DataLoss("the chunk's extents end before its slabs", reason="extents")
 
     def is_intact(self, index: int, head_start: int, head_stop: int | None) -> bool:
-        """Whether the strips of a slab (those of a run of heads, where it has heads) are what the header says."""
+        """Whether the strips of a slab (those of a run of heads, where it has heads) are what the header says. Those of
+        a store in flight are checked when it is committed."""
+        if self.is_provisional:
+            return True
         first, stop = (0, None) if self.layout.blocked else (head_start, head_stop)
         count = None if stop is None else stop - first
         return verify_slab(self.slab(index), self.layout, index, self.seeds, self.header.checksums, first, count)
@@ -128,6 +133,7 @@ class Prefix:
         self._stop = max((self._span(entry)[1] for entry in self._entries), default=0)
         self._arriving = {number: entry for number, entry in enumerate(self._entries) if entry.is_arriving}
         self._landed: dict[int, tuple[Chunk, int]] = {}
+        self._provisional: set[int] = set()
         self.chunks: list[Chunk] = []
         try:
             for entry in self._entries:
@@ -146,6 +152,10 @@ class Prefix:
 
     def _read(self, entry: pb.ResidentChunk) -> Chunk | None:
         """Read a chunk's header. The prefix ends before one that is not what it should be."""
+        try:
+            return self._chunk(entry, self._digests)
+        except DataLoss:
+            pass  # the header of a store in flight may be written just now
         try:
             return self._chunk(entry, self._digests)
         except DataLoss as error:
@@ -168,6 +178,11 @@ class Prefix:
         """Whether chunks of it are still on their way to memory."""
         return bool(self._arriving)
 
+    @property
+    def is_provisional(self) -> bool:
+        """Whether stores that some of it comes from have not been committed yet."""
+        return bool(self._provisional)
+
     def advance(self) -> bool:
         """Wait for news of what is on its way. False when no more will come: what did not arrive is lost then."""
         try:
@@ -181,21 +196,37 @@ class Prefix:
         if response is None:
             for entry in self._arriving.values():
                 self._cut(entry, MissReason.UNAVAILABLE)
-            self._arriving = {}
+            self._arriving, self._provisional = {}, set()
         return bool(self._arriving)
 
     def _note(self, number: int, entry: pb.ResidentChunk, arrival: pb.Arrival) -> None:
         known = self._landed.get(number)
         landed = int.from_bytes(arrival.slabs, "little")
         chunk = known[0] if known else self._read(entry) if landed else None
+        if arrival.is_provisional:
+            self._provisional.add(number)
+            chunk = replace(chunk, is_provisional=True) if chunk is not None and known is None else chunk
+        elif number in self._provisional:
+            self._provisional.discard(number)
+            self._committed(entry, lost=bool(arrival.lost))
         if chunk is not None:
             self._landed[number] = chunk, landed
             if known is None:
                 self.chunks.append(chunk)
         if arrival.lost:
             self._cut(entry, MissReason(arrival.lost))
-        if arrival.lost or (chunk is not None and landed == (1 << len(chunk.layout.slabs)) - 1):
+        whole = chunk is not None and landed == (1 << len(chunk.layout.slabs)) - 1
+        if arrival.lost or (whole and not arrival.is_provisional):
             del self._arriving[number]
+
+    def _committed(self, entry: pb.ResidentChunk, *, lost: bool) -> None:
+        """Its store has ended. With ``verify`` its strips are checked now that their checksums are known."""
+        if lost or (chunk := self._read(entry)) is None or not self.wanted.verify:
+            return
+        layers = self.wanted.layers if chunk.part == 0 else (None,)
+        slabs = [0 if layer is None else chunk.layout.slab_of_layer[layer] for layer in layers]
+        if not all(chunk.is_intact(slab, self.wanted.head_start, self.wanted.head_stop) for slab in slabs):
+            self._cut(entry, MissReason.CORRUPT)
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
         """The chunks of one part that came from the device, once that slab of all of them is there; else None."""
@@ -253,6 +284,10 @@ class Prefix:
                 good = chunk.token_start
                 self.reason = MissReason.CORRUPT if current else MissReason.STALE
         return good
+
+    def cancel(self) -> None:
+        """Wait no longer for what is on its way: ``advance`` returns False soon. From any thread."""
+        self._stream.cancel()
 
     def close(self) -> None:
         """Give the lease back. Idempotent."""

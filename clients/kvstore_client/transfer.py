@@ -11,7 +11,9 @@ from kvstore.keys import DIGEST_BYTES
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
-from kvstore_client.fetching import LayerStream
+from kvstore_client.fetching import LayerStream, Prefix, Wanted, open_prefix
+from kvstore_client.session import Session
+from kvstore_client.writer import COMMIT_S_MAX
 
 
 def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
@@ -28,7 +30,8 @@ def cut(digests: bytes) -> list[bytes]:
 
 
 class Held:
-    """A ticket, read. Raises InvalidRequest when the bytes are none."""
+    """A ticket, read: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
+    Raises InvalidRequest when the bytes are none."""
 
     def __init__(self, ticket: bytes) -> None:
         try:
@@ -41,7 +44,18 @@ class Held:
         self.spec = spec_from_message(message.spec)
         self.digests = cut(message.digests)
         self.exactness = int(message.exactness)
+        self.is_store = pb.SharedStore.FromString(ticket).shards > 0
         self.token_count = int(message.token_count)
+
+
+def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> Prefix:
+    """What a ticket holds. A store that was committed meanwhile is fetched like any other."""
+    if held.is_store:
+        try:
+            return open_prefix(session, wanted, name, held.digests, held.exactness, COMMIT_S_MAX, held.ticket)
+        except InvalidRequest:
+            return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s)
+    return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
 
 
 class Transfer:
@@ -57,6 +71,7 @@ class Transfer:
         self.error: KVStoreError | None = None
         self._layers: dict[int, Future[None]] = {layer: Future() for layer in layers}
         self._is_cancelled = threading.Event()
+        self._stream: LayerStream | None = None
         self._ended = threading.Event()
 
     def wait_layer(self, layer: int, timeout: float | None = None) -> None:
@@ -95,6 +110,9 @@ class Transfer:
     def cancel(self, timeout: float | None = None) -> bool:
         """Stop it. True once nothing writes to the destination any more; waits for that at most ``timeout`` s."""
         self._is_cancelled.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
         return self._ended.wait(timeout)
 
     def run(self, open_stream: Callable[[], LayerStream]) -> None:
@@ -106,15 +124,18 @@ class Transfer:
                 raise DataLoss(f"a chunk of this ticket was lost: {stream.reason.name}", reason=stream.reason.name)
             self._bring(stream)
         except KVStoreError as error:
-            self._fail(error)
+            self._fail(Unavailable("the transfer was cancelled") if self._is_cancelled.is_set() else error)
         except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
             self._fail(Unavailable(f"the transfer failed: {error}"))
         finally:
             self._ended.set()
 
     def _bring(self, stream: LayerStream) -> None:
+        self._stream = stream
         layers = iter(stream)
         try:
+            if self._is_cancelled.is_set():
+                raise Unavailable("the transfer was cancelled")
             for layer, _ in layers:
                 self.good_token_count = self.token_count
                 self._layers[layer].set_result(None)

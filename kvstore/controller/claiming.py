@@ -89,9 +89,8 @@ class Claiming:
             shard_count=request.shards,
         )
         session.reservations[reservation.reservation_id] = reservation
-        if request.shards > 1:
-            reservation.ticket = self._random.bytes(TICKET_BYTES)
-            self._by_ticket[reservation.ticket] = reservation
+        reservation.ticket = self._random.bytes(TICKET_BYTES)
+        self._by_ticket[reservation.ticket] = reservation
         try:
             await self._claim_all(reservation, request, parts)
         except BaseException:
@@ -103,7 +102,7 @@ class Claiming:
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
         model; Exhausted past limits.reservation_count_max."""
-        reservation = self._by_ticket.get(ticket)
+        reservation = self.by_ticket(ticket)
         if reservation is None:
             raise InvalidRequest(
                 "this store was committed or aborted, or one of its writers went: the caches of all shards are dropped"
@@ -117,6 +116,10 @@ class Claiming:
             reservation.sessions.append(session)
             session.reservations[reservation.reservation_id] = reservation
         return _told(reservation)
+
+    def by_ticket(self, ticket: bytes) -> Reservation | None:
+        """The store in flight that a ticket names."""
+        return self._by_ticket.get(ticket)
 
     def forget(self, reservation: Reservation) -> None:
         """Nobody joins it any more."""

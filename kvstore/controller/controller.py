@@ -13,6 +13,7 @@ from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.claiming import Claiming
 from kvstore.controller.fetching import Fetching, arrivals_of, parts_of
+from kvstore.controller.joining import Joining, has_filling
 from kvstore.controller.promotion import Promotion
 from kvstore.controller.residency import Residency
 from kvstore.controller.scrub import Scrub
@@ -104,6 +105,7 @@ class Controller:
             claiming=self.claiming, sessions=self.sessions, limits=limits, clock=clock, workers=workers,
             faults=faults, counters=counters, deadline_s=deadline_s,
         )  # fmt: skip
+        self.joining = Joining(self.catalog, self.claiming, self.fetching, self.promotion, counters)
         self.nvme_reason = ""
         """Why there is no device; empty when there is one, or none is wanted."""
         self._pins: dict[int, int] = {}
@@ -188,11 +190,19 @@ class Controller:
         return self.fetching.fetch(session, query, self.promotion)
 
     def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = ()) -> FetchResult:
+        """Fetch by a ticket: of a held prefix, or of a store in flight."""
+        reservation = self.claiming.by_ticket(ticket_id)
+        if reservation is not None:
+            return self.joining.fetch(session, reservation, frozenset(layers))
         return self.fetching.redeem(session, ticket_id, layers, self.promotion)
 
     def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
-        """What lands of a fetch's cold chunks, at most ``timeout_s`` seconds (None: controller.deadline_s)."""
-        return arrivals_of(result, min(timeout_s or self.deadline_s, self.deadline_s))
+        """What lands of a fetch's chunks, at most ``timeout_s`` seconds (None: controller.deadline_s; as long as a
+        store may take where one is joined)."""
+        most_s = self.deadline_s
+        if has_filling(result.chunks):
+            most_s += self.limits.reservation_age_s_max
+        return arrivals_of(result, min(timeout_s or most_s, most_s))
 
     def release(self, session: Session, lease_ids: list[int]) -> None:
         self.fetching.release(session, lease_ids)

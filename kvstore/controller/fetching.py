@@ -35,7 +35,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
     """What lands of a fetch's cold chunks, in batches, until all of it did or was lost. What did not land within
     ``timeout_s`` counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
-    told = dict.fromkeys(waiting, 0)
+    told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}
     event = asyncio.Event()
     for loading in waiting.values():
         loading.listeners[event] = None
@@ -44,12 +44,12 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
         while waiting:
             event.clear()
             news = [
-                Arrival(position, loading.landed, loading.slab_count, loading.lost)
+                Arrival(position, loading.landed, loading.slab_count, loading.lost, loading.is_provisional)
                 for position, loading in waiting.items()
-                if loading.landed != told[position] or loading.lost
+                if (loading.landed, loading.is_provisional) != told[position] or loading.lost
             ]
             for each in news:
-                told[each.position] = each.landed
+                told[each.position] = each.landed, each.is_provisional
                 if each.lost or waiting[each.position].has_landed:
                     waiting.pop(each.position).listeners.pop(event, None)
             if news:
@@ -59,7 +59,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
                     await event.wait()
     except TimeoutError:
         yield [
-            Arrival(position, told[position], loading.slab_count, MissReason.UNAVAILABLE)
+            Arrival(position, told[position][0], loading.slab_count, MissReason.UNAVAILABLE)
             for position, loading in waiting.items()
         ]
     finally:
@@ -149,7 +149,7 @@ class Fetching:
         if not count:
             return FetchResult(0, 0, Tier.NONE, reason, (), tails)
         chunks = tuple(self._residents(chains, loadings))
-        lease = self._lease(session, tuple(row for chain in chains for row in chain), chunks)
+        lease = self.lease(session, tuple(row for chain in chains for row in chain), chunks)
         for chain in chains:
             self._residency.used(chain)
         self._counters.add("fetch_hit_chunks", count)
@@ -184,7 +184,8 @@ class Fetching:
         table = self._catalog.table
         return tuple(Tail(table.token_counts[row], table.digests[row]) for row in self._catalog.tails(parts, parent))
 
-    def _lease(self, session: Session, rows: tuple[int, ...], chunks: tuple[Resident, ...]) -> Lease:
+    def lease(self, session: Session, rows: tuple[int, ...], chunks: tuple[Resident, ...]) -> Lease:
+        """Hold these rows. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
         byte_count = sum(chunk.placement.byte_count for chunk in chunks)
         if session.leased_bytes + byte_count > self._limits.leased_bytes_max:
             raise Exhausted(

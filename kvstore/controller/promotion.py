@@ -48,6 +48,10 @@ class Loading:
         return len(self.layout.slabs)
 
     @property
+    def is_provisional(self) -> bool:
+        return False
+
+    @property
     def has_landed(self) -> bool:
         return self.landed == (1 << self.slab_count) - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from kvstore.catalog import Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.controller.sessions import Session
 from kvstore.spec import StoreState
+
+if TYPE_CHECKING:
+    from kvstore.controller.joining import Filling
 
 
 @dataclass(eq=False)
@@ -32,6 +36,8 @@ class Entry:
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None
+    filling: Filling | None = None
+    """Who reads it while it is written."""
     filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 

@@ -97,6 +97,8 @@ class Storing:
             entry.failure = "it was cancelled" if job.cancelled() else str(job.exception())
         else:
             self._counters.add("store_verified_bytes", job.result())
+        if entry.filling is not None and not entry.moving and not entry.failure:
+            entry.filling.moved()
         reservation.busy -= 1
         if not reservation.busy:
             self._faults.reach("store.filled")
@@ -189,6 +191,8 @@ class Storing:
         self._policy.used([row])
         self._catalog.table.hold(row)
         entry.held = row
+        if entry.filling is not None:
+            entry.filling.committed(self._catalog, row)
         self._writeback.add(row)
         for tail in superseded:
             if not self._catalog.table.is_needed(tail):
@@ -260,6 +264,8 @@ class Storing:
             if entry.placement is not None:
                 entry.namespace.pending.pop(entry.digest, None)
                 self._claiming.reserved_bytes -= entry.placement.byte_count
+                if entry.filling is not None:
+                    entry.filling.aborted()
                 self._arena.free(entry.placement)
                 entry.placement = None
                 entry.state = StoreState.ABORTED

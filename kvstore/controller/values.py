@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.arena import Placement
 from kvstore.catalog import Run
 from kvstore.controller.promotion import Loading
 from kvstore.spec import Durability, Exactness, MissReason, StoreState, Tier
 from kvstore.tiers import TierStatistics
+
+if TYPE_CHECKING:
+    from kvstore.controller.joining import Filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class Resident:
     part: int
     token_count: int
     placement: Placement
-    loading: Loading | None = None
-    """Set while its slabs are still landing."""
+    loading: Loading | Filling | None = None
+    """Set while its slabs are still landing: from the device, or from the store's writers."""
 
 
 class Arrival(NamedTuple):
@@ -64,6 +67,8 @@ class Arrival(NamedTuple):
     landed: int
     slab_count: int
     lost: MissReason
+    is_provisional: bool = False
+    """Its store has not been committed yet."""
 
 
 @dataclass(frozen=True, slots=True)

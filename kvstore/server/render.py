@@ -138,6 +138,7 @@ def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
                 chunk=each.position,
                 slabs=each.landed.to_bytes(-(-each.slab_count // 8), "little"),
                 lost=int(each.lost),  # type: ignore[arg-type]
+                is_provisional=each.is_provisional,
             )
             for each in arrivals
         ]

@@ -31,6 +31,7 @@ DESCRIPTIONS: dict[str, str] = {
     "nvme_refused_chunks": "Attempts to write a chunk that the device refused",
     "nvme_evicted_chunks": "Chunks evicted from the device",
     "nvme_verified_bytes": "Bytes checked on their way from the device",
+    "fetch_joined_stores": "Fetches of stores that were still in flight",
     "nvme_recovered_chunks": "Chunks found on the device at the start",
     "nvme_proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
     "scrubbed_bytes": "Bytes that the scrub read again",

@@ -328,14 +328,16 @@ class ResidentChunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., part: _Optional[int] = ..., token_count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., generation_slot: _Optional[int] = ..., generation: _Optional[int] = ..., is_arriving: _Optional[bool] = ...) -> None: ...
 
 class Arrival(_message.Message):
-    __slots__ = ("chunk", "slabs", "lost")
+    __slots__ = ("chunk", "slabs", "lost", "is_provisional")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    IS_PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     slabs: bytes
     lost: MissReason
-    def __init__(self, chunk: _Optional[int] = ..., slabs: _Optional[bytes] = ..., lost: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+    is_provisional: bool
+    def __init__(self, chunk: _Optional[int] = ..., slabs: _Optional[bytes] = ..., lost: _Optional[_Union[MissReason, str]] = ..., is_provisional: _Optional[bool] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails", "arrivals")
