@@ -169,7 +169,9 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
     )
 
 
-def render_stats(stats: Stats, tenant: str, uptime_seconds: float, server_pid: int) -> admin_pb2.StatsResponse:
+def render_stats(
+    stats: Stats, tenant: str, uptime_seconds: float, server_pid: int, descriptor_count: int
+) -> admin_pb2.StatsResponse:
     return admin_pb2.StatsResponse(
         version=__version__,
         uptime_seconds=uptime_seconds,
@@ -191,6 +193,8 @@ def render_stats(stats: Stats, tenant: str, uptime_seconds: float, server_pid: i
             lease_count=stats.lease_count,
             staging_bytes=stats.staging_bytes,
             stream_count=stats.stream_count,
+            ticket_count=stats.ticket_count,
+            ticket_bytes=stats.ticket_bytes,
         ),
         models=[
             admin_pb2.ModelStats(
@@ -206,4 +210,5 @@ def render_stats(stats: Stats, tenant: str, uptime_seconds: float, server_pid: i
         tier_problem=stats.nvme_reason,
         backlog_chunk_count=stats.backlog_count,
         loading_bytes=stats.loading_bytes,
+        descriptor_count=descriptor_count,
     )

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from kvstore.controller import Controller, Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import Clock
+from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.v1alpha import admin_pb2
@@ -109,4 +110,6 @@ class AdminService:
         """A consistent snapshot."""
         _session(self._controller, context)
         uptime = self._clock.monotonic() - self._started_s
-        return render.render_stats(self._controller.stats(), self._controller.keys.tenant, uptime, self._server_pid)
+        return render.render_stats(
+            self._controller.stats(), self._controller.keys.tenant, uptime, self._server_pid, descriptor_count()
+        )

@@ -31,18 +31,22 @@ class ArenaStats(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., region_count: _Optional[int] = ..., chunk_count: _Optional[int] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_count", "reservation_count", "lease_count", "staging_bytes", "stream_count")
+    __slots__ = ("session_count", "reservation_count", "lease_count", "staging_bytes", "stream_count", "ticket_count", "ticket_bytes")
     SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_count: int
     reservation_count: int
     lease_count: int
     staging_bytes: int
     stream_count: int
-    def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ...) -> None: ...
+    ticket_count: int
+    ticket_bytes: int
+    def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ..., ticket_count: _Optional[int] = ..., ticket_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelStats(_message.Message):
     __slots__ = ("model_id", "fingerprint", "chunk_count", "byte_count")
@@ -85,7 +89,7 @@ class TierStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes")
+    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +109,7 @@ class StatsResponse(_message.Message):
     TIER_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_COUNT_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     server_pid: int
@@ -117,4 +122,5 @@ class StatsResponse(_message.Message):
     tier_problem: str
     backlog_chunk_count: int
     loading_bytes: int
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
+    descriptor_count: int
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ...) -> None: ...
