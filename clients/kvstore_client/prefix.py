@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -92,6 +93,14 @@ class ChunkRun(NamedTuple):
         return region[offset + first.layout.header_bytes + first.layout.slabs[slab_index].offset :]
 
 
+def _bits(number: int) -> Iterator[int]:
+    """The places of the bits that are set."""
+    while number:
+        low = number & -number
+        yield low.bit_length() - 1
+        number ^= low
+
+
 def runs_of(chunks: Sequence[Chunk]) -> list[ChunkRun]:
     """Group neighbours that lie at a constant distance in one region."""
     runs: list[ChunkRun] = []
@@ -134,6 +143,8 @@ class Prefix:
         self._arriving = {number: entry for number, entry in enumerate(self._entries) if entry.is_arriving}
         self._landed: dict[int, tuple[Chunk, int]] = {}
         self._provisional: set[int] = set()
+        self._missing: Counter[tuple[int, int]] | None = None
+        """(part, slab) -> how many chunks of the prefix it has not landed of; None: to be counted anew."""
         self.chunks: list[Chunk] = []
         try:
             for entry in self._entries:
@@ -170,6 +181,7 @@ class Prefix:
         start = self._span(entry)[0]
         if start < self._stop:
             self._stop, self.reason = start, reason
+            self._missing = None
 
     # ------------------------------------------------------------ arrivals
 
@@ -213,6 +225,9 @@ class Prefix:
             self._landed[number] = chunk, landed
             if known is None:
                 self.chunks.append(chunk)
+            if self._missing is not None and self._span(entry)[0] < self._stop:
+                fresh = landed & ~(known[1] if known else 0)
+                self._missing.subtract((entry.part, slab) for slab in _bits(fresh))
         if arrival.lost:
             self._cut(entry, MissReason(arrival.lost))
         whole = chunk is not None and landed == (1 << len(chunk.layout.slabs)) - 1
@@ -229,22 +244,39 @@ class Prefix:
             self._cut(entry, MissReason.CORRUPT)
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
-        """The chunks of one part that came from the device, once that slab of all of them is there; else None."""
-        found = []
+        """The chunks of one part that were on their way, once that slab of all of them is there; else None."""
+        if self._missing is None:
+            self._missing = self._counted()
+        if self._missing[part, slab] > 0:
+            return None
+        return [self._landed[number][0] for number, entry in self._awaited() if entry.part == part]
+
+    def _awaited(self) -> Iterator[tuple[int, pb.ResidentChunk]]:
+        """Those of the prefix, as far as it still reaches, that were not there at once."""
         for number, entry in enumerate(self._entries):
-            if entry.part != part or not entry.is_arriving or self._span(entry)[0] >= self._stop:
-                continue
-            landed = self._landed.get(number)
-            if landed is None or not landed[1] >> slab & 1:
-                return None
-            found.append(landed[0])
-        return found
+            if entry.is_arriving and self._span(entry)[0] < self._stop:
+                yield number, entry
+
+    def _counted(self) -> Counter[tuple[int, int]]:
+        missing: Counter[tuple[int, int]] = Counter()
+        for number, entry in self._awaited():
+            landed = self._landed[number][1] if number in self._landed else 0
+            slab_count = len(self._layout(entry).slabs)
+            missing.update((entry.part, slab) for slab in _bits(~landed & (1 << slab_count) - 1))
+        return missing
+
+    def _named(self, entry: pb.ResidentChunk) -> tuple[CacheKind, int | None]:
+        """What kind of cache a part is, and of which layer where it is hidden states."""
+        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
+        return self.wanted.spec.kind if layer is None else CacheKind.E, layer
+
+    def _layout(self, entry: pb.ResidentChunk) -> ChunkLayout:
+        kind, layer = self._named(entry)
+        return layout_of(self.wanted.spec, kind, entry.token_count, layer)
 
     def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
-        spec = self.wanted.spec
-        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
-        kind = spec.kind if layer is None else CacheKind.E
-        layout = layout_of(spec, kind, entry.token_count, layer)
+        spec, layout = self.wanted.spec, self._layout(entry)
+        kind, layer = self._named(entry)
         extents = [
             self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
         ]
