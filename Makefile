@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help setup demo test sim crash check bench proto proto-baseline format clean
+.PHONY: help setup demo test setup-vllm test-vllm sim crash check bench proto proto-baseline format clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -23,6 +25,16 @@ demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 
 test: $(STAMP) ## All tests
 	$(BIN)/python -m pytest
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
+	touch $(VLLM_STAMP)
+
+setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vllm
+
+test-vllm: $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
+	$(VLLM)/bin/python -m pytest tests/vllm tests/engines/test_vllm.py
 
 sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
 	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)
@@ -51,4 +63,4 @@ format: $(STAMP) ## Format and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove what was made
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

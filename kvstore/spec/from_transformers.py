@@ -30,7 +30,7 @@ def spec_from_transformers(config: Any, weights: Any, chunk_tokens: int = 256, a
         vocab_size=config.vocab_size,
         cache_dtype=dtype,
         hidden_dtype=dtype,
-        rope=_rope_of(config, head_dim),
+        rope=rope_of(config, head_dim),
         chunk_tokens=chunk_tokens,
         adapter_id=adapter_id,
     )
@@ -43,7 +43,7 @@ def _dtype_of(config: Any, weights: Any) -> str:
     return str(found).removeprefix("torch.")
 
 
-def _rope_of(config: Any, head_dim: int) -> RopeSpec:
+def rope_of(config: Any, head_dim: int) -> RopeSpec:
     parameters: Mapping[str, Any] = (
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )

@@ -1,0 +1,29 @@
+"""vLLM: prompts that any engine of the node has computed are loaded into the pages instead of computed again.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvstore_client.engines.vllm", "kv_load_failure_policy": "recompute"}'
+
+``connector`` is what vLLM loads and the only module that imports it; ``scheduler`` decides what is loaded and kept,
+``worker`` moves it, ``identity`` says whose cache it is, ``pages`` how it lies in memory, ``step`` is what the
+scheduler tells the workers, ``settings`` what may be configured, ``versions`` which vLLM this was written for.
+
+Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
+before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstore_client.engines.vllm.connector import KVStoreConnector
+
+__all__ = ["KVStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KVStoreConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvstore_client.engines.vllm.connector import KVStoreConnector
+
+    return KVStoreConnector

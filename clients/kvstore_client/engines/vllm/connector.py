@@ -1,0 +1,170 @@
+"""What vLLM loads: its KVConnectorBase_V1, handing each call to the scheduler's or the workers' side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.version import __version__ as vllm_version
+
+from kvstore.errors import InvalidRequest
+from kvstore_client.client import connect
+from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
+from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
+from kvstore_client.engines.vllm.scheduler import SchedulerSide
+from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.step import Step
+from kvstore_client.engines.vllm.versions import check_interface, check_version
+from kvstore_client.engines.vllm.worker import WorkerSide
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """vLLM carries it from the scheduler to the workers."""
+
+    step: Step = field(default_factory=Step)
+
+
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for what cannot be served."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.of(transfer.kv_connector_extra_config)
+        check_version(vllm_version, self._settings.allow_unknown_version)
+        check_interface(KVConnectorBase_V1, type(self), vllm_version)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise InvalidRequest(
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a sidecar that goes away would fail "
+                'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+            )
+        self._geometry = geometry_of(vllm_config, kv_cache_config)
+        self._layer_of = {name: index for index, name in enumerate(self._geometry.layer_names)}
+        self._config = vllm_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            spec = spec_of(vllm_config, self._geometry, self._settings)
+            self._scheduler = SchedulerSide(
+                self._connect(), Adapters(spec), self._settings, self._geometry.block_tokens,
+                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+            )  # fmt: skip
+
+    def _connect(self) -> Any:
+        return connect(self._settings.address, required=False, timeout_s=self._settings.timeout_s)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A prompt that was not kept is a later miss, no more."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return extra_config.get("load") == "layerwise"
+
+    # ------------------------------------------------------------ scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        assert self._scheduler is not None
+        return StepMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        if connector_output.invalid_block_ids:
+            self._scheduler.reported(connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # ------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        missing = sorted(set(self._layer_of) - set(kv_caches))
+        if missing:
+            raise InvalidRequest(
+                f"vLLM {vllm_version} registered no pages for {missing[0]} and {len(missing) - 1} more"
+            )
+        names = self._geometry.layer_names
+        # Whose weights these are comes with each request; here only the geometry is compared.
+        spec = spec_of(self._config, self._geometry, self._settings, "unverified:geometry")
+        backends = {self._backend_of(name) for name in names}
+        if len(backends) != 1:
+            raise InvalidRequest(
+                f"the layers use {', '.join(sorted(backends))}: set --attention-backend to one of them"
+            )
+        backend = backends.pop()
+        writer = _cpu_writer(self._config, spec, self._geometry.block_tokens) if backend == CPU else None
+        tensors = [kv_caches[name] for name in names]
+        pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer)
+        self._worker = WorkerSide(
+            self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise"
+        )
+
+    def _backend_of(self, layer_name: str) -> str:
+        layer = self._config.compilation_config.static_forward_context[layer_name]
+        backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else layer.attn_backend
+        return str(backend.get_name())
+
+    def _step(self) -> Step:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.step
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.begin(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None and layer_name in self._layer_of:
+            self._worker.wait_layer(self._layer_of[layer_name])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Kept when the step ends."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end_layerwise()
+            self._worker.save(self._step().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.landed() if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+
+def _cpu_writer(config: Any, spec: Any, block_tokens: int) -> Any:
+    """vLLM's own kernel that writes pages, as its CPU backend calls it."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache_dtype = config.cache_config.cache_dtype
+    isa = _get_attn_isa(config.model_config.dtype, block_tokens, spec.layers[0].k_dim, cache_dtype)
+
+    def write(k: Any, v: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        _custom_ops.cpu_attn_reshape_and_cache(
+            k, v, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype
+        )
+
+    return write

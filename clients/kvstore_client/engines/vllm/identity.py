@@ -1,0 +1,220 @@
+"""Whose cache a vLLM engine computes: its ModelSpec, from its configuration and the files of its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.spec.from_transformers import rope_of
+from kvstore_client.engines.vllm.settings import Settings
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
+"""Kinds of speculative decoding whose drafts keep no cache of their own."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The layers that keep a cache, in order, and vLLM's block."""
+
+    layer_names: tuple[str, ...]
+    layers: tuple[LayerSpec, ...]
+    cache_dtype: str
+    block_tokens: int
+    mla: bool
+
+
+def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
+    """Raises InvalidRequest naming the vLLM setting that kvstore cannot serve, and what to set."""
+    _check_parallel(vllm_config)
+    groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
+    if len(groups) != 1:
+        raise InvalidRequest(
+            f"this model has {len(groups)} groups of layers with blocks of their own; kvstore needs one block table: "
+            "set --disable-hybrid-kv-cache-manager (models with recurrent layers have no cache that could be kept)"
+        )
+    group = groups[0].kv_cache_spec
+    names = sorted(groups[0].layer_names, key=lambda name: ([int(each) for each in re.findall(r"\d+", name)], name))
+    each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
+    hf = vllm_config.model_config.hf_text_config
+    layers = tuple(_layer(name, each_spec[name], hf) for name in names)
+    dtypes = {str(each_spec[name].dtype).removeprefix("torch.") for name in names}
+    if len(dtypes) != 1:
+        raise InvalidRequest(f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto")
+    mla = all(_is_mla(each) for each in each_spec.values())
+    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla)
+
+
+def _check_parallel(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name, flag in (
+        ("tensor_parallel_size", "--tensor-parallel-size"),
+        ("pipeline_parallel_size", "--pipeline-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        if getattr(parallel, name, 1) != 1:
+            raise InvalidRequest(f"{name} is {getattr(parallel, name)}: this release serves one rank; set {flag} 1")
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None and draft.method not in WITHOUT_CACHE:
+        raise InvalidRequest(
+            f"speculative decoding by {draft.method!r} keeps a cache of its own, which kvstore does not name yet: use "
+            f"one of {', '.join(WITHOUT_CACHE)}, or none"
+        )
+
+
+def _is_mla(spec: Any) -> bool:
+    return any(each.__name__ == "MLAAttentionSpec" for each in type(spec).__mro__)
+
+
+def _layer(name: str, spec: Any, hf: Any) -> LayerSpec:
+    known = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"}
+    if type(spec).__name__ not in known:
+        raise InvalidRequest(
+            f"layer {name} keeps a {type(spec).__name__}; kvstore keeps {', '.join(sorted(known))}: run this model "
+            "without the connector"
+        )
+    if int(getattr(spec, "kv_quant_mode", 0)) or getattr(spec, "tokens_per_state", 1) != 1:
+        raise InvalidRequest(f"layer {name} keeps a quantised or compressed cache: set --kv-cache-dtype auto")
+    if _is_mla(spec):
+        latent, rope = int(hf.kv_lora_rank), int(hf.qk_rope_head_dim)
+        if latent + rope != spec.head_size:
+            raise InvalidRequest(f"layer {name} keeps {spec.head_size} numbers per token, not {latent} + {rope}")
+        return LayerSpec(kv_heads=1, k_dim=latent, v_dim=rope)
+    window = getattr(spec, "sliding_window", None) or 0
+    kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
+    v_dim = getattr(spec, "head_size_v", None) or spec.head_size
+    return LayerSpec(
+        kind=kind, kv_heads=int(spec.num_kv_heads), k_dim=int(spec.head_size), v_dim=int(v_dim), window=window
+    )
+
+
+def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_digest: str | None = None) -> ModelSpec:
+    """The engine's spec. ``weights_digest``: None digests the files. Raises InvalidRequest."""
+    model = vllm_config.model_config
+    if settings.chunk_tokens % geometry.block_tokens:
+        raise InvalidRequest(
+            f"kv_connector_extra_config: chunk_tokens {settings.chunk_tokens} must be a multiple of vLLM's block of "
+            f"{geometry.block_tokens} tokens"
+        )
+    first = geometry.layers[0]
+    rope = rope_of(model.hf_text_config, first.v_dim if geometry.mla else first.k_dim)
+    sections = _rope_parameters(model.hf_text_config).get("mrope_section") or ()
+    return ModelSpec(
+        model_id=Path(str(model.model)).name or "model",
+        weights_digest=weights_digest or settings.weights_digest or _digest_of_files(vllm_config),
+        layers=geometry.layers,
+        hidden_size=int(model.get_hidden_size()),
+        vocab_size=int(model.get_vocab_size()),
+        cache_dtype=geometry.cache_dtype,
+        hidden_dtype=str(model.dtype).removeprefix("torch."),
+        rope=RopeSpec(
+            theta=rope.theta, kind=rope.kind, rotary_dim=rope.rotary_dim, factors=rope.factors,
+            mrope=tuple(int(each) for each in sections),
+        ),
+        chunk_tokens=settings.chunk_tokens,
+        mla=geometry.mla,
+    )  # fmt: skip
+
+
+def _rope_parameters(hf: Any) -> dict[str, Any]:
+    found = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    return dict(found)
+
+
+def _digest_of_files(vllm_config: Any) -> str:
+    """BLAKE3 over the weights' files and what vLLM makes of them. Cost: reads them once, 5 GB/s from memory."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        raise InvalidRequest(
+            "load_format dummy makes up weights that no file names: set weights_digest (for example "
+            "'unverified:dummy-<seed>') in kv_connector_extra_config"
+        )
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update(b"kvstore/vllm/1\0")
+    hasher.update(_described(model, load_format).encode() + b"\0")
+    _add_files(hasher, files_of(_directory(model)))
+    return hasher.hexdigest()
+
+
+def _described(model: Any, load_format: str) -> str:
+    """What beside the files decides the numbers: the configuration as it was read and overridden."""
+    ignored = ("_name_or_path", "transformers_version")
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ignored}
+    return json.dumps(
+        {
+            "config": config, "dtype": str(model.dtype), "quantization": str(model.quantization),
+            "load_format": load_format, "max_model_len": _length_that_matters(model),
+        },
+        sort_keys=True, default=str,
+    )  # fmt: skip
+
+
+def _length_that_matters(model: Any) -> int:
+    """Some scalings choose their factors by the longest context."""
+    kind = _rope_parameters(model.hf_text_config).get("rope_type", "default")
+    return int(model.max_model_len) if kind in ("longrope", "dynamic", "su") else 0
+
+
+def _directory(model: Any) -> Path:
+    path = Path(str(model.model))
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+    except Exception as error:  # the hub's errors have no common base
+        raise InvalidRequest(
+            f"the files of {str(model.model)!r} are not on this machine, so its weights have no digest: set "
+            "weights_digest in kv_connector_extra_config"
+        ) from error
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that hold weights, in order of name. Raises InvalidRequest when there are none."""
+    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in WEIGHTS)
+    if not found:
+        raise InvalidRequest(
+            f"{path} has no file of weights ({', '.join(WEIGHTS)}): set weights_digest in kv_connector_extra_config"
+        )
+    return found
+
+
+def _add_files(hasher: Any, files: Iterable[Path]) -> None:
+    for each in files:
+        hasher.update(f"{each.name}\0{each.stat().st_size}\0".encode())
+        hasher.update_mmap(str(each))
+
+
+class Adapters:
+    """The specs of a model's LoRA adapters: the same weights, another cache. Each adapter's files are read once."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], ModelSpec] = {}
+
+    def spec_for(self, lora_request: Any) -> ModelSpec:
+        """Raises InvalidRequest when the adapter's files cannot be read."""
+        if lora_request is None:
+            return self._spec
+        path = str(lora_request.lora_path)
+        files = files_of(Path(path))
+        stamps = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in files)
+        key = (path, stamps)
+        if key not in self._known:
+            hasher = blake3(b"kvstore/vllm/lora/1\0")
+            settings = Path(path) / "adapter_config.json"
+            _add_files(hasher, [*files, *([settings] if settings.is_file() else [])])
+            name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
+            self._known[key] = replace(self._spec, adapter_id=name)
+        return self._known[key]

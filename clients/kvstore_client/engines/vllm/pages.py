@@ -1,0 +1,118 @@
+"""How K and V lie in vLLM's pages, as tensors [pages, kv_heads, page_tokens, dim] that a fetch can fill.
+
+vLLM shows each layer as [pages, heads, page_tokens, content]. What the content means is the attention backend's: the
+CUDA backends below keep K and then V along it. The CPU backend keeps K's half of a page and then V's, K transposed, or
+packed for matrix instructions: what it does is found by writing through its own kernel and looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+
+SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
+MLA_BACKENDS = ("MLA",)
+CPU = "CPU_ATTN"
+LAYOUT = "page head slot dim"
+Writer = Callable[[Any, Any, Any, Any, Any], None]
+"""Writes K and V, [tokens, heads, dim], through (key_cache, value_cache, slots)."""
+
+
+class PagesOfModel:
+    """Each layer's (K, V) views, in the order of the spec's layers. Raises InvalidRequest naming what does not fit."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Sequence[Any], block_tokens: int, backend: str, writer: Writer | None = None
+    ) -> None:
+        self.views: list[tuple[Any, Any]] = []
+        self.page_tokens = int(tensors[0].shape[2]) if len(tensors[0].shape) == 4 else 0
+        for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
+            self.views.append(_views(spec, layer, tensor, backend, writer))
+        if not self.page_tokens or block_tokens % self.page_tokens:
+            raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
+
+    def dense(self, layer: int, block_ids: Sequence[int], block_tokens: int) -> tuple[Any, Any]:
+        """(K, V) of whole blocks, each [kv_heads, tokens, dim]. A copy."""
+        import torch
+
+        k, v = self.views[layer]
+        ratio = block_tokens // self.page_tokens
+        pages = torch.as_tensor(block_ids, dtype=torch.int64)
+        if ratio > 1:
+            pages = (pages[:, None] * ratio + torch.arange(ratio)).flatten()
+        return tuple(each.index_select(0, pages.to(each.device)).transpose(0, 1).flatten(1, 2) for each in (k, v))
+
+
+def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None) -> tuple[Any, Any]:
+    each = spec.layers[layer]
+    content = each.k_dim + each.v_dim
+    found = str(tensor.dtype).removeprefix("torch.")
+    if len(tensor.shape) != 4 or tuple(tensor.shape[1::2]) != (each.kv_heads, content):
+        raise InvalidRequest(
+            f"layer {layer}: its pages have the shape {tuple(tensor.shape)}, the model says [pages, {each.kv_heads}, "
+            f"tokens, {content}]: use the attention backend {' or '.join((*SIDE_BY_SIDE, CPU))} with "
+            "--kv-cache-dtype auto"
+        )
+    if found != spec.cache_dtype:
+        raise InvalidRequest(
+            f"layer {layer}: its pages are {found}, the model's cache is {spec.cache_dtype}: set --kv-cache-dtype auto"
+        )
+    if backend == CPU:
+        assert writer is not None
+        return _cpu_views(tensor, each.k_dim, each.v_dim, writer)
+    if backend in SIDE_BY_SIDE or (spec.mla and backend.endswith(MLA_BACKENDS)):
+        return tensor[..., : each.k_dim], tensor[..., each.k_dim :]
+    raise InvalidRequest(
+        f"attention backend {backend}: how its pages are packed is not known here; set --attention-backend to "
+        f"{' or '.join(SIDE_BY_SIDE)}"
+    )
+
+
+def _cpu_views(tensor: Any, k_dim: int, v_dim: int, writer: Writer) -> tuple[Any, Any]:
+    if k_dim != v_dim:
+        raise InvalidRequest(f"K of {k_dim} and V of {v_dim} in one page: the CPU backend is known for equal ones only")
+    page_tokens = int(tensor.shape[2])
+    shapes = [_probed(tensor.dtype, page_tokens, k_dim, which, writer) for which in (0, 1)]
+    views = []
+    for which, is_transposed in enumerate(shapes):
+        half = _half(tensor, which)
+        pages, heads = half.shape[:2]
+        plain = half.view(pages, heads, k_dim, page_tokens).transpose(2, 3) if is_transposed else half
+        views.append(plain)
+    return views[0], views[1]
+
+
+def _half(tensor: Any, which: int) -> Any:
+    """K's or V's half of each page, [pages, heads, page_tokens, dim] as the kernel gets it."""
+    pages, heads, page_tokens, content = tensor.shape
+    whole = tensor.view(pages, heads, 2 * page_tokens, content // 2)
+    return whole.chunk(2, dim=2)[which]
+
+
+def _probed(dtype: Any, page_tokens: int, dim: int, which: int, writer: Writer) -> bool:
+    """Write a page of distinct values through the kernel; whether it lies transposed."""
+    import torch
+
+    integers = {2: torch.int16, 4: torch.int32}.get(dtype.itemsize)
+    count = page_tokens * dim
+    if integers is None or count >= 1 << 14:
+        raise InvalidRequest(
+            f"pages of {page_tokens} tokens of {dim} {dtype}: set --kv-cache-dtype auto and --block-size 32"
+        )
+    # Small integers as bit patterns: denormal or small numbers, distinct, and moved as they are.
+    numbers = torch.arange(1, count + 1, dtype=integers)
+    strips = numbers.view(dtype).reshape(page_tokens, 1, dim)
+    page = torch.zeros(2, 1, page_tokens, 2 * dim, dtype=dtype)
+    writer(strips, strips.clone(), _half(page, 0), _half(page, 1), torch.arange(page_tokens) + page_tokens)
+    written = _half(page, which)[1, 0].reshape(-1).view(integers)
+    if torch.equal(written, numbers):
+        return False
+    if torch.equal(written.view(dim, page_tokens).t().reshape(-1), numbers):
+        return True
+    raise InvalidRequest(
+        "vLLM packs these pages for matrix instructions, which kvstore cannot address yet: set --dtype float16 or "
+        "float32 (AMX packs bfloat16 alone)"
+    )

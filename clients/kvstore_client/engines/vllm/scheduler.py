@@ -1,0 +1,224 @@
+"""The scheduler's side: what of a prompt is stored, which of it is loaded, and what is worth keeping."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import KVStoreError
+from kvstore.keys import Extra, Tokens
+from kvstore.seams import Clock, SystemClock
+from kvstore.spec import ModelSpec
+from kvstore_client.client import Client
+from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.match import Match
+
+FOUND_AGE_S_MAX = 5.0
+"""How long an answer is good for while vLLM asks again and again; well below a ticket's age."""
+_log = logging.getLogger("kvstore.vllm")
+
+
+@dataclass
+class _Found:
+    """What a lookup said of a waiting request."""
+
+    match: Match
+    wanted: int
+    stop: int
+    at_s: float
+    computed: int = 0
+
+
+@dataclass
+class _Tracked:
+    """A request that has, or may still get, something worth keeping. ``kept``: leading tokens known to be stored."""
+
+    request: Any
+    spec: ModelSpec
+    extras: tuple[Extra, ...]
+    kept: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    has_failed: bool = False
+    is_doubtful: bool = False
+
+
+class SchedulerSide:
+    """One per scheduler. No call raises for the sidecar's sake."""
+
+    def __init__(
+        self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
+        loads: bool = True, saves: bool = True, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._adapters = adapters
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._does_load, self._does_save = loads, saves
+        self._clock = clock or SystemClock()
+        self._found: dict[str, _Found] = {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._settled: list[int] = []
+
+    # ------------------------------------------------------------ before a request runs
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens beyond ``computed`` can be loaded, in whole blocks, and whether beside other requests. At
+        least one token of the prompt is left to compute."""
+        wanted = self._whole(int(request.num_tokens) - 1)
+        if not self._does_load or wanted <= computed or request.skip_reading_prefix_cache:
+            return 0, False
+        found = self._look_up(request, wanted)
+        if found is None or found.stop <= computed:
+            return 0, False
+        found.computed = computed
+        return found.stop - computed, self._settings.load == "async"
+
+    def _look_up(self, request: Any, wanted: int) -> _Found | None:
+        name = str(request.request_id)
+        found = self._found.get(name)
+        now = self._clock.monotonic()
+        if found is not None and found.wanted == wanted and now - found.at_s < FOUND_AGE_S_MAX:
+            return found
+        self._forget(name)
+        tracked = self._track(request)
+        if tracked is None or tracked.has_failed:
+            return None
+        try:
+            match = self._client.lookup(
+                tracked.spec, _tokens(request, wanted), hold=True, readers=1, extras=tracked.extras
+            )
+        except KVStoreError as error:
+            _log.warning("kvstore: %s; the prompt is computed", error.message)
+            return None
+        stop = self._whole(match.prefix_token_count)
+        tracked.kept = max(tracked.kept, stop)
+        found = self._found[name] = _Found(match, wanted, stop, now)
+        return found
+
+    def _track(self, request: Any) -> _Tracked | None:
+        """None for a request whose cache its tokens do not tell."""
+        name = str(request.request_id)
+        tracked = self._tracked.get(name)
+        if tracked is None:
+            if getattr(request, "prompt_embeds", None) is not None:
+                return None
+            try:
+                spec = self._adapters.spec_for(getattr(request, "lora_request", None))
+                tracked = _Tracked(request, spec, extras_of(request))
+            except (KVStoreError, OSError) as error:
+                _log.warning("kvstore: %s; this request is neither loaded nor kept", error)
+                return None
+            self._tracked[name] = tracked
+        return tracked
+
+    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+        """vLLM gave the request its blocks, ``external`` tokens of them to be loaded."""
+        found = self._found.pop(str(request.request_id), None)
+        if found is None:
+            return
+        self._tracked[str(request.request_id)].block_ids = list(block_ids)
+        if not external or found.match.ticket is None:
+            self._client.release_ticket(found.match.ticket)
+            return
+        start, count = found.computed, found.match.prefix_token_count
+        self._loads.append(
+            Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
+        )
+
+    # ------------------------------------------------------------ every step
+
+    def step(self, output: Any) -> Step:
+        """What the workers do in the step that ``output`` describes."""
+        step = Step(self._loads, [], self._settled)
+        self._loads, self._settled = [], []
+        if self._does_save:
+            for name, block_ids, is_whole, computed in _scheduled(output):
+                tracked = self._tracked.get(name)
+                if tracked is None:
+                    continue
+                tracked.block_ids = list(block_ids) if is_whole else tracked.block_ids + list(block_ids)
+                save = self._save(tracked, computed, computed + output.num_scheduled_tokens.get(name, 0))
+                if save is not None:
+                    step.saves.append(save)
+        return step
+
+    def _save(self, tracked: _Tracked, start: int, stop: int) -> Save | None:
+        """What is complete once the tokens ``start .. stop`` are computed: all whole blocks at the prompt's end, whole
+        chunks before and after."""
+        request, chunk = tracked.request, self._settings.chunk_tokens
+        tracked.kept = min(tracked.kept, self._whole(start))  # below it only when what was loaded failed
+        prompt, stop = self._whole(request.num_prompt_tokens), min(stop, int(request.num_tokens))
+        limit = stop if self._settings.save_output else prompt
+        until = prompt if start < request.num_prompt_tokens and prompt <= stop else min(stop, limit) // chunk * chunk
+        if until <= tracked.kept or tracked.is_doubtful:
+            return None
+        tracked.kept = until
+        blocks = tracked.block_ids[: until // self._block_tokens]
+        return Save(str(request.request_id), tracked.spec, _tokens(request, until), tracked.extras, blocks)
+
+    def reported(self, failed_blocks: Iterable[int]) -> None:
+        """Workers could not load these blocks, and vLLM computes them: nobody tries to load them again. What was
+        computed beside them in a layerwise step may have read them, and is not kept."""
+        blocks = list(failed_blocks)
+        self._settled += blocks
+        for tracked in self._tracked.values():
+            if not set(blocks).isdisjoint(tracked.block_ids):
+                tracked.has_failed = True
+                tracked.is_doubtful = tracked.is_doubtful or self._settings.load == "layerwise"
+
+    # ------------------------------------------------------------ the end
+
+    def finished(self, request_id: str) -> None:
+        self._tracked.pop(request_id, None)
+        self._forget(request_id)
+
+    def new_request(self, request: Any) -> None:
+        if self._does_save:
+            self._track(request)
+
+    def _forget(self, request_id: str) -> None:
+        found = self._found.pop(request_id, None)
+        if found is not None:
+            self._client.release_ticket(found.match.ticket)
+
+    def _whole(self, token_count: int) -> int:
+        return token_count // self._block_tokens * self._block_tokens
+
+    def close(self) -> None:
+        for request_id in list(self._found):
+            self._forget(request_id)
+        self._client.close()
+
+
+def _tokens(request: Any, count: int) -> Tokens:
+    return np.asarray(request.all_token_ids[:count], np.uint32)
+
+
+def extras_of(request: Any) -> tuple[Extra, ...]:
+    """What the request's cache depends on beside its tokens: its salt, its images and sounds where they stand."""
+    extras = []
+    salt = getattr(request, "cache_salt", None)
+    if salt:
+        extras.append(Extra(0, b"salt\0" + str(salt).encode()))
+    for each in getattr(request, "mm_features", None) or ():
+        place = each.mm_position
+        extras.append(Extra(int(place.offset), f"mm\0{each.identifier}\0{int(place.length)}".encode()))
+    return tuple(extras)
+
+
+def _scheduled(output: Any) -> Iterable[tuple[str, list[int], bool, int]]:
+    """Per request of a step: its id, blocks, whether these are all it has, and how many tokens are computed before."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for index, name in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[index]
+        is_whole = name in cached.resumed_req_ids
+        yield name, blocks[0] if blocks else [], is_whole and bool(blocks), cached.num_computed_tokens[index]

@@ -1,0 +1,62 @@
+"""What the scheduler's side tells the workers' side in one step. Travels between processes as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.keys import Extra, Tokens
+from kvstore.spec import ModelSpec
+
+
+def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> NDArray[np.int64]:
+    """[stop], where each of the first tokens lies; -1 before ``start``."""
+    blocks = np.asarray(block_ids, np.int64)
+    tokens = np.arange(stop, dtype=np.int64)
+    slots = blocks[tokens // block_tokens] * block_tokens + tokens % block_tokens
+    slots[:start] = -1
+    return slots
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks."""
+
+    request_id: str
+    ticket: bytes
+    token_count: int
+    block_ids: list[int]
+    start: int
+    stop: int
+
+    def slots(self, block_tokens: int) -> NDArray[np.int64]:
+        """[token_count]; -1 for tokens that the request has or does not want."""
+        slots = np.full(self.token_count, -1, np.int64)
+        slots[: self.stop] = slots_of(self.block_ids, block_tokens, self.start, self.stop)
+        return slots
+
+    def written(self, block_tokens: int) -> list[int]:
+        """The blocks it writes."""
+        return self.block_ids[self.start // block_tokens : -(-self.stop // block_tokens)]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep a request's leading tokens, which this step completes."""
+
+    request_id: str
+    spec: ModelSpec
+    tokens: Tokens
+    extras: tuple[Extra, ...]
+    block_ids: list[int]
+
+
+@dataclass
+class Step:
+    """``settled``: blocks whose failed load the scheduler knows of and has had computed again."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)

@@ -1,0 +1,66 @@
+"""Which vLLM this connector was written for, and whether the one at hand has what it needs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+PROVEN = ("0.32",)
+BY_INTERFACE = ("0.33",)
+WANTED = {
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+    "request_finished": ("request", "block_ids"),
+    "update_connector_output": ("connector_output",),
+    "register_kv_caches": ("kv_caches",),
+    "start_load_kv": ("forward_context",),
+    "wait_for_layer_load": ("layer_name",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
+    "wait_for_save": (),
+    "get_finished": ("finished_req_ids",),
+    "get_block_ids_with_load_errors": (),
+    "bind_connector_metadata": ("connector_metadata",),
+    "shutdown": (),
+}
+"""The methods this connector has, and what vLLM must pass them."""
+
+
+def known_versions() -> str:
+    return f"vLLM {', '.join(PROVEN)} (tested end to end) and {', '.join(BY_INTERFACE)} (by its interface)"
+
+
+def check_version(version: str, allow_unknown: bool) -> None:
+    """Raises InvalidRequest for a vLLM this release does not know."""
+    if allow_unknown or ".".join(version.split(".")[:2]) in PROVEN + BY_INTERFACE:
+        return
+    raise InvalidRequest(
+        f"this is vLLM {version}; kvstore's connector knows {known_versions()}: install one of these, or try with "
+        '"allow_unknown_version": true in kv_connector_extra_config'
+    )
+
+
+def check_interface(base: type[Any], mine: type[Any], version: str) -> None:
+    """Raises InvalidRequest naming what vLLM's connector class lacks, passes otherwise, or wants beyond ours."""
+    wrong = []
+    for name, wanted in WANTED.items():
+        method = getattr(base, name, None)
+        if method is None:
+            wrong.append(f"{name} is gone")
+            continue
+        found = [
+            each.name
+            for each in list(inspect.signature(method).parameters.values())[1:]
+            if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        ]
+        if tuple(found) != wanted:
+            wrong.append(f"{name} takes ({', '.join(found)}), not ({', '.join(wanted)})")
+    missing = sorted(getattr(mine, "__abstractmethods__", ()))
+    wrong += [f"{name} is new and must be there" for name in missing]
+    if wrong:
+        raise InvalidRequest(
+            f"vLLM {version} has a connector interface that kvstore does not know: {'; '.join(wrong)}; known are "
+            f"{known_versions()}"
+        )

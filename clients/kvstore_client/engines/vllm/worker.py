@@ -1,0 +1,143 @@
+"""The workers' side: moves what the scheduler's side decided between the sidecar and the pages."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.seams import Clock, SystemClock
+from kvstore_client.client import Client
+from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
+from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.paged import Paged
+from kvstore_client.transfer import Transfer
+
+LOAD_S_MAX = 30.0
+"""A load that takes longer is given up, and its prompt computed."""
+_log = logging.getLogger("kvstore.vllm")
+
+
+@dataclass
+class _Moving:
+    """A load on its way. ``transfer`` is None when it could not even begin."""
+
+    load: Load
+    transfer: Transfer | None
+    until_s: float
+
+
+class WorkerSide:
+    """One per worker. No call raises for the sidecar's sake: what failed is told by ``failed_blocks``."""
+
+    def __init__(
+        self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, clock: Clock | None = None
+    ) -> None:
+        self._client = client
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._is_layerwise = is_layerwise
+        self._clock = clock or SystemClock()
+        self._moving: dict[str, _Moving] = {}
+        self._failed: set[int] = set()
+        self._doubtful: Counter[int] = Counter()
+
+    # ------------------------------------------------------------ loads
+
+    def begin(self, step: Step) -> None:
+        """Start the step's loads."""
+        self._doubtful.subtract(step.settled)
+        self._doubtful = +self._doubtful
+        for load in step.loads:
+            transfer = None
+            try:
+                into = Paged(self._pages.views, load.slots(self._block_tokens), LAYOUT)
+                transfer = self._client.start_fetch(load.ticket, into=into)
+            except KVStoreError as error:
+                _log.error("kvstore: %s; the prompt is computed", error.message)
+            self._moving[load.request_id] = _Moving(load, transfer, self._clock.monotonic() + LOAD_S_MAX)
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when each layerwise load has brought this layer, or failed."""
+        if not self._is_layerwise or not self._moving:
+            return
+        for moving in self._moving.values():
+            if moving.transfer is not None and not moving.transfer.failed:
+                try:
+                    moving.transfer.wait_layer(layer, moving.until_s - self._clock.monotonic())
+                except KVStoreError:
+                    continue  # told once, when the step ends
+
+    def end_layerwise(self) -> None:
+        """The step is over: settle its loads. Nothing writes to the pages afterwards."""
+        if self._is_layerwise:
+            for moving in list(self._moving.values()):
+                if moving.transfer is not None:
+                    try:
+                        moving.transfer.wait(max(0.0, moving.until_s - self._clock.monotonic()))
+                    except DeadlineExceeded:
+                        moving.transfer.cancel(None)
+                    except KVStoreError:
+                        pass  # the transfer has it
+                self._settle(moving)
+
+    def landed(self) -> set[str]:
+        """The requests whose loads have ended since the last call, well or not."""
+        if self._is_layerwise:
+            return set()
+        done = set()
+        for name, moving in list(self._moving.items()):
+            transfer = moving.transfer
+            if transfer is not None and not transfer.is_done:
+                if self._clock.monotonic() > moving.until_s:
+                    transfer.cancel(0.0)
+                continue
+            self._settle(moving)
+            done.add(name)
+        return done
+
+    def _settle(self, moving: _Moving) -> None:
+        del self._moving[moving.load.request_id]
+        transfer = moving.transfer
+        if transfer is not None and not transfer.failed:
+            return
+        if transfer is not None:
+            assert transfer.error is not None
+            _log.warning("kvstore: %s; the prompt is computed", transfer.error.message)
+        blocks = moving.load.written(self._block_tokens)
+        self._failed |= set(blocks)
+        if self._is_layerwise:
+            self._doubtful.update(blocks)
+
+    def failed_blocks(self) -> set[int]:
+        """The blocks whose loads failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    # ------------------------------------------------------------ saves
+
+    def save(self, saves: Iterable[Save]) -> None:
+        """Keep what this step completed. Returns as soon as the pages may change."""
+        for save in saves:
+            if any(block in self._doubtful for block in save.block_ids):
+                continue  # computed over a load that failed: not the model's own
+            try:
+                self._keep(save)
+            except KVStoreError as error:
+                _log.error("kvstore: %s; this prompt is not kept", error.message)
+
+    def _keep(self, save: Save) -> None:
+        known = self._client.lookup(save.spec, save.tokens, extras=save.extras)
+        if known.prefix_token_count >= save.tokens.size:
+            return
+        kv = [self._pages.dense(layer, save.block_ids, self._block_tokens) for layer in range(len(self._pages.views))]
+        self._client.store(save.spec, save.tokens, kv, extras=save.extras)
+
+    def close(self) -> None:
+        """Stop what is on its way, finish what is being kept."""
+        for moving in self._moving.values():
+            if moving.transfer is not None:
+                moving.transfer.cancel(LOAD_S_MAX)
+        self._client.close()

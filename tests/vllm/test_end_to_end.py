@@ -1,0 +1,153 @@
+"""A real vLLM: what one process computed another one loads, and says the same tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from tests.vllm.engine import Engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+CHUNK = {"chunk_tokens": 64}
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return [int(each) for each in np.random.default_rng(seed).integers(5, 500, count)]
+
+
+LONG = prompt(300)
+SHORT = prompt(31, 1)
+FORKED = LONG[:200] + prompt(150, 2)
+PROMPTS = (LONG, SHORT, FORKED)
+
+
+def wait_durable(sidecar: Sidecar, chunk_count: int) -> None:
+    """Until that many chunks are on the device, synced."""
+    until = time.monotonic() + 30.0
+    with connect(sidecar.address) as client:
+        while client.stats().counters["nvme_written_chunks"] < chunk_count:
+            assert time.monotonic() < until, dict(client.stats().counters)
+            time.sleep(0.05)
+
+
+def leases_of(sidecar: Sidecar) -> tuple[int, int]:
+    """(leases, unredeemed tickets and open reservations), which must be none once an engine is idle."""
+    with connect(sidecar.address) as client:
+        until = time.monotonic() + 10.0
+        while True:
+            stats = client.stats()
+            counters = stats.counters
+            held = counters["tickets_issued"] - counters["tickets_redeemed"] - counters["tickets_expired"]
+            if stats.sessions.lease_count == 0 or time.monotonic() > until:
+                return stats.sessions.lease_count, held
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What vLLM says without kvstore and without its own prefix cache."""
+    said = {}
+    for name in ("llama", "qwen3"):
+        with Engine(models[name], None, enable_prefix_caching=False) as engine:
+            said[name], cached = engine.ask(*PROMPTS)
+            assert not any(cached)
+    return said
+
+
+@pytest.mark.parametrize(("name", "load"), [("llama", "async"), ("qwen3", "layerwise")])
+def test_saved_in_one_process_hit_in_another(
+    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, name: str, load: str
+) -> None:
+    extra = {**CHUNK, "load": load}
+    with connect(durable.address) as client:
+        before = client.stats().counters["nvme_written_chunks"]
+    with Engine(models[name], durable.address, extra=extra, enable_prefix_caching=False) as first:
+        outputs, cached = first.ask(LONG)
+        assert outputs == plain[name][:1]
+        assert cached == [0]
+        wait_durable(durable, before + 5)  # four chunks of 64 and a tail of 32
+    durable.stop(kill=True)
+    durable.start()
+    with Engine(models[name], durable.address, extra=extra, enable_prefix_caching=False) as second:
+        outputs, cached = second.ask(*PROMPTS)
+        assert cached == [288, 0, 192]  # whole blocks of 32; the fork shares three chunks
+        assert outputs == plain[name]
+        outputs, cached = second.ask(*PROMPTS)
+        assert cached == [288, 0, 320]  # what the fork added was kept, too; 31 tokens are less than a block
+        assert outputs == plain[name]
+        assert second.ask(LONG, salt="tenant")[1] == [0]  # a salt keeps its prompts apart
+        assert second.ask(LONG, salt="tenant") == (plain[name][:1], [288])
+    assert leases_of(durable) == (0, 0)
+
+
+def test_two_models_never_share(models: dict[str, Path], plain: dict[str, Any], durable: Sidecar) -> None:
+    with Engine(models["llama"], durable.address, extra=CHUNK, enable_prefix_caching=False) as engine:
+        engine.ask(LONG)
+        assert engine.ask(LONG)[1] == [288]
+    with Engine(models["other"], durable.address, extra=CHUNK, enable_prefix_caching=False) as engine:
+        outputs, cached = engine.ask(LONG)
+        assert cached == [0]
+        assert outputs != plain["llama"][:1]
+        assert engine.ask(LONG) == (outputs, [288])
+
+
+def test_the_sidecar_dies_and_comes_back_under_a_running_engine(models: dict[str, Path], plain: dict[str, Any]) -> None:
+    said = plain["llama"][:1]
+    with Sidecar("--capacity", "64 MiB", nvme="128 MiB") as sidecar:
+        with Engine(models["llama"], sidecar.address, extra=CHUNK, enable_prefix_caching=False) as engine:
+            assert engine.ask(LONG) == (said, [0])
+            wait_durable(sidecar, 5)
+            assert engine.ask(LONG) == (said, [288])
+            sidecar.stop(kill=True)
+            assert engine.ask(LONG) == (said, [0])
+            assert "going on without it" in engine.log()
+            sidecar.start()
+            time.sleep(1.0)  # a client asks again half a second after it was refused
+            assert engine.ask(LONG) == (said, [288])
+
+
+def test_an_engine_starts_without_its_sidecar(models: dict[str, Path], plain: dict[str, Any], tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/kvstore.sock"
+    with Engine(models["llama"], address, extra=CHUNK, enable_prefix_caching=False) as engine:
+        assert engine.ask(*PROMPTS) == (plain["llama"], [0, 0, 0])
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_load_that_fails_is_computed(
+    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, load: str
+) -> None:
+    """Its ticket is taken away between the lookup and the fetch."""
+    extra = {**CHUNK, "load": load}
+    with Engine(models["llama"], durable.address, extra=extra, enable_prefix_caching=False) as engine:
+        engine.ask(LONG)
+    broken = {"kv_connector": "BreakingConnector", "kv_connector_module_path": "tests.vllm.breaking"}
+    with Engine(models["llama"], durable.address, extra=extra, connector=broken, enable_prefix_caching=False) as engine:
+        for _ in range(2):
+            outputs, _cached = engine.ask(*PROMPTS)
+            assert outputs == plain["llama"]
+        assert "the prompt is computed" in engine.log()
+    with Engine(models["llama"], durable.address, extra=extra, enable_prefix_caching=False) as engine:
+        assert engine.ask(*PROMPTS)[0] == plain["llama"]  # nothing wrong was kept
+    assert leases_of(durable)[0] == 0
+
+
+def test_chunked_prefill_preemption_and_vllms_own_prefix_cache(models: dict[str, Path], durable: Sidecar) -> None:
+    prompts = [LONG[:96] + prompt(200, seed) for seed in range(10, 14)]
+    with Engine(models["qwen3"], None, enable_prefix_caching=False) as engine:
+        said = [engine.ask(each, max_tokens=60)[0][0] for each in prompts]
+    small = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 128, "disable_log_stats": False}
+    for round_number in range(2):
+        with Engine(models["qwen3"], durable.address, extra=CHUNK, **small) as engine:
+            outputs, cached = engine.ask(*prompts, max_tokens=60)
+            assert outputs == said
+            if round_number:
+                assert min(cached) >= 256
+            outputs, _ = engine.ask(*reversed(prompts), max_tokens=60)
+            assert outputs == said[::-1]
+    assert leases_of(durable)[0] == 0
