@@ -34,7 +34,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vllm
 
 test-vllm: $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
-	$(VLLM)/bin/python -m pytest tests/vllm tests/engines/test_vllm.py
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
 	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)

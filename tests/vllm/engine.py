@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, asked over a pipe: one JSON line in, one out.
 
-{"prompts": [[token, ...], ...], "max_tokens": 8}  ->  {"outputs": [[token, ...], ...], "cached": [count, ...]}
+{"prompts": [[token, ...], ...], "max_tokens": 8}  ->  {"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = {
     "block_size": 32,
     "max_model_len": 1024,
     "dtype": "float32",
-    "disable_log_stats": True,
+    "disable_log_stats": False,
 }
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -41,21 +41,30 @@ ENVIRONMENT = {
 
 
 class Engine:
-    """Started on entry, ended on exit. ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of
-    the connector; ``connector``: what of ``CONNECTOR`` differs. Raises RuntimeError with vLLM's last words when it does not start."""
+    """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far.
+
+    ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of the connector; ``connector``: what of
+    ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in the process that was started, which is
+    up in a third of the time; else each in one of its own, as it is by default. Raises RuntimeError with vLLM's last
+    words when it does not start.
+    """
 
     def __init__(
         self, model: Path, address: str | None, *, extra: dict[str, Any] | None = None,
-        connector: dict[str, Any] | None = None, **options: Any,
+        connector: dict[str, Any] | None = None, is_one_process: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         self._options: dict[str, Any] = {**OPTIONS, "model": str(model), **options}
         if address is not None:
             settings = {"address": address, **(extra or {})}
-            self._options["kv_transfer_config"] = {
-                **CONNECTOR, **(connector or {}), "kv_connector_extra_config": settings,
-            }  # fmt: skip
+            chosen = {**CONNECTOR, **(connector or {})}
+            self._options["kv_transfer_config"] = {**chosen, "kv_connector_extra_config": settings}
+        self._environment = dict(ENVIRONMENT)
+        if is_one_process:
+            self._environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            self._options["distributed_executor_backend"] = "uni"
         self._log = tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log")  # noqa: SIM115 - closed on exit
         self._process: subprocess.Popen[str] | None = None
+        self.preemptions = 0
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
@@ -64,7 +73,7 @@ class Engine:
         command = [sys.executable, "-m", "tests.vllm.engine", json.dumps(self._options)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **self._environment},
         )  # fmt: skip
         try:
             assert self._line(START_S) == {"ready": True}
@@ -109,6 +118,7 @@ class Engine:
         self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens, **more}) + "\n")
         self._process.stdin.flush()
         reply = self._line(ANSWER_S)
+        self.preemptions = reply["preemptions"]
         return reply["outputs"], reply["cached"]
 
 
@@ -136,6 +146,7 @@ def serve(options: dict[str, Any]) -> None:
             {
                 "outputs": [list(each.outputs[0].token_ids) for each in done],
                 "cached": [each.num_cached_tokens for each in done],
+                "preemptions": sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions"),
             }
         )
 

@@ -67,14 +67,15 @@ def test_saved_in_one_process_hit_in_another(
     extra = {**CHUNK, "load": load}
     with connect(durable.address) as client:
         before = client.stats().counters["nvme_written_chunks"]
-    with Engine(models[name], durable.address, extra=extra, enable_prefix_caching=False) as first:
+    own = {"extra": extra, "enable_prefix_caching": False, "is_one_process": False}
+    with Engine(models[name], durable.address, **own) as first:
         outputs, cached = first.ask(LONG)
         assert outputs == plain[name][:1]
         assert cached == [0]
         wait_durable(durable, before + 5)  # four chunks of 64 and a tail of 32
     durable.stop(kill=True)
     durable.start()
-    with Engine(models[name], durable.address, extra=extra, enable_prefix_caching=False) as second:
+    with Engine(models[name], durable.address, **own) as second:
         outputs, cached = second.ask(*PROMPTS)
         assert cached == [288, 0, 192]  # whole blocks of 32; the fork shares three chunks
         assert outputs == plain[name]
@@ -141,7 +142,7 @@ def test_chunked_prefill_preemption_and_vllms_own_prefix_cache(models: dict[str,
     prompts = [LONG[:96] + prompt(200, seed) for seed in range(10, 14)]
     with Engine(models["qwen3"], None, enable_prefix_caching=False) as engine:
         said = [engine.ask(each, max_tokens=60)[0][0] for each in prompts]
-    small = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 128, "disable_log_stats": False}
+    small = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 128, "max_model_len": 512}
     for round_number in range(2):
         with Engine(models["qwen3"], durable.address, extra=CHUNK, **small) as engine:
             outputs, cached = engine.ask(*prompts, max_tokens=60)
@@ -150,4 +151,5 @@ def test_chunked_prefill_preemption_and_vllms_own_prefix_cache(models: dict[str,
                 assert min(cached) >= 256
             outputs, _ = engine.ask(*reversed(prompts), max_tokens=60)
             assert outputs == said[::-1]
+            assert engine.preemptions > 0
     assert leases_of(durable)[0] == 0
