@@ -1,6 +1,7 @@
 """A real vLLM engine in a process of its own, asked over a pipe: one JSON line in, one out.
 
-{"prompts": [[token, ...], ...], "max_tokens": 8}  ->  {"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
+{"prompts": [[token, ...], ...], "max_tokens": 8}
+{"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
 """
 
 from __future__ import annotations

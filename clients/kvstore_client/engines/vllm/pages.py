@@ -34,17 +34,6 @@ class PagesOfModel:
         if not self.page_tokens or block_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
-    def dense(self, layer: int, block_ids: Sequence[int], block_tokens: int) -> tuple[Any, Any]:
-        """(K, V) of whole blocks, each [kv_heads, tokens, dim]. A copy."""
-        import torch
-
-        k, v = self.views[layer]
-        ratio = block_tokens // self.page_tokens
-        pages = torch.as_tensor(block_ids, dtype=torch.int64)
-        if ratio > 1:
-            pages = (pages[:, None] * ratio + torch.arange(ratio)).flatten()
-        return tuple(each.index_select(0, pages.to(each.device)).transpose(0, 1).flatten(1, 2) for each in (k, v))
-
 
 def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None) -> tuple[Any, Any]:
     each = spec.layers[layer]

@@ -26,10 +26,10 @@ _log = logging.getLogger("kvstore.vllm")
 
 @dataclass
 class _Found:
-    """What a lookup said of a waiting request."""
+    """What a lookup said of a waiting request. ``stop``: up to where it is loaded, at most the ``useful`` tokens."""
 
     match: Match
-    wanted: int
+    useful: int
     stop: int
     at_s: float
     computed: int = 0
@@ -71,20 +71,20 @@ class SchedulerSide:
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens beyond ``computed`` can be loaded, in whole blocks, and whether beside other requests. At
         least one token of the prompt is left to compute."""
-        wanted = self._whole(int(request.num_tokens) - 1)
-        if not self._does_load or wanted <= computed or request.skip_reading_prefix_cache:
+        useful = self._whole(int(request.num_tokens) - 1)
+        if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
-        found = self._look_up(request, wanted)
+        found = self._look_up(request, useful)
         if found is None or found.stop <= computed:
             return 0, False
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
-    def _look_up(self, request: Any, wanted: int) -> _Found | None:
+    def _look_up(self, request: Any, useful: int) -> _Found | None:
         name = str(request.request_id)
         found = self._found.get(name)
         now = self._clock.monotonic()
-        if found is not None and found.wanted == wanted and now - found.at_s < FOUND_AGE_S_MAX:
+        if found is not None and found.useful == useful and now - found.at_s < FOUND_AGE_S_MAX:
             return found
         self._forget(name)
         tracked = self._track(request)
@@ -92,14 +92,17 @@ class SchedulerSide:
             return None
         try:
             match = self._client.lookup(
-                tracked.spec, _tokens(request, wanted), hold=True, readers=1, extras=tracked.extras
+                tracked.spec,
+                _tokens(request, self._whole(request.num_tokens)),
+                hold=True,
+                readers=1,
+                extras=tracked.extras,
             )
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return None
-        stop = self._whole(match.prefix_token_count)
-        tracked.kept = max(tracked.kept, stop)
-        found = self._found[name] = _Found(match, wanted, stop, now)
+        tracked.kept = max(tracked.kept, self._whole(match.prefix_token_count))
+        found = self._found[name] = _Found(match, useful, min(self._whole(match.prefix_token_count), useful), now)
         return found
 
     def _track(self, request: Any) -> _Tracked | None:

@@ -11,7 +11,7 @@ from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
-from kvstore_client.engines.vllm.step import Load, Save, Step
+from kvstore_client.engines.vllm.step import Load, Save, Step, slots_of
 from kvstore_client.paged import Paged
 from kvstore_client.transfer import Transfer
 
@@ -129,11 +129,13 @@ class WorkerSide:
                 _log.error("kvstore: %s; this prompt is not kept", error.message)
 
     def _keep(self, save: Save) -> None:
-        known = self._client.lookup(save.spec, save.tokens, extras=save.extras)
-        if known.prefix_token_count >= save.tokens.size:
-            return
-        kv = [self._pages.dense(layer, save.block_ids, self._block_tokens) for layer in range(len(self._pages.views))]
-        self._client.store(save.spec, save.tokens, kv, extras=save.extras)
+        with self._client.start_store(save.spec, save.tokens, extras=save.extras) as writer:
+            if not writer.wanted_token_count:
+                return
+            slots = slots_of(save.block_ids, self._block_tokens, 0, int(save.tokens.size))
+            for layer, views in enumerate(self._pages.views):
+                writer.put_layer(layer, Paged([views], slots, LAYOUT))
+            writer.commit()
 
     def close(self) -> None:
         """Stop what is on its way, finish what is being kept."""

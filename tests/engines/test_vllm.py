@@ -1,0 +1,420 @@
+"""The vLLM connector's two sides without vLLM: requests and steps as vLLM passes them, a real sidecar below."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import Client, ModelSpec, connect
+from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
+from kvstore_client.engines.vllm.scheduler import SchedulerSide
+from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.step import Step
+from kvstore_client.engines.vllm.versions import WANTED, check_interface, check_version
+from kvstore_client.engines.vllm.worker import WorkerSide
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import LayerSpec
+from tests.specs import small_spec, tokens_of
+
+BLOCK, BLOCKS = 4, 64
+SPEC = small_spec()  # two layers, two heads of 8, chunks of 16
+MLA = small_spec(model_id="latent", layers=(LayerSpec(kv_heads=1, k_dim=24, v_dim=8),) * 2, mla=True)
+
+
+# ---------------------------------------------------------------- stands in for vLLM
+
+
+def request(name: str, tokens: Any, **more: Any) -> SimpleNamespace:
+    given = {
+        "lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
+        "skip_reading_prefix_cache": False, **more,
+    }  # fmt: skip
+    ids = [int(each) for each in tokens]
+    return SimpleNamespace(request_id=name, all_token_ids=ids, num_tokens=len(ids), num_prompt_tokens=len(ids), **given)
+
+
+def scheduled(name: str, blocks: list[int], computed: int, count: int, *, is_new: bool = True) -> SimpleNamespace:
+    """A step that computes ``count`` tokens of one request."""
+    new = [SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)] if is_new else []
+    names = [] if is_new else [name]
+    cached = SimpleNamespace(
+        req_ids=names, new_block_ids=[(blocks,)], num_computed_tokens=[computed], resumed_req_ids=set()
+    )
+    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={name: count})
+
+
+class Engine:
+    """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
+
+    def __init__(self, address: str, spec: ModelSpec = SPEC, load: str = "async", **options: Any) -> None:
+        self.clients = [connect(address), connect(address)]
+        settings = Settings(chunk_tokens=16, load=load, **options)
+        each = spec.layers[0]
+        shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
+        self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
+        views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN")
+        self.scheduler = SchedulerSide(self.clients[0], Adapters(spec), settings, BLOCK)
+        self.worker = WorkerSide(self.clients[1], views, BLOCK, is_layerwise=load == "layerwise")
+
+    def fill(self, blocks: list[int], seed: int) -> list[Any]:
+        """Compute: other numbers into a request's blocks. What they hold, per layer."""
+        made = torch.Generator().manual_seed(seed)
+        for pages in self.pages:
+            pages[blocks] = torch.randn(pages[blocks].shape, generator=made).to(torch.bfloat16)
+        return self.content(blocks)
+
+    def content(self, blocks: list[int]) -> list[Any]:
+        return [pages[blocks].clone() for pages in self.pages]
+
+    def compute(self, asked: Any, blocks: list[int], computed: int, count: int, **more: Any) -> Step:
+        step = self.scheduler.step(scheduled(asked.request_id, blocks, computed, count, **more))
+        self.worker.begin(step)
+        self.worker.end_layerwise()
+        self.worker.save(step.saves)
+        return step
+
+    def admit(self, asked: Any, blocks: list[int]) -> int:
+        """As vLLM does before a request runs: how many tokens will be loaded."""
+        self.scheduler.new_request(asked)
+        count, is_async = self.scheduler.matched(asked, 0)
+        assert is_async == (count > 0 and self.scheduler._settings.load == "async")
+        self.scheduler.allocated(asked, blocks, count)
+        return count
+
+    def landed(self) -> set[str]:
+        until = time.monotonic() + 10.0
+        while not (done := self.worker.landed()):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return done
+
+    def keep(self, asked: Any, blocks: list[int], seed: int = 1) -> list[Any]:
+        """Compute a whole prompt and wait until it is stored."""
+        assert self.admit(asked, blocks) == 0
+        filled = self.fill(blocks, seed)
+        step = self.compute(asked, blocks, 0, asked.num_tokens)
+        for save in step.saves:
+            wait_stored(self.clients[0], save)
+        self.scheduler.finished(asked.request_id)
+        return filled
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def wait_stored(client: Client, save: Any) -> None:
+    until = time.monotonic() + 10.0
+    while client.lookup(save.spec, save.tokens, extras=save.extras).prefix_token_count < save.tokens.size:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def engine(sidecar: Sidecar) -> Iterator[Engine]:
+    made = Engine(sidecar.address)
+    yield made
+    made.close()
+
+
+def blocks_of(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + -(-count // BLOCK)))[::-1]
+
+
+# ---------------------------------------------------------------- loads and saves
+
+
+@pytest.mark.parametrize("spec", [SPEC, MLA], ids=["heads", "latent"])
+def test_what_one_engine_computed_lies_in_the_others_blocks(sidecar: Sidecar, spec: ModelSpec) -> None:
+    tokens = tokens_of(42, 1 if spec.mla else 2)
+    first, second = Engine(sidecar.address, spec), Engine(sidecar.address, spec)
+    filled = first.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert second.admit(asked, blocks) == 40  # whole blocks
+    second.worker.begin(second.scheduler.step(scheduled("x", [], 0, 0)))
+    assert second.landed() == {"b"}
+    assert second.worker.failed_blocks() == set()
+    for ours, theirs in zip(second.content(blocks[:10]), filled, strict=True):
+        assert torch.equal(ours, theirs[:10])
+    assert all(not page[blocks[10]].any() for page in second.pages)  # the block that was not loaded
+    first.close()
+    second.close()
+
+
+def test_a_prompt_that_is_whole_leaves_a_block_to_compute(engine: Engine) -> None:
+    tokens = tokens_of(48, 3)
+    engine.keep(request("a", tokens), blocks_of(48))
+    assert engine.scheduler.matched(request("b", tokens), 0) == (44, True)
+    assert engine.scheduler.matched(request("c", tokens), 44) == (0, False)
+    assert engine.scheduler.matched(request("d", tokens), 32) == (12, True)
+    assert engine.scheduler.matched(request("e", tokens, skip_reading_prefix_cache=True), 0) == (0, False)
+    assert engine.scheduler.matched(request("f", tokens, prompt_embeds=object()), 0) == (0, False)
+
+
+def test_a_prefill_in_pieces_is_kept_chunk_by_chunk(engine: Engine) -> None:
+    asked, blocks = request("a", tokens_of(75, 4)), blocks_of(75)
+    engine.admit(asked, blocks[:5])
+    engine.fill(blocks, 7)
+    kept = []
+    for start, stop in ((0, 20), (20, 40), (40, 60), (60, 75)):
+        first, last = -(-start // BLOCK), -(-stop // BLOCK)
+        step = engine.compute(asked, blocks[first:last], start, stop - start, is_new=start == 0)
+        kept += [save.tokens.size for save in step.saves]
+        for save in step.saves:
+            assert save.block_ids == blocks[: save.tokens.size // BLOCK]
+            wait_stored(engine.clients[0], save)
+    assert kept == [16, 32, 48, 72]
+    assert not engine.compute(asked, [], 75, 1, is_new=False).saves  # answers are kept only when asked for
+
+
+def test_answers_are_kept_by_chunks_when_asked_for(sidecar: Sidecar) -> None:
+    engine = Engine(sidecar.address, save_output=True)
+    asked, blocks = request("a", tokens_of(30, 5)), blocks_of(80)
+    engine.admit(asked, blocks)
+    assert [save.tokens.size for save in engine.compute(asked, blocks, 0, 30).saves] == [28]
+    kept = []
+    for _ in range(30):
+        asked.all_token_ids.append(7)
+        asked.num_tokens += 1
+        step = engine.compute(asked, [], asked.num_tokens - 1, 1, is_new=False)
+        kept += [save.tokens.size for save in step.saves]
+    assert kept == [32, 48]
+    engine.close()
+
+
+def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
+    asked = request("a", tokens_of(60, 6))
+    engine.admit(asked, blocks_of(60))
+    engine.fill(blocks_of(60), 3)
+    step = engine.compute(asked, blocks_of(60), 0, 20)
+    wait_stored(engine.clients[0], step.saves[0])
+    blocks = blocks_of(60, 30)
+    assert engine.scheduler.matched(asked, 0) == (16, True)
+    engine.scheduler.allocated(asked, blocks, 16)
+    step = engine.compute(asked, blocks, 16, 44)
+    assert [load.block_ids for load in step.loads] == [blocks]
+    assert [save.block_ids for save in step.saves] == [blocks[:15]]
+    assert engine.landed() == {"a"}
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: str) -> None:
+    tokens = tokens_of(42, 8 if load == "async" else 9)
+    engine = Engine(sidecar.address, load=load)
+    engine.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(asked, blocks) == 40
+    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
+    if load == "async":
+        engine.worker.begin(engine.scheduler.step(scheduled("x", [], 0, 0)))
+        assert engine.landed() == {"b"}
+    else:
+        engine.compute(asked, blocks, 40, 2)
+    failed = engine.worker.failed_blocks()
+    assert failed == set(blocks[:10])
+    engine.scheduler.reported(failed)
+    assert engine.scheduler.matched(asked, 0) == (0, False)
+    step = engine.compute(asked, blocks, 0, 42)
+    assert set(step.settled) == failed
+    assert bool(step.saves) == (load == "async")  # a layerwise step may have read what was not there
+    other = request("c", tokens_of(42, 20 if load == "async" else 21))
+    assert engine.admit(other, blocks) == 0
+    assert engine.compute(other, blocks, 0, 42).saves
+    engine.close()
+
+
+def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> None:
+    engine = Engine(sidecar.address, load="layerwise")
+    tokens = tokens_of(90, 11)
+    engine.keep(request("a", tokens[:42]), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(90, 20)
+    assert engine.admit(asked, blocks) == 40
+    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
+    step = engine.compute(asked, blocks, 40, 50)  # the failure shows in this very step
+    assert [save.tokens.size for save in step.saves] == [88]
+    time.sleep(0.2)
+    assert engine.clients[0].lookup(SPEC, tokens).prefix_token_count == 40
+    engine.close()
+
+
+def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: Path) -> None:
+    tokens = tokens_of(42, 12)
+
+    def image(identifier: str, offset: int = 20) -> Any:
+        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
+
+    def adapter(name: str, content: bytes) -> Any:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "adapter_model.safetensors").write_bytes(content)
+        return SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path=str(directory))
+
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "cat": {"mm_features": [image("cat")]},
+        "dog": {"mm_features": [image("dog")]},
+        "salt": {"cache_salt": "tenant"},
+        "one": {"lora_request": adapter("one", b"1")},
+        "two": {"lora_request": adapter("two", b"2")},
+    }
+    engine.keep(request("plain-1", tokens), blocks_of(42))
+    expected = {"plain": 40, "cat": 16, "dog": 16}  # the first chunk lies before the image
+    for kind, more in kinds.items():
+        assert engine.scheduler.matched(request(f"{kind}-2", tokens, **more), 0)[0] == expected.get(kind, 0)
+    for kind in ("cat", "salt", "one"):
+        asked = request(f"{kind}-3", tokens, **kinds[kind])
+        engine.scheduler.new_request(asked)
+        wait_stored(engine.clients[0], engine.compute(asked, blocks_of(42), 0, 42).saves[0])
+    for kind, more in kinds.items():
+        wanted = {**expected, "cat": 40, "salt": 40, "one": 40}.get(kind, 0)
+        assert engine.scheduler.matched(request(f"{kind}-4", tokens, **more), 0)[0] == wanted
+    same = {"lora_request": adapter("elsewhere", b"1")}
+    assert engine.scheduler.matched(request("same", tokens, **same), 0)[0] == 40  # the weights decide, not the path
+    gone = SimpleNamespace(lora_name="gone", lora_int_id=2, lora_path=str(tmp_path / "gone"))
+    assert engine.scheduler.matched(request("gone", tokens, lora_request=gone), 0) == (0, False)
+
+
+def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
+    tokens = tokens_of(42, 13)
+    engine = Engine(own_sidecar.address)
+    engine.keep(request("a", tokens), blocks_of(42))
+
+    def held() -> int:
+        return int(engine.clients[0].stats().sessions.ticket_count)
+
+    asked = request("b", tokens)
+    for _ in range(3):  # vLLM asks until it has room
+        assert engine.scheduler.matched(asked, 0) == (40, True)
+    assert held() == 1
+    engine.scheduler.allocated(asked, blocks_of(42), 0)  # it chose not to load
+    assert held() == 0
+    assert engine.scheduler.matched(request("c", tokens), 0) == (40, True)
+    engine.scheduler.finished("c")
+    assert held() == 0
+    assert engine.scheduler.matched(request("d", tokens), 0) == (40, True)
+    engine.scheduler.close()
+    assert engine.clients[1].stats().sessions.ticket_count == 0
+    engine.close()
+
+
+def test_without_its_sidecar_an_engine_computes(tmp_path: Path) -> None:
+    client = connect(f"unix://{tmp_path}/kvstore.sock", required=False)
+    side = SchedulerSide(client, Adapters(SPEC), Settings(chunk_tokens=16), BLOCK)
+    asked = request("a", tokens_of(42))
+    side.new_request(asked)
+    assert side.matched(asked, 0) == (0, False)
+    assert len(side.step(scheduled("a", blocks_of(42), 0, 42)).saves) == 1
+    side.close()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def pages(shape: tuple[int, ...], backend: str, dtype: torch.dtype = torch.bfloat16, writer: Any = None) -> Any:
+    return PagesOfModel(SPEC, [torch.zeros(shape, dtype=dtype) for _ in range(2)], 4, backend, writer)
+
+
+def writer_of(order: str) -> Any:
+    """A kernel that writes K as it is, transposed, or in pairs of tokens; and V as it is."""
+
+    def write(k: Any, v: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        page = int(slots[0]) // k.shape[0]
+        strip = k[:, 0]
+        if order == "transposed":
+            strip = strip.t()
+        elif order == "pairs":
+            strip = strip.reshape(-1, 2, strip.shape[1]).transpose(1, 2)
+        key_cache[page, 0] = strip.reshape(key_cache[page, 0].shape)
+        value_cache[page, 0] = v[:, 0]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("shape", "backend", "dtype", "said"),
+    [
+        ((8, 4, 4, 16), "FLASH_ATTN", torch.bfloat16, r"\[pages, 2, tokens, 16\]"),
+        ((2, 8, 4, 2, 8), "FLASH_ATTN", torch.bfloat16, "use the attention backend FLASH_ATTN"),
+        ((8, 2, 4, 16), "FLASH_ATTN", torch.float16, "--kv-cache-dtype auto"),
+        ((8, 2, 4, 16), "NEW_ATTN", torch.bfloat16, "--attention-backend to FLASH_ATTN"),
+        ((8, 2, 3, 16), "FLASH_ATTN", torch.bfloat16, "blocks of 4"),
+    ],
+)
+def test_pages_that_do_not_fit_are_refused_with_what_to_set(
+    shape: tuple[int, ...], backend: str, dtype: torch.dtype, said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        pages(shape, backend, dtype)
+
+
+def test_pages_that_are_packed_otherwise_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="--dtype float16"):
+        pages((8, 2, 4, 16), CPU, writer=writer_of("pairs"))
+
+
+@pytest.mark.parametrize("order", ["plain", "transposed"])
+def test_the_cpu_backends_pages_are_read_as_its_kernel_writes_them(order: str) -> None:
+    tensors = [torch.zeros((8, 1, 4, 16), dtype=torch.bfloat16)]
+    spec = small_spec(layers=(LayerSpec(kv_heads=1, k_dim=8, v_dim=8),))
+    views = PagesOfModel(spec, tensors, 4, CPU, writer_of(order)).views[0]
+    k, v = torch.randn(4, 1, 8).to(torch.bfloat16), torch.randn(4, 1, 8).to(torch.bfloat16)
+    halves = tensors[0].view(8, 1, 8, 8).chunk(2, dim=2)
+    writer_of(order)(k, v, *halves, torch.arange(4) + 12)
+    assert torch.equal(views[0][3].transpose(0, 1), k)
+    assert torch.equal(views[1][3].transpose(0, 1), v)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"chunks": 1}, "chunks is not a setting; the settings are address"),
+        ({"load": "sync"}, "load 'sync' must be one of async, layerwise"),
+        ({"chunk_tokens": "256"}, "chunk_tokens cannot be '256'"),
+        ({"chunk_tokens": True}, "chunk_tokens cannot be True"),
+        ({"timeout_s": 0}, "timeout_s 0 must be in"),
+        ({"weights_digest": "mine"}, "unverified:<name>"),
+    ],
+)
+def test_settings_say_what_is_wrong(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Settings.of(extra)
+
+
+def test_an_unknown_version_is_said_with_the_known_ones() -> None:
+    for version in ("0.32.0", "0.32.3+cpu", "0.33.1"):
+        check_version(version, False)
+    with pytest.raises(InvalidRequest, match=r"vLLM 0\.41\.0; .* 0\.32 .* 0\.33 .*allow_unknown_version"):
+        check_version("0.41.0", False)
+    check_version("0.41.0", True)
+
+
+def taking(*names: str) -> Any:
+    """A method with these parameters."""
+
+    def method(*_: Any) -> None: ...
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
+
+
+def test_an_unknown_interface_is_said_by_method() -> None:
+    methods: dict[str, Any] = {name: taking(*names) for name, names in WANTED.items()}
+    known = type("Known", (), methods)
+    check_interface(known, known, "0.33.0")
+    del methods["wait_for_save"]
+    methods["request_finished"] = taking("request", "block_ids", "reason")
+    other = type("Other", (), methods)
+    with pytest.raises(
+        InvalidRequest, match=r"0\.34.*request_finished takes \(request, block_ids, reason\).*wait_for_save is gone"
+    ):
+        check_interface(other, other, "0.34.0")

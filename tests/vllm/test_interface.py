@@ -1,0 +1,233 @@
+"""The connector against vLLM's own classes: what the CPU build cannot run, and what is refused at the start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client.engines.vllm import KVStoreConnector
+from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
+from kvstore_client.engines.vllm.scheduler import extras_of
+from kvstore_client.engines.vllm.settings import Settings
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import LayerKind
+from tests.vllm.engine import CONNECTOR, ENVIRONMENT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(12)]
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+NOWHERE = "unix:///nonexistent/kvstore.sock"
+
+
+@pytest.fixture(scope="module")
+def configured(models: dict[str, Path]) -> VllmConfig:
+    """A real configuration of the tiny Llama."""
+    os.environ.update(ENVIRONMENT)
+    transfer = KVTransferConfig(**CONNECTOR, kv_connector_extra_config={"address": NOWHERE})
+    options: dict[str, Any] = {"enforce_eager": True, "block_size": 32, "dtype": "float32", "max_model_len": 512}
+    return EngineArgs(
+        model=str(models["llama"]), skip_tokenizer_init=True, kv_transfer_config=transfer, **options
+    ).create_engine_config()
+
+
+def caches(*groups: Any, names: list[str] = NAMES) -> KVCacheConfig:
+    split = [
+        KVCacheGroupSpec(layer_names=names[number :: len(groups)], kv_cache_spec=each)
+        for number, each in enumerate(groups)
+    ]
+    return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=split)
+
+
+def changed(configured: VllmConfig, part: str, **values: Any) -> Any:
+    """The configuration with some values of one part changed; what vLLM checks itself is not checked."""
+    shadow = SimpleNamespace(**vars(configured))
+    inner = SimpleNamespace(
+        **{name: getattr(getattr(configured, part), name) for name in vars(getattr(configured, part))}
+    )
+    vars(inner).update(values)
+    setattr(shadow, part, inner)
+    return shadow
+
+
+def spec_for(configured: Any, kv_caches: KVCacheConfig, **extra: Any) -> Any:
+    return spec_of(configured, geometry_of(configured, kv_caches), Settings.of(extra))
+
+
+# ---------------------------------------------------------------- whose cache it is
+
+
+def test_a_spec_is_the_models(configured: VllmConfig) -> None:
+    spec = spec_for(configured, caches(FULL))
+    assert (spec.layer_count, spec.layers[0].kv_heads, spec.layers[0].k_dim) == (12, 2, 32)
+    assert (spec.cache_dtype, spec.vocab_size, spec.hidden_size, spec.mla) == ("float32", 512, 128, False)
+    assert spec.rope.rotary_dim == 32
+    assert len(spec.weights_digest) == 64
+
+
+def test_layers_are_in_the_order_of_their_numbers(configured: VllmConfig) -> None:
+    backwards = sorted(NAMES, reverse=True)
+    assert geometry_of(configured, caches(FULL, names=backwards)).layer_names == tuple(NAMES)
+
+
+def test_every_byte_of_the_weights_and_the_configuration_counts(
+    configured: VllmConfig, models: dict[str, Path]
+) -> None:
+    def digest(config: Any) -> str:
+        return str(spec_for(config, caches(FULL)).weights_digest)
+
+    found = {digest(configured)}
+    model = configured.model_config
+    other = changed(configured, "model_config", model=str(models["other"]))
+    for shadow in (other, changed(configured, "model_config", quantization="fp8")):
+        shadow.model_config.get_hidden_size, shadow.model_config.get_vocab_size = (
+            model.get_hidden_size,
+            model.get_vocab_size,
+        )
+        found.add(digest(shadow))
+    assert len(found) == 3
+
+
+def test_layers_may_differ_and_slide(configured: VllmConfig) -> None:
+    wide = replace(FULL, num_kv_heads=1, head_size=64, head_size_v=64)
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={name: (FULL, wide)[number % 2] for number, name in enumerate(NAMES)}
+    )
+    layers = spec_for(configured, caches(mixed)).layers
+    assert [(each.kv_heads, each.k_dim) for each in layers[:3]] == [(2, 32), (1, 64), (2, 32)]
+    sliding = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+    layer = spec_for(configured, caches(sliding)).layers[0]
+    assert (layer.kind, layer.window) == (LayerKind.SLIDING_WINDOW, 64)
+
+
+def test_latent_attention_is_one_head_of_latent_and_rope(configured: VllmConfig) -> None:
+    latent = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=96, dtype=torch.bfloat16)
+    shadow = changed(configured, "model_config", hf_text_config=SimpleNamespace(kv_lora_rank=64, qk_rope_head_dim=32))
+    geometry = geometry_of(shadow, caches(latent))
+    assert geometry.mla
+    assert [(each.kv_heads, each.k_dim, each.v_dim) for each in geometry.layers[:1]] == [(1, 64, 32)]
+
+
+def test_adapters_and_extras_of_vllms_own_requests(configured: VllmConfig, tmp_path: Path) -> None:
+    spec = spec_for(configured, caches(FULL))
+    adapters = Adapters(spec)
+    found = set()
+    for number, content in ((1, b"1"), (2, b"2")):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "adapter_model.safetensors").write_bytes(content)
+        found.add(adapters.spec_for(LoRARequest("fine", number, str(directory))).adapter_id)
+    assert len(found) == 2
+    assert adapters.spec_for(None) is spec
+    picture = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="cat", mm_position=PlaceholderRange(offset=3, length=5)
+    )
+    asked = Request("a", list(range(20)), SamplingParams(max_tokens=1), None, mm_features=[picture], cache_salt="s")
+    assert [(each.position, each.data) for each in extras_of(asked)] == [(0, b"salt\0s"), (3, b"mm\0cat\x005")]
+
+
+# ---------------------------------------------------------------- what is refused, and what to set
+
+
+MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            [
+                FULL,
+                SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64),
+            ],
+            "--disable-hybrid-kv-cache-manager",
+        ),
+        ([FULL, MAMBA], "recurrent layers"),
+        ([MAMBA], "MambaSpec"),
+        ([replace(FULL, kv_quant_mode=1)], "--kv-cache-dtype auto"),
+    ],
+)
+def test_caches_that_cannot_be_kept_are_refused(configured: VllmConfig, groups: list[Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        geometry_of(configured, caches(*groups))
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "said"),
+    [
+        ("parallel_config", {"tensor_parallel_size": 2}, "--tensor-parallel-size 1"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
+    ],
+)
+def test_ranks_are_refused(configured: VllmConfig, part: str, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        geometry_of(changed(configured, part, **values), caches(FULL))
+
+
+def test_drafts_with_a_cache_are_refused(configured: VllmConfig) -> None:
+    shadow = SimpleNamespace(**{**vars(configured), "speculative_config": SimpleNamespace(method="eagle")})
+    with pytest.raises(InvalidRequest, match=r"'eagle'.*ngram"):
+        geometry_of(shadow, caches(FULL))
+    shadow.speculative_config.method = "ngram"
+    geometry_of(shadow, caches(FULL))
+
+
+def test_weights_without_an_identity_are_refused(configured: VllmConfig, tmp_path: Path) -> None:
+    dummy = changed(configured, "load_config", load_format="dummy")
+    with pytest.raises(InvalidRequest, match="set weights_digest"):
+        spec_for(dummy, caches(FULL))
+    assert spec_for(dummy, caches(FULL), weights_digest="unverified:dummy-0").weights_digest == "unverified:dummy-0"
+    with pytest.raises(InvalidRequest, match="chunk_tokens 100 must be a multiple of vLLM's block of 32"):
+        spec_for(configured, caches(FULL), chunk_tokens=100)
+
+
+def test_a_connector_is_made_by_vllms_factory(configured: VllmConfig) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    made = KVConnectorFactory.create_connector(configured, KVConnectorRole.SCHEDULER, caches(FULL))
+    assert type(made) is KVStoreConnector
+    assert made.requires_kv_delivery is False
+    made.shutdown()
+
+
+def test_a_failure_policy_that_fails_requests_is_refused(configured: VllmConfig) -> None:
+    shadow = changed(configured, "kv_transfer_config", kv_load_failure_policy="fail")
+    with pytest.raises(InvalidRequest, match='"kv_load_failure_policy": "recompute"'):
+        KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
+
+
+def test_an_unknown_version_is_refused_with_the_known_ones(
+    configured: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_client.engines.vllm.connector.vllm_version", "0.40.0")
+    with pytest.raises(InvalidRequest, match=r"vLLM 0\.40\.0; .*0\.32 .*0\.33"):
+        KVStoreConnector(configured, KVConnectorRole.WORKER, caches(FULL))
+
+
+def test_layers_without_pages_are_said(configured: VllmConfig) -> None:
+    worker = KVStoreConnector(configured, KVConnectorRole.WORKER, caches(FULL))
+    with pytest.raises(InvalidRequest, match=r"registered no pages for model\.layers\.0"):
+        worker.register_kv_caches({})
+    worker.shutdown()
