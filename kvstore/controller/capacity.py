@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.arena import Arena, Placement
+from kvstore.catalog import NOWHERE
 from kvstore.controller.residency import Residency
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
@@ -44,7 +45,7 @@ class Capacity:
         table = self._residency.table
 
         def eligible(row: int) -> bool:
-            return table.is_proven(row) and not table.is_held(row) and row not in keep
+            return table.residencies[row] != NOWHERE and not table.is_held(row) and row not in keep
 
         if not self._residency.has_lower_tier:
             return False

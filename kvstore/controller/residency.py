@@ -128,7 +128,10 @@ class Residency:
         self.table.residencies[row] = NOWHERE
         self.nvme_policy.removed(row)
         others = self._alternates.pop(row, [])
-        if others:
+        if row in self.table.arena:  # what is certain is written anew, rather than given up for what a crash left
+            for other, _ in others:
+                self.nvme.forget(other)
+        elif others:
             self.table.residencies[row], self.table.write_marks[row] = others.pop()
             self.nvme_policy.used([row])
             if others:

@@ -23,7 +23,7 @@ async def settle_down(life: Life) -> None:
         await asyncio.sleep(STEP_S)
         if life.controller.writeback.backlog or life.controller.promotion.loading_bytes:
             continue
-        found = imbalance(life)
+        found = imbalance(life) or _of_room(life)
         if not found:
             return
     life.trace.check(life.over.is_set(), f"the books do not balance: {found}")
@@ -76,6 +76,16 @@ def _of_memory(life: Life) -> str:
     held = (stats.leased_bytes, stats.lease_count, stats.reservation_count, stats.staging_bytes, stats.pinned_bytes)
     if any(held) or stats.reserved_bytes or stats.loading_bytes:
         return f"leases, reservations, staging, pins: {held}"
+    return ""
+
+
+def _of_room(life: Life) -> str:
+    """Whatever memory holds makes way while nobody holds it."""
+    wanted = life.setup.arena_region_bytes // 8192 * 4096
+    placement = life.controller.capacity.allocate((wanted,), frozenset())
+    if placement is None:
+        return f"no room for {wanted} bytes: {len(life.table.arena)} chunks do not go"
+    life.arena.free(placement)
     return ""
 
 

@@ -132,8 +132,8 @@ class Nemesis:
         return layout.header_bytes + int(offsets[strip]) + self._chance.randrange(int(lengths[strip]))
 
     def _slot_bytes(self, region: Region | None, slot: int) -> bytes:
-        if region is None:
-            return b""
+        if region is None or region.path.name not in self._life.disk.disk.names(region.path.parent):
+            return b""  # its file was given up
         return self._life.disk.disk.read_file(region.path)[region.offset(slot) :][: region.slot_bytes]
 
     async def _found(self, row: int, residency: int) -> str:

@@ -80,6 +80,21 @@ def test_what_a_failed_sync_left_is_synced_before_it_is_promised() -> None:
     service.run(scenario)
 
 
+def test_more_than_memory_holds_is_read_after_a_crash() -> None:
+    """What was read back and not promised yet makes way like everything else."""
+    service = DeviceService(arena_chunks=4)
+    paths = [(first, second, third) for first in (1, 2) for second in (3, 4) for third in (5, 6)]
+
+    async def scenario() -> None:
+        for path in paths:
+            await service.keep(*path)
+        await service.restart(kill=True)
+        for path in paths * 2:
+            assert await service.fetch(*path) == (3, MissReason.NONE)
+
+    service.run(scenario)
+
+
 def test_doubt_outlives_a_clean_stop() -> None:
     service = DeviceService()
 
