@@ -14,6 +14,7 @@ from kvstore.spec import (
     CacheKind,
     ChunkState,
     Durability,
+    EventKind,
     Exactness,
     LayerKind,
     LayerSpec,
@@ -29,15 +30,18 @@ from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
 from kvstore_client.receipt import Receipt
 from kvstore_client.transfer import Transfer
+from kvstore_client.watching import ChunkEvent, Watch
 from kvstore_client.writer import StoreWriter
 
 __all__ = [
     "AsyncClient",
     "CacheKind",
+    "ChunkEvent",
     "ChunkMatch",
     "ChunkState",
     "Client",
     "Durability",
+    "EventKind",
     "Exactness",
     "Extra",
     "FetchedKV",
@@ -53,6 +57,7 @@ __all__ = [
     "StoreWriter",
     "Tier",
     "Transfer",
+    "Watch",
     "connect",
     "connect_async",
 ]

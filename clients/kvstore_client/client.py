@@ -27,6 +27,7 @@ from kvstore_client.starting import Means, check_durability
 from kvstore_client.storing import Source, Store
 from kvstore_client.target import given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
+from kvstore_client.watching import Watching
 from kvstore_client.writer import StoreWriter
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -53,7 +54,7 @@ def connect(address: str | None = None, *, required: bool = True, timeout_s: flo
     return client
 
 
-class Client:
+class Client(Watching):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
     def __init__(self, socket_path: Path, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:

@@ -10,7 +10,22 @@ Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, no
 """
 
 from kvstore.catalog.catalog import Catalog, Model, Run, Walk
+from kvstore.catalog.events import Event, Events, News, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.table import NOWHERE, ROOT_ROW, UNPROVEN, ChunkTable
 
-__all__ = ["NOWHERE", "ROOT_ROW", "UNPROVEN", "Catalog", "ChunkTable", "Model", "Namespace", "Run", "Walk"]
+__all__ = [
+    "NOWHERE",
+    "ROOT_ROW",
+    "UNPROVEN",
+    "Catalog",
+    "ChunkTable",
+    "Event",
+    "Events",
+    "Model",
+    "Namespace",
+    "News",
+    "Run",
+    "Walk",
+    "Watcher",
+]

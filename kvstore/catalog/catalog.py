@@ -8,13 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.catalog.events import Event, Events
 from kvstore.catalog.namespace import Namespace, SpaceKey
 from kvstore.catalog.table import ROOT_ROW, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
-from kvstore.spec import CacheKind, ChunkState, Encoding, Exactness, MissReason, ModelSpec, Provenance, Tier
+from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
 
 TAIL_COUNT_MAX = 2
+ADOPTED_EVENTS_MAX = 1024
+"""A recovered model with more chunks than this is told to watchers as a gap."""
 
 
 class Run(NamedTuple):
@@ -58,6 +61,7 @@ class Spaces:
 
     def __init__(self, table: ChunkTable) -> None:
         self._table = table
+        self.events = Events()
         self.numbered: list[Namespace] = []
         self._by_key: dict[SpaceKey, Namespace] = {}
 
@@ -88,6 +92,20 @@ class Spaces:
                 continue
             namespace.byte_count += namespace.chunk_bytes(count)
             namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
+        if not self.events.watchers or len(namespace.index) > ADOPTED_EVENTS_MAX:
+            self.events.lose(len(namespace.index))
+            return
+        for row in namespace.index.values():
+            self.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+
+    def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
+        """Let watchers know. One addition while there are none."""
+        events = self.events
+        events.sequence += 1
+        if events.watchers:
+            table = self._table
+            space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
+            events.deliver(Event(events.sequence, kind, space, digest, _parent_digest(table, row), count, tier, reason))
 
 
 def _parent_digest(table: ChunkTable, row: int) -> bytes:
@@ -227,6 +245,7 @@ class Catalog:
         namespace.index[digest] = row
         namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
         namespace.departures.pop(digest, None)
+        self.spaces.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
         parent = _parent_digest(table, row)
         tails = namespace.tails.get(parent, [])
         if not namespace.is_tail(table.token_counts[row]):
@@ -234,12 +253,19 @@ class Catalog:
         namespace.tails[parent] = [*tails, row]
         return tails[: max(0, len(tails) + 1 - TAIL_COUNT_MAX)]
 
-    def withdraw(self, row: int, reason: MissReason) -> None:
-        """Make a chunk that no tier holds any more invisible. While something refers to its row it is a ghost."""
+    def moved(self, row: int, tier: Tier) -> None:
+        """Another tier is the fastest that holds the chunk now."""
+        if self.is_visible(row):
+            self.spaces.tell(EventKind.MOVED, row, tier)
+
+    def withdraw(self, row: int, reason: MissReason, tier: Tier = Tier.DRAM) -> None:
+        """Make a chunk that no tier holds any more, ``tier`` the last of them, invisible. While something refers to
+        its row it is a ghost."""
         table = self.table
         assert not table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
         del namespace.index[digest]
+        self.spaces.tell(EventKind.REMOVED, row, tier, reason)
         namespace.byte_count -= namespace.chunk_bytes(table.token_counts[row])
         namespace.depart(digest, reason)
         parent = _parent_digest(table, row)

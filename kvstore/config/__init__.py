@@ -9,6 +9,7 @@ from kvstore.config.load import LoadedSettings, load
 from kvstore.config.settings import (
     ArenaSettings,
     ControllerSettings,
+    EventSettings,
     LimitSettings,
     NvmeSettings,
     PolicySettings,
@@ -20,6 +21,7 @@ from kvstore.config.settings import (
 __all__ = [
     "ArenaSettings",
     "ControllerSettings",
+    "EventSettings",
     "LimitSettings",
     "LoadedSettings",
     "NvmeSettings",

@@ -108,6 +108,8 @@ class LimitSettings:
     stream_count_max: int = 64
     token_count_max: int = 1 << 20
     model_count_max: int = 256
+    watcher_count_max: int = 64
+    watch_event_count_max: int = 16384
     pin_bytes_max: Size
     message_bytes_max: Size = 16 * MIB
 
@@ -134,6 +136,32 @@ class PolicySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EventSettings:
+    """Where chunks' comings and goings are published for routers, as vLLM publishes its blocks': ZMQ addresses such as
+    "tcp://127.0.0.1:5557" or "ipc:///run/kvstore/events"; empty: not at all. What can be read there are digests."""
+
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    topic: str = "kv-events"
+    buffer_count: int = 10_000
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            local = address.startswith(("tcp://127.0.0.1:", "tcp://[::1]:", "ipc://"))
+            remedy = (
+                "use tcp://127.0.0.1:PORT or ipc:///path; whoever reaches another address reads what is stored, so "
+                "that takes events.allow_remote = true, too"
+            )
+            known = local or (self.allow_remote and address.startswith("tcp://"))
+            _require(not address or known, f"events.{name}", address, remedy)
+        needs = not self.replay_endpoint or bool(self.endpoint)
+        _require(needs, "events.replay_endpoint", self.replay_endpoint, "set events.endpoint, too")
+        _require(self.buffer_count >= 1, "events.buffer_count", self.buffer_count, "use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
     """How long a call may take when its caller names no deadline."""
 
@@ -153,6 +181,7 @@ class Settings:
     limits: LimitSettings
     policy: PolicySettings = field(default_factory=PolicySettings)
     controller: ControllerSettings = field(default_factory=ControllerSettings)
+    events: EventSettings = field(default_factory=EventSettings)
 
 
 def derived_defaults(environment: Mapping[str, str], memory_bytes: int) -> dict[str, dict[str, object]]:

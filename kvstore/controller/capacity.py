@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import NOWHERE
 from kvstore.controller.residency import Residency
-from kvstore.spec import MissReason
+from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 
 
@@ -71,7 +71,7 @@ class Capacity:
             self._counters.add("evicted_chunks")
             self._counters.add("evicted_bytes", table.arena[row].byte_count)
             self._residency.drop(row)
-            self._residency.withdraw_if_gone(row, MissReason.EVICTED)
+            self._residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
             if freed >= byte_count:
                 break
         return freed > 0

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from kvstore.arena import Arena, Staging
-from kvstore.catalog import Catalog
+from kvstore.catalog import Catalog, Watcher
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.claiming import Claiming
@@ -33,7 +33,7 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
@@ -157,6 +157,8 @@ class Controller:
     async def close_session(self, session: Session) -> None:
         """End a session and all it owns. Idempotent."""
         self.sessions.forget(session)
+        for watcher in list(session.watchers):
+            self.unwatch(session, watcher)
         self.fetching.release(session, list(session.leases))
         for reservation in list(session.reservations.values()):
             self.counters.add("store_aborted_reservations")
@@ -203,6 +205,20 @@ class Controller:
         if has_filling(result.chunks):
             most_s += self.limits.reservation_age_s_max
         return arrivals_of(result, min(timeout_s or most_s, most_s))
+
+    def watch(self, session: Session, tenant: str) -> Watcher:
+        """Events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another tenant's
+        name; Exhausted past limits.watcher_count_max."""
+        if tenant not in ("", self.keys.tenant):
+            raise PermissionDenied(f"this session is of tenant {self.keys.tenant!r}: watch that, or name none")
+        watcher = self.catalog.spaces.events.watch(self.limits.watch_event_count_max, self.limits.watcher_count_max)
+        session.watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, session: Session, watcher: Watcher) -> None:
+        """Watch no longer. Idempotent."""
+        session.watchers.discard(watcher)
+        watcher.close()
 
     def release(self, session: Session, lease_ids: list[int]) -> None:
         self.fetching.release(session, lease_ids)
@@ -304,6 +320,7 @@ class Controller:
             ticket_bytes=self.tickets.held_bytes,
             lease_count=sum(len(session.leases) for session in sessions),
             stream_count=sum(session.stream_count for session in sessions),
+            watcher_count=len(self.catalog.spaces.events.watchers),
             staging_bytes=self.sessions.staging_bytes,
             models=tuple(models),
             loading_bytes=self.promotion.loading_bytes,
@@ -325,6 +342,8 @@ class Controller:
     async def drain(self, grace_s: float) -> None:
         """Take no new stores; let those in flight finish, at most ``grace_s`` seconds."""
         self._is_draining = True
+        for watcher in list(self.catalog.spaces.events.watchers):
+            watcher.close()
         until = self._clock.monotonic() + grace_s
         while self._clock.monotonic() < until and any(session.reservations for session in self.sessions):
             await self._clock.sleep(DRAIN_STEP_S)

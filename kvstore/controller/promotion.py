@@ -16,7 +16,7 @@ from kvstore.controller.capacity import Capacity
 from kvstore.controller.residency import Residency
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.seams import FaultPoints, Workers
-from kvstore.spec import MissReason
+from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 from kvstore.tiers import StoredChunk
 
@@ -202,6 +202,7 @@ class Promotion:
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
         self._catalog.table.arena[loading.row] = placement
+        self._catalog.moved(loading.row, Tier.DRAM)
         self._residency.arena_policy.used([loading.row])
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:

@@ -13,7 +13,7 @@ from kvstore.errors import DataLoss, KVStoreError
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST, storage_key
 from kvstore.policy import EvictionPolicy, LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys
-from kvstore.spec import MissReason
+from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName
 from kvstore.tiers.nvme import IndexColumns, NvmeTier, aligned
@@ -81,6 +81,8 @@ class Residency:
         """Give up memory's copy."""
         self.arena_policy.removed(row)
         self._arena.free(self.table.arena.pop(row))
+        if self.table.residencies[row] != NOWHERE:
+            self._catalog.moved(row, Tier.NVME)
 
     def forget(self, row: int) -> None:
         """Give up the device's copies; their slots are free at once."""
@@ -92,22 +94,23 @@ class Residency:
         for other, _ in self._alternates.pop(row, ()):
             self.nvme.forget(other)
 
-    def withdraw_if_gone(self, row: int, reason: MissReason) -> None:
-        """Make a chunk that no tier holds any more invisible."""
+    def withdraw_if_gone(self, row: int, reason: MissReason, tier: Tier) -> None:
+        """Make a chunk that no tier holds any more invisible; ``tier`` was the last."""
         if self.table.is_resident(row):
             return
         if self._catalog.is_visible(row):
-            self._catalog.withdraw(row, reason)
+            self._catalog.withdraw(row, reason, tier)
         else:
             self._catalog.forget_ghost(row)
 
     def remove(self, row: int, reason: MissReason) -> None:
         """Give up every copy."""
-        if row in self.table.arena:
-            self.drop(row)
+        tier = Tier.DRAM if row in self.table.arena else Tier.NVME
         if self.table.residencies[row] != NOWHERE:
             self.forget(row)
-        self.withdraw_if_gone(row, reason)
+        if tier is Tier.DRAM:
+            self.drop(row)
+        self.withdraw_if_gone(row, reason, tier)
 
     # ------------------------------------------------------------ copies that fail
 
@@ -116,7 +119,7 @@ class Residency:
         self._counters.add("quarantined_chunks")
         _log.error("a chunk in memory fails its check", extra={"digest": self.table.digests[row].hex()})
         self.drop(row)
-        self.withdraw_if_gone(row, MissReason.CORRUPT)
+        self.withdraw_if_gone(row, MissReason.CORRUPT, Tier.DRAM)
 
     async def quarantine_nvme(self, row: int, residency: int) -> None:
         """The device's copy failed its check. Memory's copy, or another one found on the device, takes its place."""
@@ -136,7 +139,7 @@ class Residency:
             self.nvme_policy.used([row])
             if others:
                 self._alternates[row] = others
-        self.withdraw_if_gone(row, MissReason.CORRUPT)
+        self.withdraw_if_gone(row, MissReason.CORRUPT, Tier.NVME)
         try:
             await self.nvme.quarantine(residency)
         except KVStoreError as error:
@@ -181,7 +184,7 @@ class Residency:
     def _give_up(self, row: int) -> None:
         """A good copy in a file that takes no writes: the chunk is to be written elsewhere."""
         self.forget(row)
-        self.withdraw_if_gone(row, MissReason.EVICTED)
+        self.withdraw_if_gone(row, MissReason.EVICTED, Tier.NVME)
 
     # ------------------------------------------------------------ room on the device
 
@@ -227,7 +230,7 @@ class Residency:
         self._faults.reach("nvme.evict")
         self._counters.add("nvme_evicted_chunks")
         self.forget(row)
-        self.withdraw_if_gone(row, MissReason.EVICTED)
+        self.withdraw_if_gone(row, MissReason.EVICTED, Tier.NVME)
 
     # ------------------------------------------------------------ start and stop
 

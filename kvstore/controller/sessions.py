@@ -11,6 +11,7 @@ from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import Memory, Random
 
 if TYPE_CHECKING:
+    from kvstore.catalog import Watcher
     from kvstore.controller.fetching import Lease
     from kvstore.controller.reservation import Reservation
 
@@ -30,6 +31,7 @@ class Session:
     leased_bytes: int = 0
     stream_count: int = 0
     is_open: bool = True
+    watchers: set[Watcher] = field(default_factory=set)
 
     @property
     def staging_bytes(self) -> int:

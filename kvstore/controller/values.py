@@ -158,6 +158,7 @@ class Stats:
     ticket_count: int
     ticket_bytes: int
     stream_count: int
+    watcher_count: int
     staging_bytes: int
     models: tuple[ModelCount, ...]
     loading_bytes: int

@@ -33,6 +33,7 @@ from kvstore.seams import (
 from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.metrics import start_metrics
+from kvstore.server.publishing import open_publisher
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import DATA_SOCKET, GRPC_SOCKET, claim_socket, listen, prepare
@@ -43,6 +44,7 @@ from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2, cache_pb2
 
 MOVER_COUNT = 2
+EPOCH_BYTES = 8
 SWITCH_INTERVAL_S = 0.0005
 """How long a byte mover may hold the interpreter while the event loop waits."""
 PR_SET_DUMPABLE = 4
@@ -85,6 +87,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
         loop.add_signal_handler(number, stopping.set)
     for name in (GRPC_SOCKET, DATA_SOCKET):
         claim_socket(sockets / name, disk)
+    publisher = open_publisher(settings.events, controller, clock)
     page = start_metrics(loaded, controller, loop)
     server, health_service = _grpc_server(controller, clock, loaded)
     try:
@@ -100,6 +103,8 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             if settings.arena.prefault:
                 tasks.append(group.create_task(prefault(arena, background, clock)))
             tasks.append(group.create_task(controller.run()))
+            if publisher is not None:
+                tasks.append(group.create_task(publisher.run()))
             _announce(loaded, page, controller.stats().nvme)
             await stopping.wait()
             _log.info("stopping")
@@ -124,6 +129,8 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             disk.remove(sockets / name)
         workers.close()
         background.close()
+        if publisher is not None:
+            publisher.close()
         arena.close()
 
 
@@ -206,7 +213,7 @@ def _grpc_server(controller: Controller, clock: SystemClock, loaded: LoadedSetti
     )
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
-    register(server, cache, CacheService(controller), controller.counters)
+    register(server, cache, CacheService(controller, SystemRandom().bytes(EPOCH_BYTES)), controller.counters)
     register(server, admin, AdminService(controller, clock, os.getpid()), controller.counters)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)

@@ -29,6 +29,7 @@ _GAUGES = {
     "tickets": ("ticket_count", "Tickets open"),
     "ticket_bytes": ("ticket_bytes", "Bytes of chunks that tickets hold"),
     "leases": ("lease_count", "Leases held"),
+    "watchers": ("watcher_count", "Readers of events, the publisher for routers included"),
     "streams": ("stream_count", "Fetch streams open"),
     "staging_bytes": ("staging_bytes", "Staging of all sessions"),
     "backlog_chunks": ("backlog_count", "Committed chunks that the device has not taken yet"),

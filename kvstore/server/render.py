@@ -195,6 +195,7 @@ def render_stats(
             stream_count=stats.stream_count,
             ticket_count=stats.ticket_count,
             ticket_bytes=stats.ticket_bytes,
+            watcher_count=stats.watcher_count,
         ),
         models=[
             admin_pb2.ModelStats(

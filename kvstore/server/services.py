@@ -10,6 +10,7 @@ from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
 from kvstore.server.rpc import Context
+from kvstore.server.watching import render_news
 from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION, spec_from_message
@@ -22,6 +23,7 @@ def _session(controller: Controller, context: Context) -> Session:
     raise Unauthenticated(f"the call carries no session: connect to data.sock and send {METADATA_SESSION}")
 
 
+WATCH_BATCH_COUNT_MAX = 512
 SETTLE_S_MAX = 60.0
 """Nobody is kept waiting for the device longer than this in one call."""
 
@@ -29,8 +31,10 @@ SETTLE_S_MAX = 60.0
 class CacheService:
     """Names, extents and plans; the bytes take the data plane."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Controller, epoch: bytes) -> None:
+        """``epoch`` names this start of the service to those who watch."""
         self._controller = controller
+        self._epoch = epoch
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelResponse:
         """Make a model's namespaces known."""
@@ -68,6 +72,18 @@ class CacheService:
         for ticket in request.tickets:
             self._controller.tickets.release(ticket)
         return pb.ReleaseResponse()
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        """Where the stream begins, then what happens, until the caller, its session or the service ends."""
+        session = _session(self._controller, context)
+        watcher = self._controller.watch(session, request.tenant)
+        try:
+            sequence = self._controller.catalog.spaces.events.sequence
+            yield pb.WatchResponse(sequence=sequence, epoch=self._epoch)
+            while (news := await watcher.take(WATCH_BATCH_COUNT_MAX)) is not None:
+                yield render_news(news)
+        finally:
+            self._controller.unwatch(session, watcher)
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:
         """One step of a store."""

@@ -12,7 +12,7 @@ from kvstore.spec.model import (
     Provenance,
     RopeSpec,
 )
-from kvstore.spec.states import ChunkState, Durability, Encoding, MissReason, StoreState, Tier
+from kvstore.spec.states import ChunkState, Durability, Encoding, EventKind, MissReason, StoreState, Tier
 
 __all__ = [
     "DTYPES",
@@ -20,6 +20,7 @@ __all__ = [
     "ChunkState",
     "Durability",
     "Encoding",
+    "EventKind",
     "Exactness",
     "LayerKind",
     "LayerSpec",

@@ -35,6 +35,16 @@ class Tier(IntEnum):
     S3 = 4
 
 
+class EventKind(IntEnum):
+    """What happened to a chunk. GAP: events were lost, for their reader was too slow."""
+
+    NONE = 0
+    STORED = 1
+    REMOVED = 2
+    MOVED = 3
+    GAP = 4
+
+
 class Encoding(IntEnum):
     """How a residency's strips are encoded."""
 

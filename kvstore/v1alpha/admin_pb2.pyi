@@ -31,7 +31,7 @@ class ArenaStats(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., region_count: _Optional[int] = ..., chunk_count: _Optional[int] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_count", "reservation_count", "lease_count", "staging_bytes", "stream_count", "ticket_count", "ticket_bytes")
+    __slots__ = ("session_count", "reservation_count", "lease_count", "staging_bytes", "stream_count", "ticket_count", "ticket_bytes", "watcher_count")
     SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class SessionStats(_message.Message):
     STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
     TICKET_COUNT_FIELD_NUMBER: _ClassVar[int]
     TICKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WATCHER_COUNT_FIELD_NUMBER: _ClassVar[int]
     session_count: int
     reservation_count: int
     lease_count: int
@@ -46,7 +47,8 @@ class SessionStats(_message.Message):
     stream_count: int
     ticket_count: int
     ticket_bytes: int
-    def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ..., ticket_count: _Optional[int] = ..., ticket_bytes: _Optional[int] = ...) -> None: ...
+    watcher_count: int
+    def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ..., ticket_count: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., watcher_count: _Optional[int] = ...) -> None: ...
 
 class ModelStats(_message.Message):
     __slots__ = ("model_id", "fingerprint", "chunk_count", "byte_count")

@@ -53,6 +53,14 @@ class Exactness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXACTNESS_EXACT: _ClassVar[Exactness]
     EXACTNESS_DERIVED: _ClassVar[Exactness]
 
+class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
+    EVENT_KIND_STORED: _ClassVar[EventKind]
+    EVENT_KIND_REMOVED: _ClassVar[EventKind]
+    EVENT_KIND_MOVED: _ClassVar[EventKind]
+    EVENT_KIND_GAP: _ClassVar[EventKind]
+
 class StoreState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STORE_STATE_UNSPECIFIED: _ClassVar[StoreState]
@@ -98,6 +106,11 @@ ENCODING_LZ4: Encoding
 EXACTNESS_UNSPECIFIED: Exactness
 EXACTNESS_EXACT: Exactness
 EXACTNESS_DERIVED: Exactness
+EVENT_KIND_UNSPECIFIED: EventKind
+EVENT_KIND_STORED: EventKind
+EVENT_KIND_REMOVED: EventKind
+EVENT_KIND_MOVED: EventKind
+EVENT_KIND_GAP: EventKind
 STORE_STATE_UNSPECIFIED: StoreState
 STORE_STATE_WANTED: StoreState
 STORE_STATE_PRESENT: StoreState
@@ -368,6 +381,46 @@ class ReleaseRequest(_message.Message):
 class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class ChunkEvent(_message.Message):
+    __slots__ = ("sequence", "kind", "fingerprint", "model_id", "digest", "parent", "token_count", "tier", "reason", "lost_count")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LOST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    kind: EventKind
+    fingerprint: bytes
+    model_id: str
+    digest: bytes
+    parent: bytes
+    token_count: int
+    tier: Tier
+    reason: MissReason
+    lost_count: int
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., token_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., lost_count: _Optional[int] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("sequence", "epoch", "events")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    epoch: bytes
+    events: _containers.RepeatedCompositeFieldContainer[ChunkEvent]
+    def __init__(self, sequence: _Optional[int] = ..., epoch: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[ChunkEvent, _Mapping]]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards")

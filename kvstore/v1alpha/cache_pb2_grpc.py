@@ -59,6 +59,11 @@ class CacheServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvstore.v1alpha.CacheService/Watch',
+                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer:
@@ -99,6 +104,14 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Chunks that are stored, removed or moved from now on, until the caller ends it. The first message says where it
+        begins. A caller that reads too slowly is told how many events it lost, and holds up nobody.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +139,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +281,33 @@ class CacheService:
             '/kvstore.v1alpha.CacheService/Release',
             kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1alpha.CacheService/Watch',
+            kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

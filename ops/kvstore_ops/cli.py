@@ -88,6 +88,21 @@ def status(socket: SocketOption = None, as_json: JsonOption = False) -> None:
         Console().print(render(stats))
 
 
+@app.command()
+def watch(
+    socket: SocketOption = None,
+    count: Annotated[int, typer.Option(help="End after so many events; 0: go on until interrupted.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Print chunks as they are stored, removed and moved."""
+    from kvstore_client import connect
+
+    from kvstore_ops.watch import follow
+
+    with connect(f"unix://{socket}" if socket else None) as client, client.watch() as events:
+        follow(events, count, as_json=as_json)
+
+
 def _benchmarks() -> list[str]:
     import kvstore_ops.bench as bench
 

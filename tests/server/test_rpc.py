@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.spec import ChunkState, Durability, Encoding, MissReason, StoreState, Tier
+from kvstore.spec import ChunkState, Durability, Encoding, EventKind, MissReason, StoreState, Tier
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR, spec_from_message, spec_to_message
 from tests.server.raw import Raw, eventually
@@ -45,7 +45,7 @@ def test_reflection_names_the_services(raw: Raw) -> None:
     [
         (ChunkState, pb.ChunkState, "CHUNK_STATE_"), (MissReason, pb.MissReason, "MISS_REASON_"),
         (Tier, pb.Tier, "TIER_"), (Encoding, pb.Encoding, "ENCODING_"), (StoreState, pb.StoreState, "STORE_STATE_"),
-        (Durability, pb.Durability, "DURABILITY_"),
+        (Durability, pb.Durability, "DURABILITY_"), (EventKind, pb.EventKind, "EVENT_KIND_"),
     ],
 )  # fmt: skip
 def test_the_numbers_are_the_contracts(ours: Any, theirs: Any, prefix: str) -> None:

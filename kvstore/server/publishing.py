@@ -1,0 +1,169 @@
+"""Events for routers that listen to vLLM: its KV-event schema over ZMQ, with replay.
+
+A message is [topic, sequence as u64 big-endian, msgpack of [wall seconds, [event, ...]]]. Who missed some sends the
+first sequence it lacks to the replay endpoint and gets those kept, then [empty, -1, empty]. A batch with
+AllBlocksCleared begins a new account of all that is here: at the start, and whenever this publisher lost events.
+
+Source: vLLM 0.32, vllm/distributed/kv_events.py. Departures: the service never sees tokens, so ``token_ids`` is empty;
+hashes are the 32-byte chain digests, which with vLLM's own hashing by sha256_cbor are vLLM's block hashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvstore.catalog import Catalog, Event, Namespace, Watcher
+from kvstore.config import EventSettings
+from kvstore.controller import Controller
+from kvstore.errors import Unavailable
+from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import Clock
+from kvstore.spec import CacheKind, EventKind, Exactness, Tier
+
+BATCH_COUNT_MAX = 512
+END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
+_MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
+_log = logging.getLogger("kvstore.events")
+
+
+def open_publisher(settings: EventSettings, controller: Controller, clock: Clock) -> Publisher | None:
+    """The publisher that the settings ask for, bound to its addresses. Raises Unavailable when its packages are
+    missing or an address cannot be had."""
+    if not settings.endpoint:
+        return None
+    try:
+        importlib.import_module("zmq.asyncio")
+        zmq, msgpack = importlib.import_module("zmq"), importlib.import_module("msgspec.msgpack")
+    except ImportError as error:
+        raise Unavailable(
+            f"events.endpoint is set and {error.name} is not installed: install kvstore[events], or unset it"
+        ) from error
+    return Publisher(settings, controller, clock, zmq, msgpack.Encoder())
+
+
+class Publisher:
+    """A watcher of the catalog that tells routers. Nothing here waits for a router: ZMQ drops what it does not take."""
+
+    def __init__(self, settings: EventSettings, controller: Controller, clock: Clock, zmq: Any, encoder: Any) -> None:
+        self._catalog: Catalog = controller.catalog
+        self._clock = clock
+        self._encoder = encoder
+        self._topic = settings.topic.encode()
+        self._sequence = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_count)
+        self._context = zmq.asyncio.Context()
+        self._sender, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        for socket in (self._sender, self._replay):
+            socket.set_hwm(settings.buffer_count)
+        try:
+            self._sender.bind(settings.endpoint)
+            if settings.replay_endpoint:
+                self._replay.bind(settings.replay_endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise Unavailable(
+                f"events.endpoint = {settings.endpoint} or events.replay_endpoint = {settings.replay_endpoint} cannot "
+                f"be bound ({error}): set others"
+            ) from error
+        limits, events = controller.limits, self._catalog.spaces.events
+        self._watcher: Watcher = events.watch(limits.watch_event_count_max, limits.watcher_count_max)
+
+    def close(self) -> None:
+        """Idempotent. What is still queued for a router is dropped."""
+        self._context.destroy(linger=0)
+
+    async def run(self) -> None:
+        """Publish and replay, until the watcher is closed or the task cancelled."""
+        async with asyncio.TaskGroup() as group:
+            replaying = group.create_task(self._answer())
+            await self._tell_all()
+            while (news := await self._watcher.take(BATCH_COUNT_MAX)) is not None:
+                await self._send([block for event in news.events for block in _blocks(event)])
+                if news.lost_count:
+                    await self._tell_all()
+            replaying.cancel()
+
+    async def _tell_all(self) -> None:
+        """A new account: everything is cleared, then told again. What changes meanwhile comes after it, as events."""
+        await self._send([{"type": "AllBlocksCleared"}])
+        for space in list(self._catalog.spaces.numbered):
+            if not _is_told(space):
+                continue
+            rows = list(space.index.values())
+            for start in range(0, len(rows), BATCH_COUNT_MAX):
+                await self._send(list(self._stored(space, rows[start : start + BATCH_COUNT_MAX])))
+                await self._clock.sleep(0)
+
+    def _stored(self, space: Namespace, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
+        table = self._catalog.table
+        for row in rows:
+            if table.digests[row] and self._catalog.is_visible(row) and self._catalog.space_of(row) is space:
+                above = table.parents[row]
+                parent = ROOT_DIGEST if above < 0 else table.digests[above]
+                tier = Tier.DRAM if row in table.arena else Tier.NVME
+                yield _stored(space, table.digests[row], parent, table.token_counts[row], tier)
+
+    async def _send(self, blocks: Sequence[dict[str, Any]]) -> None:
+        if not blocks:
+            return
+        payload = self._encoder.encode([self._clock.wall(), blocks])
+        self._kept.append((self._sequence, payload))
+        await self._sender.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
+        self._sequence += 1
+
+    async def _answer(self) -> None:
+        """Replay what is kept to whoever asks."""
+        while True:
+            frames = await self._replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                _log.warning("a replay request is no sequence number", extra={"frames": len(frames)})
+                continue
+            first = int.from_bytes(frames[2], "big")
+            for sequence, payload in list(self._kept):
+                if sequence >= first:
+                    number = sequence.to_bytes(8, "big")
+                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))
+            await self._replay.send_multipart((frames[0], b"", b"", END_SEQUENCE, b""))
+
+
+def _is_told(space: Namespace) -> bool:
+    """Routers ask for attention caches that can be had exactly, of models that are known."""
+    return space.model_kind in (CacheKind.KV, CacheKind.MLA) and space.exactness is Exactness.EXACT
+
+
+def _medium(tier: Tier) -> str:
+    return _MEDIA.get(tier, "STORAGE")
+
+
+def _stored(space: Namespace, digest: bytes, parent: bytes, token_count: int, tier: Tier) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [digest],
+        "parent_block_hash": None if parent == ROOT_DIGEST else parent,
+        "token_ids": [],
+        "block_size": token_count,
+        "lora_id": None,
+        "medium": _medium(tier),
+        "lora_name": space.spec.adapter_id or None,
+    }
+
+
+def _removed(digest: bytes, tier: Tier) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [digest], "medium": _medium(tier)}
+
+
+def _blocks(event: Event) -> list[dict[str, Any]]:
+    """vLLM has no move: the block is stored there, then removed here, so that it is never nowhere."""
+    if not _is_told(event.space):
+        return []
+    if event.kind is EventKind.REMOVED:
+        return [_removed(event.digest, event.tier)]
+    blocks = [_stored(event.space, event.digest, event.parent, event.token_count, event.tier)]
+    if event.kind is EventKind.MOVED:
+        blocks.append(_removed(event.digest, Tier.NVME if event.tier is Tier.DRAM else Tier.DRAM))
+    return blocks

@@ -1,0 +1,268 @@
+"""The publisher for routers, read by a subscriber whose types are written after vLLM's own (0.32)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import chain_digests
+from tests.e2e.test_watch import store
+from tests.server.raw import eventually
+from tests.specs import small_spec, tokens_of
+
+SPEC = small_spec(model_id="published", adapter_id="lora")
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+DECODER = msgspec.msgpack.Decoder(KVEventBatch)
+
+
+class Router:
+    """Listens as vLLM's subscribers do, and keeps which block lies where."""
+
+    def __init__(self, directory: Path) -> None:
+        self.context = zmq.Context()
+        self.subscriber = self.context.socket(zmq.SUB)
+        self.subscriber.connect(f"ipc://{directory}/events")
+        self.subscriber.setsockopt(zmq.SUBSCRIBE, b"kv-events")
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(f"ipc://{directory}/replay")
+        self.known: dict[bytes, set[str]] = {}
+        self.sequence = -1
+        self.batches: dict[int, bytes] = {}
+
+    def apply(self, payload: bytes) -> None:
+        for event in DECODER.decode(payload).events:
+            if isinstance(event, AllBlocksCleared):
+                self.known.clear()
+            elif isinstance(event, BlockStored):
+                for block in event.block_hashes:
+                    self.known.setdefault(bytes(block), set()).add(event.medium or "")
+            else:
+                for block in event.block_hashes:
+                    self.known[bytes(block)].discard(event.medium or "")
+                    if not self.known[bytes(block)]:
+                        del self.known[bytes(block)]
+
+    def listen(self, wait_ms: int = 200) -> None:
+        while self.subscriber.poll(wait_ms):
+            topic, number, payload = self.subscriber.recv_multipart()
+            assert topic == b"kv-events"
+            sequence = int.from_bytes(number, "big")
+            if sequence != self.sequence + 1:
+                self.catch_up()
+            if sequence > self.sequence:
+                assert sequence == self.sequence + 1
+                self.sequence = sequence
+                self.batches[sequence] = payload
+                self.apply(payload)
+
+    def catch_up(self) -> None:
+        for sequence, payload in self.replayed(self.sequence + 1):
+            assert sequence == self.sequence + 1
+            self.sequence = sequence
+            self.batches[sequence] = payload
+            self.apply(payload)
+
+    def replayed(self, first: int) -> list[tuple[int, bytes]]:
+        self.replay.send_multipart((b"", first.to_bytes(8, "big")))
+        found = []
+        while True:
+            assert self.replay.poll(10_000), "the replay does not end"
+            _, topic, number, payload = self.replay.recv_multipart()
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert (topic, payload) == (b"", b"")
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def published(directory: Path, nvme: str = "0", capacity: str = "32 MiB", **settings: str) -> Iterator[Sidecar]:
+    environment = {
+        **os.environ, "KVSTORE__EVENTS__ENDPOINT": f"ipc://{directory}/events",
+        "KVSTORE__EVENTS__REPLAY_ENDPOINT": f"ipc://{directory}/replay", **settings,
+    }  # fmt: skip
+    with Sidecar("--capacity", capacity, nvme=nvme, environment=environment) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    found = Router(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_router_that_comes_late_knows_every_block_by_replay(router: Router, tmp_path: Path) -> None:
+    with published(tmp_path) as sidecar, connect(sidecar.address) as client:
+        first = store(client, 40, 1, SPEC)
+        router.catch_up()
+        assert isinstance(DECODER.decode(router.batches[0]).events[0], AllBlocksCleared)
+        eventually(lambda: router.catch_up() or set(router.known) == set(first))
+        events = [each for batch in router.batches.values() for each in DECODER.decode(batch).events]
+        blocks = [each for each in events if isinstance(each, BlockStored)]
+        assert [each.block_hashes for each in blocks] == [[digest] for digest in first]
+        assert [each.parent_block_hash for each in blocks] == [None, *first[:-1]]
+        assert [each.block_size for each in blocks] == [16, 16, 8]
+        assert {(each.medium, each.lora_name) for each in blocks} == {("CPU", "lora")}
+
+
+def test_a_router_that_listens_is_told_what_comes_and_goes(router: Router, tmp_path: Path) -> None:
+    with published(tmp_path) as sidecar, connect(sidecar.address) as client:
+        seeds = iter(range(100, 1000))
+        others: set[bytes] = set()
+
+        def is_heard() -> bool:
+            others.update(store(client, 16, next(seeds), SPEC))
+            router.listen()
+            return router.sequence >= 0
+
+        eventually(is_heard)  # a subscription takes a moment
+        store(client, 40, 1, SPEC)
+        last = store(client, 48, 1, SPEC)  # its last chunk puts the tail of 8 tokens out of use
+        eventually(lambda: router.listen() or set(router.known) == {*last, *others})
+
+
+def test_hidden_states_and_derived_caches_are_no_blocks_of_a_router(router: Router, tmp_path: Path) -> None:
+    import numpy as np
+
+    from kvstore.spec import Exactness
+    from tests.specs import random_cache
+
+    with published(tmp_path) as sidecar, connect(sidecar.address) as client:
+        kv, tokens = random_cache(SPEC, 16, 5), tokens_of(16, 5)
+        client.store(SPEC, tokens, kv, exactness=Exactness.DERIVED).wait(10)
+        hidden = {1: np.zeros((16, SPEC.hidden_size), np.uint16)}
+        client.store(SPEC, tokens_of(16, 6), random_cache(SPEC, 16, 6), hidden=hidden).wait(10)
+        last = store(client, 16, 7, SPEC)
+        eventually(lambda: router.catch_up() or last[0] in router.known)
+        assert set(router.known) == {*last, *chain_digests(tokens_of(16, 6), 16)}
+
+
+def test_a_publisher_that_was_too_slow_begins_a_new_account(router: Router, tmp_path: Path) -> None:
+    """A queue of one event overflows with every store of many chunks; the router's account is right in the end."""
+    with published(tmp_path, KVSTORE__LIMITS__WATCH_EVENT_COUNT_MAX="1") as sidecar:
+        with connect(sidecar.address) as client:
+            digests = {digest for seed in range(5) for digest in store(client, 320, seed, SPEC)}
+            eventually(lambda: router.catch_up() or set(router.known) == digests)
+            cleared = [
+                sequence for sequence, batch in router.batches.items()
+                if isinstance(DECODER.decode(batch).events[0], AllBlocksCleared)
+            ]  # fmt: skip
+            assert len(cleared) > 1
+
+
+def test_after_a_restart_a_router_learns_what_the_device_kept(router: Router, tmp_path: Path) -> None:
+    with published(tmp_path, nvme="256 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            digests = store(client, 48, 1, SPEC)
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            assert client.lookup(SPEC, tokens_of(48, 1)).prefix_token_count == 48
+            late = Router(tmp_path)
+            eventually(lambda: late.catch_up() or set(late.known) == set(digests))
+            assert set(map(frozenset, late.known.values())) == {frozenset({"STORAGE"})}
+            assert client.fetch(SPEC, tokens_of(48, 1)).token_count == 48
+            eventually(lambda: late.catch_up() or set(map(frozenset, late.known.values())) == {frozenset({"CPU"})})
+            late.close()
+
+
+def test_a_request_that_is_no_sequence_is_ignored(router: Router, tmp_path: Path) -> None:
+    with published(tmp_path) as sidecar, connect(sidecar.address) as client:
+        for bad in ((b"",), (b"", b"short"), (b"", b"12345678", b"more")):
+            router.replay.send_multipart(bad)
+        digests = store(client, 16, 1, SPEC)
+        eventually(lambda: router.catch_up() or set(router.known) == set(digests))
+
+
+def start(**settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--capacity", "8 MiB", "--nvme", "0"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "words"),
+    [
+        ("ENDPOINT", "tcp://*:5557", "events.allow_remote"),
+        ("ENDPOINT", "tcp://0.0.0.0:5557", "events.allow_remote"),
+        ("ENDPOINT", "udp://127.0.0.1:5557", "tcp://127.0.0.1:PORT"),
+        ("REPLAY_ENDPOINT", "tcp://127.0.0.1:5558", "events.endpoint"),
+    ],
+)
+def test_an_address_that_is_not_meant_stops_the_start(name: str, address: str, words: str) -> None:
+    from kvstore.config import load
+
+    with pytest.raises(InvalidRequest, match=words.replace("*", r"\*")):
+        load(None, {f"KVSTORE__EVENTS__{name}": address, "HOME": "/h"})
+
+
+def test_an_address_that_is_taken_stops_the_start_and_says_so(tmp_path: Path) -> None:
+    with published(tmp_path), zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        done = start(
+            KVSTORE__EVENTS__ENDPOINT=f"tcp://127.0.0.1:{port}",
+            KVSTORE__SERVER__STATE_DIRECTORY=str(tmp_path / "state"), XDG_RUNTIME_DIR=str(tmp_path / "x"),
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "events.endpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_its_packages_the_start_names_them(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked" / "zmq"
+    blocked.mkdir(parents=True)
+    (blocked / "__init__.py").write_text("raise ImportError('not here', name='zmq')\n")
+    path = os.pathsep.join([str(tmp_path / "blocked"), os.environ.get("PYTHONPATH", "")])
+    done = start(
+        KVSTORE__EVENTS__ENDPOINT="tcp://127.0.0.1:0", PYTHONPATH=path,
+        KVSTORE__SERVER__STATE_DIRECTORY=str(tmp_path / "state"), XDG_RUNTIME_DIR=str(tmp_path / "x"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "kvstore[events]" in done.stderr
