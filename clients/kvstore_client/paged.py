@@ -74,6 +74,9 @@ class Pages:
         if self.slots.size and int(self.slots.max()) >= page_count * self.page_size:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device([plane for pair in self.planes for plane in pair])
+        self.arrays = [(_array(k), _array(v)) for k, v in self.planes]
+        """The planes as numpy sees them; None where they are a GPU's."""
+        self._cut: dict[tuple[int, int], tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]] = {}
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The tokens ``start .. stop`` in as few pieces as their slots allow."""
@@ -91,6 +94,35 @@ class Pages:
                 count = whole * size if whole else min(size - place, end - slot)
                 yield Piece(token, count, page, whole, place)
                 token, slot = token + count, slot + count
+
+    def pieces_only(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+        """As ``whole_pages``, where whole pages are nothing special."""
+        return [], list(self.pieces(start, stop))
+
+    def whole_pages(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+        """The tokens ``start .. stop`` as runs of whole pages in any order, (first token, pages), and what is left."""
+        known = self._cut.get((start, stop))
+        if known is None:
+            known = self._cut[start, stop] = self._cut_up(start, stop)
+        return known
+
+    def _cut_up(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
+        size, slots = self.page_size, self.slots
+        aligned = np.flatnonzero(slots[start : min(stop, start + size)] % size == 0)
+        if not len(aligned) or slots[start + aligned[0]] < 0:
+            return [], list(self.pieces(start, stop))
+        first = start + int(aligned[0])
+        count = (stop - first) // size
+        blocks = slots[first : first + count * size].reshape(count, size)
+        whole = (blocks[:, 0] >= 0) & (blocks[:, 0] % size == 0) & (np.diff(blocks) == 1).all(axis=1)
+        runs, rest = [], list(self.pieces(start, first))
+        bounds = [0, *(np.flatnonzero(np.diff(whole)) + 1).tolist(), count]
+        for begin, end in pairwise(bounds):
+            if begin < end and whole[begin]:
+                runs.append((first + begin * size, blocks[begin:end, 0] // size))
+            else:
+                rest += self.pieces(first + begin * size, first + end * size)
+        return runs, [*rest, *self.pieces(first + count * size, stop)]
 
     def place(self, plane: Any, piece: Piece) -> Any:
         """The memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
@@ -136,20 +168,35 @@ class PagedTarget:
                     bad.add(id(chunk))
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
-                    self._put(
-                        self._pages.planes[position][part.which],
-                        raw(part.array[0, heads]),
-                        chunk.token_start + part.token_start,
-                    )
+                    self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
     def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
         raise AssertionError("no hidden states go into pages")
 
-    def _put(self, plane: Any, strips: Any, token: int) -> None:
-        pages = self._pages
-        for piece in pages.pieces(token, token + strips.shape[1]):
-            source = strips[:, piece.token - token : piece.token - token + piece.token_count]
+    def _put(self, position: int, which: int, strips: NDArray[Any], token: int) -> None:
+        """Tokens from ``token`` on, [heads, tokens, dim], into one plane. Whole pages go in one call: numpy's indexed
+        assignment moves three times what a call per page does, and lets other threads run."""
+        pages, stop = self._pages, token + strips.shape[1]
+        array = pages.arrays[position][which]
+        cut = pages.whole_pages if array is not None else pages.pieces_only
+        runs, rest = cut(token, stop)
+        heads, _, dim = strips.shape
+        for first, numbers in runs:
+            count = len(numbers) * pages.page_size
+            source = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
+            shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
+            array[numbers] = shaped  # type: ignore[index]
+        plane, tensor = pages.planes[position][which], raw(strips) if rest else None
+        for piece in rest:
+            source = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
             copy(pages.place(plane, piece), pages.shaped(source, piece))
+
+
+def _array(plane: Any) -> NDArray[Any] | None:
+    if not is_tensor(plane):
+        array: NDArray[Any] = plane
+        return array
+    return None if plane.is_cuda else plane.numpy()
 
 
 def _slots(slots: Any) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ from kvstore_client.fetching import Wanted, open_prefix, runs_of
 from kvstore.chunk import slab_parts
 from kvstore.keys import chain_digests, fingerprint
 from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.paged import measure_pages
 from kvstore_ops.bench.result import Result, quartiles, show
 
 TARGET = 0.90
@@ -58,6 +59,7 @@ def run(scale: str) -> Result:
             limits.append(shared.copy_seconds(copier, pairs))
             ours.append(shared.timed(fetch))
             verified.append(shared.timed(lambda: fetch(verify=True)))
+        paged_ratio, paged_rate = measure_pages(client, spec, tokens, copier, shared.RUNS[scale])
         one_thread = min(shared.copy_seconds(Copier(_one()), pairs) for _ in range(2))
     copier.close()
     ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
@@ -71,6 +73,7 @@ def run(scale: str) -> Result:
         [
             ("fetch", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the copy limit"),
             ("fetch --verify", f"{byte_count / statistics.median(verified) / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
+            ("into pages of 16, in random order", f"{paged_rate / 1e9:.2f} GB/s, {paged_ratio:.3f} of these copies"),
             ("fetch --first (fresh client process)", f"{byte_count / first / 1e9:.2f} GB/s"),
             ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
             ("copy limit, 1 thread", f"{byte_count / one_thread / 1e9:.2f} GB/s"),
@@ -79,10 +82,12 @@ def run(scale: str) -> Result:
     )
     return Result(
         name="fetch", value=rate, unit="B/s", limit=limit, ratio=ratio,
-        target=f">= {TARGET}; verify >= {VERIFY_TARGET}",
-        met=ratio >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours), spread=quartiles(ratios),
+        target=f">= {TARGET}, into pages too; verify >= {VERIFY_TARGET}",
+        met=min(ratio, paged_ratio) >= TARGET and verify_ratio >= VERIFY_TARGET, runs=len(ours),
+        spread=quartiles(ratios),
         conditions={
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
+            "paged_ratio": paged_ratio, "paged_bytes_per_s": paged_rate,
             "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
             "one_thread_bytes_per_s": byte_count / one_thread,
         },
