@@ -35,7 +35,7 @@ class Capacity:
             if placement is not None:
                 return placement
             byte_count = sum(piece_bytes)
-            if self._demote(byte_count, keep) or (evict_unwritten and self._evict(byte_count, keep)):
+            if self._demote(byte_count, keep) or (evict_unwritten and self._evict_some(byte_count, keep)):
                 continue
             if not self._revoke_stale_leases():
                 return None
@@ -58,12 +58,17 @@ class Capacity:
                 break
         return freed > 0
 
-    def _evict(self, byte_count: int, keep: frozenset[int]) -> bool:
-        """Give up about ``byte_count`` bytes of leaves that only memory has. False when nothing could go."""
+    def _evict_some(self, byte_count: int, keep: frozenset[int]) -> bool:
+        """Leaves first; then also chunks whose children the device has, though it gave up themselves: those children
+        are of no use until their parent is stored again."""
+        return self._evict(byte_count, keep, leaves=True) or self._evict(byte_count, keep, leaves=False)
+
+    def _evict(self, byte_count: int, keep: frozenset[int], *, leaves: bool) -> bool:
+        """Give up about ``byte_count`` bytes of what only memory has. False when nothing could go."""
         table = self._residency.table
 
         def eligible(row: int) -> bool:
-            return not table.child_counts[row] and not table.is_held(row) and row not in keep
+            return not (leaves and table.child_counts[row]) and not table.is_held(row) and row not in keep
 
         freed = 0
         for row in self._residency.arena_policy.victims(eligible):
