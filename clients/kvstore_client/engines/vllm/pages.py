@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
-MLA_BACKENDS = ("MLA",)
+LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "CPU_MLA")
 CPU = "CPU_ATTN"
 LAYOUT = "page head slot dim"
 Writer = Callable[[Any, Any, Any, Any, Any], None]
@@ -52,11 +52,11 @@ def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Write
     if backend == CPU:
         assert writer is not None
         return _cpu_views(tensor, each.k_dim, each.v_dim, writer)
-    if backend in SIDE_BY_SIDE or (spec.mla and backend.endswith(MLA_BACKENDS)):
+    if backend in (LATENT if spec.mla else SIDE_BY_SIDE):
         return tensor[..., : each.k_dim], tensor[..., each.k_dim :]
     raise InvalidRequest(
         f"attention backend {backend}: how its pages are packed is not known here; set --attention-backend to "
-        f"{' or '.join(SIDE_BY_SIDE)}"
+        f"{' or '.join(LATENT if spec.mla else SIDE_BY_SIDE)}"
     )
 
 
