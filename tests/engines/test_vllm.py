@@ -346,6 +346,7 @@ def writer_of(order: str) -> Any:
         ((2, 8, 4, 2, 8), "FLASH_ATTN", torch.bfloat16, "use the attention backend FLASH_ATTN"),
         ((8, 2, 4, 16), "FLASH_ATTN", torch.float16, "--kv-cache-dtype auto"),
         ((8, 2, 4, 16), "NEW_ATTN", torch.bfloat16, "--attention-backend to FLASH_ATTN"),
+        ((8, 2, 4, 16), "CPU_MLA", torch.bfloat16, "cannot go on after a prefix"),
         ((8, 2, 3, 16), "FLASH_ATTN", torch.bfloat16, "blocks of 4"),
     ],
 )

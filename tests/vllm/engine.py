@@ -125,6 +125,7 @@ class Engine:
 
 def serve(options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints goes to the log
@@ -142,7 +143,12 @@ def serve(options: dict[str, Any]) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True)
         salt = {"cache_salt": query["salt"]} if query.get("salt") else {}
         prompts = [{"prompt_token_ids": each, **salt} for each in query["prompts"]]
-        done = llm.generate(prompts, sampling, use_tqdm=False)
+        lora = (
+            LoRARequest(query["lora"], abs(hash(query["lora"])) % 1000 + 1, query["lora"])
+            if query.get("lora")
+            else None
+        )
+        done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
         answer(
             {
                 "outputs": [list(each.outputs[0].token_ids) for each in done],

@@ -153,3 +153,22 @@ def test_chunked_prefill_preemption_and_vllms_own_prefix_cache(models: dict[str,
             assert outputs == said[::-1]
             assert engine.preemptions > 0
     assert leases_of(durable)[0] == 0
+
+
+def test_an_attention_that_ignores_what_is_loaded_is_refused(models: dict[str, Path], durable: Sidecar) -> None:
+    """vLLM's latent attention on CPUs computes whole prompts only."""
+    with pytest.raises(RuntimeError, match=r"CPU_MLA cannot go on after a prefix|AMX_MLA cannot go on after a prefix"):
+        Engine(models["latent"], durable.address).__enter__()
+
+
+def test_adapters_never_share(models: dict[str, Path], adapters: dict[str, Path], durable: Sidecar) -> None:
+    options = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False}
+    prompt_of_its_own = prompt(300, 30)
+    with Engine(models["llama"], durable.address, extra=CHUNK, **options) as engine:
+        said = []
+        for lora in (None, str(adapters["one"]), str(adapters["two"])):
+            outputs, cached = engine.ask(prompt_of_its_own, lora=lora)
+            assert cached == [0]
+            assert engine.ask(prompt_of_its_own, lora=lora) == (outputs, [288])
+            said.append(outputs)
+        assert said[0] != said[1] != said[2] != said[0]

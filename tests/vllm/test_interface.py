@@ -150,21 +150,17 @@ def test_adapters_and_extras_of_vllms_own_requests(configured: VllmConfig, tmp_p
 # ---------------------------------------------------------------- what is refused, and what to set
 
 
+SLIDING = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
 MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        (
-            [
-                FULL,
-                SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64),
-            ],
-            "--disable-hybrid-kv-cache-manager",
-        ),
+        ([FULL, SLIDING], "--disable-hybrid-kv-cache-manager"),
         ([FULL, MAMBA], "recurrent layers"),
         ([MAMBA], "MambaSpec"),
+        ([SLIDING], "--disable-sliding-window"),
         ([replace(FULL, kv_quant_mode=1)], "--kv-cache-dtype auto"),
     ],
 )

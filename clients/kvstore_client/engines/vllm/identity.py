@@ -76,7 +76,12 @@ def _is_mla(spec: Any) -> bool:
 
 
 def _layer(name: str, spec: Any, hf: Any) -> LayerSpec:
-    known = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"}
+    known = {"FullAttentionSpec", "MLAAttentionSpec"}
+    if type(spec).__name__ == "SlidingWindowSpec":
+        raise InvalidRequest(
+            f"layer {name}: vLLM gives up blocks that leave a window, so no prompt could be kept whole: set "
+            "--disable-sliding-window"
+        )
     if type(spec).__name__ not in known:
         raise InvalidRequest(
             f"layer {name} keeps a {type(spec).__name__}; kvstore keeps {', '.join(sorted(known))}: run this model "

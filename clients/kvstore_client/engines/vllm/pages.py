@@ -14,7 +14,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
-LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "CPU_MLA")
+LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
+WHOLE_ONLY = ("CPU_MLA", "AMX_MLA")
+"""They compute a prompt only from its beginning: what was loaded would not be looked at."""
 CPU = "CPU_ATTN"
 LAYOUT = "page head slot dim"
 Writer = Callable[[Any, Any, Any, Any, Any], None]
@@ -52,6 +54,11 @@ def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Write
     if backend == CPU:
         assert writer is not None
         return _cpu_views(tensor, each.k_dim, each.v_dim, writer)
+    if backend in WHOLE_ONLY:
+        raise InvalidRequest(
+            f"attention backend {backend} cannot go on after a prefix (vLLM turns its own prefix cache off for it): "
+            "run this model without the connector, or on a GPU"
+        )
     if backend in (LATENT if spec.mla else SIDE_BY_SIDE):
         return tensor[..., : each.k_dim], tensor[..., each.k_dim :]
     raise InvalidRequest(
