@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 
@@ -54,3 +55,21 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count == int(count) else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def split_address(address: str, name: str) -> tuple[str, int]:
+    """HOST and PORT of ``HOST:PORT`` or ``[V6]:PORT``. Raises InvalidRequest naming ``name``."""
+    host, colon, port = address.rpartition(":")
+    is_v6 = host.startswith("[") and host.endswith("]")
+    whole = colon and host and port.isascii() and port.isdigit() and int(port) <= 65535
+    if not whole or (":" in host and not is_v6):
+        raise InvalidRequest(f"{name} = {address}: use HOST:PORT, like 127.0.0.1:9500 or [::1]:9500", setting=name)
+    return host[1:-1] if is_v6 else host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent there stays on this host. Names other than localhost count as elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -29,10 +29,12 @@ class Part:
 
 
 def slab_parts(
-    layout: ChunkLayout, slab_index: int, memory: Bytes, chunk_count: int = 1, stride: int = 0
-) -> list[Part]:
-    """The parts of one slab of ``chunk_count`` chunks of one layout. ``memory`` begins with the first chunk's slab;
-    each next chunk's lies ``stride`` bytes further. Nothing is copied.
+    layout: ChunkLayout, slab_index: int, memory: Bytes, chunk_count: int = 1, stride: int = 0,
+    first: int = 0, stop: int | None = None,
+) -> list[Part]:  # fmt: skip
+    """The parts of one slab of ``chunk_count`` chunks of one layout. ``memory`` begins with the first chunk's slab, or
+    with strip ``first`` of it when only strips ``first .. stop`` are wanted (heads, or runs of tokens where the layer
+    has none); each next chunk's lies ``stride`` bytes further. Nothing is copied.
 
     Cost: one array view per part, about 1 us each; no loop over heads, tokens or chunks.
     """
@@ -40,16 +42,17 @@ def slab_parts(
     size = layout.item_size
     dtype = _UNSIGNED[size]
     blocked = layout.blocked
-    step = BLOCK_TOKENS if blocked else layout.token_count
+    stop = entry.strip_count if stop is None else stop
+    steps = range(first * BLOCK_TOKENS, min(stop * BLOCK_TOKENS, layout.token_count), BLOCK_TOKENS) if blocked else (0,)
     parts: list[Part] = []
     place = 0
-    for start in range(0, layout.token_count, step):
-        tokens = min(step, layout.token_count - start)
+    for start in steps:
+        tokens = min(BLOCK_TOKENS, layout.token_count - start) if blocked else layout.token_count
         strip = tokens * sum(entry.dims) * size
         aligned = -(-strip // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
         offset = place
         for which, dim in enumerate(entry.dims):
-            shape = (chunk_count, 1 if blocked else entry.heads, tokens, dim)
+            shape = (chunk_count, 1 if blocked else stop - first, tokens, dim)
             strides = (stride, aligned, dim * size, size)
             array: NDArray[Any] = np.ndarray(shape, dtype, memory.data, offset, strides)
             parts.append(Part(which, start, start + tokens, array))

@@ -6,6 +6,7 @@ an unreadable value stops the start and names where it came from. Every value re
 """
 
 from kvstore.config.load import LoadedSettings, load
+from kvstore.config.remote import RemoteSettings
 from kvstore.config.settings import (
     ArenaSettings,
     ControllerSettings,
@@ -26,6 +27,7 @@ __all__ = [
     "LoadedSettings",
     "NvmeSettings",
     "PolicySettings",
+    "RemoteSettings",
     "ServerSettings",
     "Settings",
     "TierSettings",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from kvstore.config.remote import RemoteSettings
 from kvstore.errors import InvalidRequest
 
 MIB = 1 << 20
@@ -182,6 +183,7 @@ class Settings:
     policy: PolicySettings = field(default_factory=PolicySettings)
     controller: ControllerSettings = field(default_factory=ControllerSettings)
     events: EventSettings = field(default_factory=EventSettings)
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
 
 
 def derived_defaults(environment: Mapping[str, str], memory_bytes: int) -> dict[str, dict[str, object]]:

@@ -34,6 +34,7 @@ from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.metrics import start_metrics
 from kvstore.server.publishing import open_publisher
+from kvstore.server.remote import RemoteDoor
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import DATA_SOCKET, GRPC_SOCKET, claim_socket, listen, prepare
@@ -90,6 +91,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     publisher = open_publisher(settings.events, controller, clock)
     page = start_metrics(loaded, controller, loop)
     server, health_service = _grpc_server(controller, clock, loaded)
+    door = RemoteDoor(settings, clock)
     try:
         async with asyncio.TaskGroup() as group:
             listener = listen(sockets / DATA_SOCKET)
@@ -100,14 +102,17 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             await server.start()
             await _report_healthy(health_service)
             os.chmod(sockets / GRPC_SOCKET, 0o600)
-            if settings.arena.prefault:
-                tasks.append(group.create_task(prefault(arena, background, clock)))
-            tasks.append(group.create_task(controller.run()))
-            if publisher is not None:
-                tasks.append(group.create_task(publisher.run()))
-            _announce(loaded, page, controller.stats().nvme)
+            await door.start()
+            for beside in (
+                prefault(arena, background, clock) if settings.arena.prefault else None, controller.run(),
+                publisher.run() if publisher is not None else None, door.watch(),
+            ):  # fmt: skip
+                if beside is not None:
+                    tasks.append(group.create_task(beside))
+            _announce(loaded, page, controller.stats().nvme, door.address)
             await stopping.wait()
             _log.info("stopping")
+            await door.stop()
             await health_service.enter_graceful_shutdown()
             await controller.drain(settings.server.shutdown_grace_s)
             await server.stop(1.0)
@@ -125,13 +130,13 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     except* _Stopped:
         pass
     finally:
+        await door.stop()
+        await server.stop(None)
         for name in (GRPC_SOCKET, DATA_SOCKET):
             disk.remove(sockets / name)
-        workers.close()
-        background.close()
-        if publisher is not None:
-            publisher.close()
-        arena.close()
+        for each in (workers, background, publisher, arena):
+            if each is not None:
+                each.close()
 
 
 def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThreads, faults: FaultPoints) -> Controller:
@@ -230,11 +235,13 @@ async def _report_healthy(health_service: Any) -> None:
             await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
 
 
-def _announce(loaded: LoadedSettings, page: str, nvme: TierStatistics | None) -> None:
+def _announce(loaded: LoadedSettings, page: str, nvme: TierStatistics | None, remote: str) -> None:
     settings = loaded.settings
     path = settings.server.socket_directory / GRPC_SOCKET
     tiers = f"arena {format_bytes(settings.arena.capacity_bytes)}"
     if nvme is not None:
         tiers += f", nvme {format_bytes(nvme.capacity_bytes)} with {nvme.chunk_count:,} chunks"
+    if remote:
+        tiers += f", remote {remote}"
     print(f"kvstore {__version__} ready on unix://{path} (pid {os.getpid()}, {tiers}, {page})", flush=True)
     _log.info("ready", extra={"socket": str(path), "pid": os.getpid(), "metrics": page})

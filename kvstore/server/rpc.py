@@ -58,7 +58,7 @@ def _unary(
                 raise InvalidRequest(f"{name}: the message cannot be decoded")
             return await function(request, context)
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
-            await _abort(error, name, context, counters)
+            await abort(error, name, context, counters)
 
     return handle
 
@@ -73,12 +73,13 @@ def _streaming(
             async for response in function(request, context):
                 yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
-            await _abort(error, name, context, counters)
+            await abort(error, name, context, counters)
 
     return handle
 
 
-async def _abort(error: Exception, name: str, context: Context, counters: Counters) -> None:
+async def abort(error: Exception, name: str, context: Context, counters: Counters) -> None:
+    """End a call with the status its error means."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     counters.add("requests_failed")

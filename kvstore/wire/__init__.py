@@ -5,7 +5,9 @@ from kvstore.wire.spec import spec_from_message, spec_to_message
 
 METADATA_SESSION = "kvstore-session-bin"
 """Metadata key of a call's session secret (32 bytes)."""
+METADATA_TOKEN = "authorization"  # noqa: S105 - the key, not a token
+"""Metadata key of a remote call's bearer token."""
 METADATA_ERROR = "kvstore-error"
 """Trailing metadata key: the failed call's error fields as a JSON object."""
 
-__all__ = ["METADATA_ERROR", "METADATA_SESSION", "spec_from_message", "spec_to_message"]
+__all__ = ["METADATA_ERROR", "METADATA_SESSION", "METADATA_TOKEN", "spec_from_message", "spec_to_message"]

@@ -32,6 +32,7 @@ HOSTILE_CALLS = {"torch.load", "yaml.load", "eval", "exec"}
 
 # Layers of the service, outermost first. A room imports only from layers below its own.
 LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"remote"}),
     frozenset({"server"}),
     frozenset({"controller"}),
     frozenset({"catalog", "policy", "tiers"}),

@@ -1,0 +1,67 @@
+"""The remote plane's process. Its orders come as one line of JSON on standard input, and it ends with that input; its
+only line on standard output says the port it has, or why it cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.remote.door import Door, credentials
+from kvstore.remote.node import Node
+from kvstore.remote.tokens import Tokens, read_tokens
+from kvstore.seams.scheduler import start_thread
+from kvstore.telemetry import configure_logging
+
+PR_SET_DUMPABLE = 4
+
+
+def main() -> int:
+    """Serve until standard input ends."""
+    orders = json.loads(sys.stdin.readline() or "{}")
+    if not orders:
+        return 0
+    configure_logging(orders["log_level"], orders["log_format"])
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    try:
+        asyncio.run(_serve(orders))
+    except KVStoreError as error:
+        _say({"status": error.status, "message": error.message})
+        return 1
+    return 0
+
+
+async def _serve(orders: dict[str, Any]) -> None:
+    tokens, nodes = Tokens(), {}
+    for tenant in orders["tenants"]:
+        tokens.add(tenant["name"], read_tokens(Path(tenant["token_file"]), tenant["setting"]))
+        nodes[tenant["name"]] = Node(tenant["name"], Path(tenant["socket_directory"]))
+    files = [orders[name] for name in ("certificate_file", "key_file", "client_ca_file")]
+    door = Door(
+        tokens, nodes, message_bytes=orders["message_bytes"], stream_count_max=orders["stream_count_max"],
+        stall_s=orders["stall_s"],
+    )  # fmt: skip
+    port = door.listen(orders["address"], credentials(*files))
+    await door.server.start()
+    _say({"port": port})
+    start_thread(_leave_with_the_sidecar, "stdin")
+    await door.server.wait_for_termination()
+
+
+def _leave_with_the_sidecar() -> None:
+    """What clients hold of us ends as it would with a crash, which they are made for."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)  # noqa: T201 - the sidecar reads it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

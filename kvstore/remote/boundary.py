@@ -1,0 +1,81 @@
+"""What every handler of the remote plane does first and last: who calls, and errors to status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unauthenticated
+from kvstore.remote.node import Node
+from kvstore.remote.session import Session
+from kvstore.remote.tokens import Tokens
+from kvstore.server.rpc import Context, abort
+from kvstore.telemetry import Counters
+from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
+
+ABORT_TIMEOUT_S = 1.0
+_log = logging.getLogger("kvstore.remote")
+
+
+class Guard:
+    """Lets in who has a token. An interceptor: who has none is refused before his message is read."""
+
+    def __init__(self, tokens: Tokens, nodes: dict[str, Node]) -> None:
+        self._tokens = tokens
+        self._nodes = nodes
+
+    def node(self, metadata: Any) -> Node:
+        """The caller's tenant's sidecar. Raises Unauthenticated."""
+        return self._nodes[self._tokens.tenant(_value(metadata, METADATA_TOKEN))]
+
+    def session(self, context: Context) -> tuple[Node, Session]:
+        """The caller's session, which is one of his own tenant. Raises Unauthenticated."""
+        node = self.node(context.invocation_metadata())
+        return node, node.session(_value(context.invocation_metadata(), METADATA_SESSION) or b"")
+
+
+def _value(metadata: Any, name: str) -> Any:
+    return next((value for key, value in metadata or () if key == name), None)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
+    """Refuses a call without a good token, whatever it calls."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        try:
+            self._guard.node(details.invocation_metadata)
+        except Unauthenticated as error:
+            return _refusal(error)
+        return await continuation(details)
+
+
+def _refusal(error: KVStoreError) -> Any:
+    async def refuse(_requests: Any, context: Context) -> None:
+        await context.abort(grpc.StatusCode[error.status], error.message)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def guarded(function: Callable[..., Awaitable[Any]], name: str, counters: Counters) -> Callable[..., Awaitable[Any]]:
+    """The handler, its errors as status. A caller that does not even take its status is left to its deadline."""
+
+    async def handle(request: Any, context: Context) -> Any:
+        try:
+            return await function(request, context)
+        except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
+            if isinstance(error, DeadlineExceeded):
+                _log.warning("stream given up", extra={"rpc": name, "reason": error.message})
+            try:
+                async with asyncio.timeout(ABORT_TIMEOUT_S):
+                    await abort(error, name, context, counters)
+            except TimeoutError:
+                raise asyncio.CancelledError from error
+
+    return handle

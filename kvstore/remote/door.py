@@ -1,0 +1,193 @@
+"""The TCP listener: calls that carry names go on to the sidecar as they came, those that carry bytes are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
+from kvstore.remote.boundary import Guard, TokenInterceptor, guarded
+from kvstore.remote.node import MESSAGE_BYTES_MAX, Node
+from kvstore.remote.receiving import Receiving
+from kvstore.remote.sending import Sending
+from kvstore.remote.session import Session
+from kvstore.remote.tokens import Tokens
+from kvstore.seams import WorkerThreads
+from kvstore.server.rpc import Context
+from kvstore.telemetry import Counters
+from kvstore.units import is_loopback, split_address
+from kvstore.v1alpha import remote_pb2 as rpb
+
+PACKAGE = "kvstore.v1alpha."
+FORWARDED = {
+    "CacheService": ("RegisterModel", "Lookup", "Store", "Release"),
+    "AdminService": ("Stats",),
+}
+PROTOCOL_VERSION = 1
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    # A client that vanished without a word is noticed, and its session ends.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+_log = logging.getLogger("kvstore.remote")
+
+
+class Door:
+    """Serves the remote plane of the nodes whose tokens it knows."""
+
+    def __init__(
+        self, tokens: Tokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int, stall_s: float
+    ) -> None:
+        self._guard = Guard(tokens, nodes)
+        self._message_bytes = message_bytes
+        self._stream_count_max = stream_count_max
+        self._stall_s = stall_s
+        self._counters = Counters()
+        self._threads = WorkerThreads(1, "populate", nice=19)
+        self.server = grpc.aio.server(interceptors=(TokenInterceptor(self._guard),), options=OPTIONS)
+        self._register()
+
+    def listen(self, address: str, credentials: Any) -> int:
+        """Take the address. Returns the port. Raises Unavailable when it is taken."""
+        host, _ = split_address(address, "remote.address")
+        assert credentials is not None or is_loopback(host)
+        add = self.server.add_secure_port if credentials is not None else self.server.add_insecure_port
+        try:
+            port = add(*((address, credentials) if credentials is not None else (address,)))
+        except RuntimeError as error:
+            raise Unavailable(f"remote.address = {address}: cannot listen there: {error}") from error
+        if not port:
+            raise Unavailable(f"remote.address = {address}: cannot listen there")
+        return int(port)
+
+    def _register(self) -> None:
+        for service, methods in FORWARDED.items():
+            handlers = {name: self._unary(self._forward(f"/{PACKAGE}{service}/{name}"), name) for name in methods}
+            self._add(service, handlers)
+        own = {
+            "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
+            "FetchBytes": grpc.unary_stream_rpc_method_handler(guarded(self._fetch, "FetchBytes", self._counters)),
+            "StoreBytes": grpc.stream_unary_rpc_method_handler(guarded(self._store, "StoreBytes", self._counters)),
+        }
+        self._add("RemoteService", own)
+
+    def _unary(self, function: Callable[..., Awaitable[bytes]], name: str) -> Any:
+        return grpc.unary_unary_rpc_method_handler(guarded(function, name, self._counters))
+
+    def _add(self, service: str, handlers: dict[str, Any]) -> None:
+        generic = grpc.method_handlers_generic_handler(PACKAGE + service, handlers)
+        self.server.add_generic_rpc_handlers((generic,))
+
+    # ------------------------------------------------------------ handlers
+
+    def _forward(self, path: str) -> Callable[..., Awaitable[bytes]]:
+        """A call of the local plane, passed on as it came: its answer or its status comes back as it is."""
+
+        async def forward(request: bytes, context: Context) -> bytes:
+            node, session = self._guard.session(context)
+            call = node.channel.unary_unary(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
+            try:
+                reply: bytes = await call
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+                raise
+            if path.endswith("/RegisterModel"):
+                node.note_model(request, reply)
+            return reply
+
+        return forward
+
+    async def _connect(self, request: bytes, context: Context) -> None:
+        """A session, for as long as its client listens."""
+        version = _parsed(rpb.ConnectRequest, request).version
+        if version != PROTOCOL_VERSION:
+            raise InvalidRequest(
+                f"this server speaks version {PROTOCOL_VERSION} of the remote plane, not {version}: use a client of "
+                "the same release"
+            )
+        node = self._guard.node(context.invocation_metadata())
+        session = await node.open_session()
+        _log.info("session opened", extra={"session": session.session_id, "peer": context.peer()})
+        try:
+            self._threads.submit(node.populate)
+            opened = rpb.ConnectResponse(
+                secret=session.secret, session_id=session.session_id, server_pid=session.server_pid,
+                message_bytes=self._message_bytes,
+            )  # fmt: skip
+            await context.write(opened.SerializeToString())
+            await asyncio.get_running_loop().create_future()  # until the client goes
+        finally:
+            node.close_session(session)
+            _log.info("session ended", extra={"session": session.session_id})
+
+    async def _fetch(self, request: bytes, context: Context) -> None:
+        """A prefix, bytes included."""
+        node, session = self._guard.session(context)
+        self._enter(session, context)
+        sending = Sending(node, session, _parsed(rpb.FetchBytesRequest, request), self._message_bytes)
+        try:
+            async for message in sending.messages(context.time_remaining()):
+                try:
+                    async with asyncio.timeout(self._stall_s):
+                        await context.write(message)
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the reader took no message for {self._stall_s} s (remote.stall_s): its lease is given back"
+                    ) from None
+        finally:
+            await sending.close()
+
+    async def _store(self, _requests: Any, context: Context) -> bytes:
+        """Strips of a reservation."""
+        node, session = self._guard.session(context)
+        self._enter(session, context)
+        byte_count = await Receiving(node, session, self._stall_s).run(context)
+        return rpb.StoreBytesResponse(byte_count=byte_count).SerializeToString()
+
+    def _enter(self, session: Session, context: Context) -> None:
+        """Count a stream of bytes until it is really over. Raises Exhausted past remote.stream_count_max."""
+        if session.stream_count >= self._stream_count_max:
+            raise Exhausted(f"this session has {session.stream_count} streams open: raise remote.stream_count_max")
+        session.stream_count += 1
+
+        def leave(_: Any) -> None:
+            session.stream_count -= 1
+
+        context.add_done_callback(leave)
+
+
+def _parsed(kind: Any, request: bytes) -> Any:
+    try:
+        return kind.FromString(request)
+    except Exception as error:
+        raise InvalidRequest("the message cannot be decoded") from error
+
+
+def credentials(certificate_file: str, key_file: str, client_ca_file: str) -> Any:
+    """TLS from files, or None. With a client CA only its clients are let in. Raises InvalidRequest naming the file."""
+    if not certificate_file:
+        return None
+    chain = _read(certificate_file, "remote.certificate_file")
+    key = _read(key_file, "remote.key_file")
+    authority = _read(client_ca_file, "remote.client_ca_file") if client_ca_file else None
+    return grpc.ssl_server_credentials([(key, chain)], authority, require_client_auth=authority is not None)
+
+
+def _read(name: str, setting: str) -> bytes:
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{setting} = {name}: cannot be read: {error.strerror}") from error
+    if b"-----BEGIN" not in data:
+        raise InvalidRequest(f"{setting} = {name}: it is not PEM")
+    return data

@@ -1,0 +1,122 @@
+"""One tenant's sidecar, seen from the remote plane: its sockets, its arena, the models it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
+from kvstore.remote.session import Session
+from kvstore.seams.memory import Bytes, map_read_only, populate_read
+from kvstore.spec import ModelSpec
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.wire import spec_from_message
+
+CACHE = "/kvstore.v1alpha.CacheService/"
+POPULATE_BYTES = 16 << 20
+MESSAGE_BYTES_MAX = 64 << 20
+
+
+class Node:
+    """A sidecar's local plane. Its regions are mapped once, whatever the number of remote sessions."""
+
+    def __init__(self, tenant: str, socket_directory: Path) -> None:
+        self.tenant = tenant
+        self._sockets = socket_directory
+        self._maps: list[mmap.mmap] = []
+        self._regions: dict[int, Bytes] = {}
+        self._growing = asyncio.Lock()
+        self._sessions: dict[bytes, Session] = {}
+        self.models: dict[bytes, ModelSpec] = {}
+        self.generations = np.empty(0, np.uint64)
+        options = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
+        self.channel = grpc.aio.insecure_channel(f"unix:{socket_directory / 'kvstore.sock'}", options)
+        self.fetch = self.channel.unary_stream(
+            CACHE + "Fetch", pb.FetchRequest.SerializeToString, pb.FetchResponse.FromString
+        )
+        self.store = self.channel.unary_unary(
+            CACHE + "Store", pb.StoreRequest.SerializeToString, pb.StoreResponse.FromString
+        )
+        self.release = self.channel.unary_unary(
+            CACHE + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
+        )
+
+    # ------------------------------------------------------------ sessions
+
+    async def open_session(self) -> Session:
+        """A session of the sidecar for one remote client. Raises what the sidecar refuses it with."""
+        session, welcome, descriptors = await Session.open(self._sockets / "data.sock")
+        try:
+            if self.generations.size:
+                os.close(descriptors[0])
+            else:
+                self.generations = self._map(descriptors[0], welcome["generations_bytes"]).view(np.uint64)
+            self._add_regions(welcome["regions"], descriptors[1:])
+        except BaseException:
+            session.close()
+            raise
+        self._sessions[session.secret] = session
+        return session
+
+    def session(self, secret: bytes) -> Session:
+        """The open session a call belongs to. Raises Unauthenticated: its client must connect again."""
+        session = self._sessions.get(secret)
+        if session is None or not session.is_open:
+            raise Unauthenticated("no such session: connect again")
+        return session
+
+    def close_session(self, session: Session) -> None:
+        self._sessions.pop(session.secret, None)
+        session.close()
+
+    # ------------------------------------------------------------ memory
+
+    def _map(self, descriptor: int, byte_count: int) -> Bytes:
+        try:
+            mapping = map_read_only(descriptor, byte_count)
+        finally:
+            os.close(descriptor)
+        self._maps.append(mapping)
+        return np.frombuffer(mapping, np.uint8)
+
+    def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
+        for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
+            if index in self._regions:
+                os.close(descriptor)
+            else:
+                self._regions[index] = self._map(descriptor, byte_count)
+
+    async def region(self, session: Session, index: int) -> Bytes:
+        """A region's bytes, read-only; mapped when first asked for."""
+        while index not in self._regions:
+            async with self._growing:
+                have = len(self._regions)
+                reply, descriptors = await session.exchange({"op": "regions", "have": have})
+                self._add_regions(reply["regions"], descriptors)
+                if index not in self._regions and len(self._regions) == have:
+                    raise Unavailable(f"the sidecar has no region {index}")
+        return self._regions[index]
+
+    def populate(self) -> None:
+        """Fill this process's page tables for what is mapped, so that the first fetch pays no faults. Blocks."""
+        for mapping in list(self._maps):
+            for offset in range(0, len(mapping), POPULATE_BYTES):
+                populate_read(mapping, offset, min(POPULATE_BYTES, len(mapping) - offset))
+
+    # ------------------------------------------------------------ models
+
+    def note_model(self, request: bytes, reply: bytes) -> None:
+        """Remember the spec of a model that the sidecar accepted: its layouts say where strips lie."""
+        name = pb.RegisterModelResponse.FromString(reply).fingerprint
+        if name not in self.models:
+            self.models[name] = spec_from_message(pb.RegisterModelRequest.FromString(request).spec)
+
+
+def translated(error: grpc.aio.AioRpcError) -> KVStoreError:
+    """The typed error of a failed call to the sidecar."""
+    return from_status(error.code().name, error.details() or "")

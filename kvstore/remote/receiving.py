@@ -1,0 +1,102 @@
+"""StoreBytes: from messages into staging, and the sidecar fills its chunks from there as for any local client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import numpy as np
+import xxhash
+
+from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
+from kvstore.remote.node import Node, translated
+from kvstore.remote.session import Segment, Session
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.wire.data import split_message
+
+SEGMENT_BYTES = 4 << 20
+FILL_TIMEOUT_S = 20.0
+_NOT_READING = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
+"""How a fill fails that reads no staging any more."""
+
+
+class Receiving:
+    """One stream. While the sidecar copies a message's bytes out of staging, the next one is received: at most two
+    segments of staging are in use."""
+
+    def __init__(self, node: Node, session: Session, stall_s: float) -> None:
+        self._node = node
+        self._session = session
+        self._stall_s = stall_s
+        self._filling: tuple[Any, Segment] | None = None
+
+    async def run(self, context: Any) -> int:
+        """Bytes stored. Raises InvalidRequest for a message that contradicts itself, DataLoss for bytes that are not
+        the ones that were sent, DeadlineExceeded for a writer that stalls, and what the sidecar refuses."""
+        byte_count = 0
+        try:
+            while (message := await self._next(context)) is not None:
+                byte_count += await self._take(message)
+            await self._filled()
+        finally:
+            await self._settle()
+        return byte_count
+
+    async def _next(self, context: Any) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                message = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the writer sent nothing for {self._stall_s} s (remote.stall_s): the store is given up"
+            ) from None
+        return None if message is grpc.aio.EOF else message
+
+    async def _take(self, message: bytes) -> int:
+        fields, data = split_message(rpb.StoreBytesRequest, message)
+        if sum(run.byte_count for run in fields.runs) != data.size or not data.size:
+            raise InvalidRequest(f"the runs of a message must be its {data.size} bytes of data")
+        if xxhash.xxh3_128_digest(data.data) != fields.checksum:
+            raise DataLoss("the bytes of a message are not the ones that were sent: store again")
+        segment = await self._session.take_segment(-(-data.size // SEGMENT_BYTES) * SEGMENT_BYTES)
+        np.copyto(segment.bytes[: data.size], data)
+        try:
+            await self._filled()
+        except BaseException:
+            self._session.give_back(segment)
+            raise
+        request = pb.StoreRequest(fill=pb.FillStrips(reservation_id=fields.reservation_id))
+        place = 0
+        for run in fields.runs:
+            request.fill.fills.add(
+                chunk=run.chunk, strip_first=run.strip_first, strip_count=run.strip_count,
+                staging_id=segment.staging_id, staging_offset=place,
+            )  # fmt: skip
+            place += run.byte_count
+        call = self._node.store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
+        self._filling = (call, segment)
+        return int(data.size)
+
+    async def _filled(self) -> None:
+        """Wait for the fill before."""
+        if self._filling is not None:
+            call, _ = self._filling
+            try:
+                await call
+            except grpc.aio.AioRpcError as error:
+                raise translated(error) from error
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Give the segment back once the sidecar reads it no more. One that it may still read goes with the session."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            call, segment = filling
+            try:
+                code = await call.code()
+            except asyncio.CancelledError:
+                return
+            if code is grpc.StatusCode.OK or code in _NOT_READING:
+                self._session.give_back(segment)

@@ -1,0 +1,239 @@
+"""FetchBytes: a leased prefix, from the arena into messages.
+
+Layer by layer in the order asked for, chunk by chunk, and of each slab only the heads asked for. What is still on its
+way from the device is sent when it landed. A chunk whose generation changed while it was copied is not sent: the
+client is told that it is lost, and nothing after it is sent either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import DataLoss, InvalidRequest, Unavailable
+from kvstore.remote.node import Node, translated
+from kvstore.remote.session import Session
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, MissReason, ModelSpec
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.wire.data import ALIGNMENT, data_message
+
+RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """A leased chunk: where its bytes lie, and how far it has landed."""
+
+    number: int
+    entry: pb.ResidentChunk
+    layout: ChunkLayout
+    extents: list[Bytes]
+    landed: int
+    is_introduced: bool = False
+
+    def run(self, start: int, stop: int) -> Bytes:
+        """Bytes ``start .. stop`` of header and body: they lie in one extent."""
+        for extent in self.extents:
+            if start < extent.size:
+                return extent[start:stop]
+            start, stop = start - extent.size, stop - extent.size
+        raise DataLoss("the chunk's extents end before its slabs", reason="extents")
+
+
+class Sending:
+    """One stream. Iterate ``messages``, then ``close`` whatever happened."""
+
+    def __init__(self, node: Node, session: Session, request: rpb.FetchBytesRequest, message_bytes: int) -> None:
+        """Raises InvalidRequest for a model this server was not told of, or layers and heads it does not have."""
+        query = request.fetch.query
+        spec = node.models.get(query.fingerprint)
+        if spec is None:
+            raise InvalidRequest("the model is unknown here: call RegisterModel first")
+        self._node = node
+        self._session = session
+        self._request = request
+        self._spec = spec
+        self._message_bytes = message_bytes
+        self._parts: list[int | None] = [*([] if query.hidden_only else [None]), *query.hidden_layers]
+        self._steps = list(_steps(spec, self._parts, request))
+        self._call: Any = None
+        self._lease_id = 0
+        self._chunks: list[_Chunk] = []
+        self._lost: list[pb.Arrival] = []
+        self._stop = 1 << 32
+        """Chain index of the first chunk that is lost."""
+        self._runs: list[tuple[_Chunk, rpb.StripRun, Bytes]] = []
+        self._pending_bytes = 0
+
+    async def messages(self, timeout_s: float | None) -> AsyncIterator[bytes]:
+        """The stream's messages. Raises what the sidecar refuses the fetch with."""
+        self._call = self._node.fetch(self._request.fetch, timeout=timeout_s, metadata=self._session.metadata)
+        head = await self._read()
+        if head is None:
+            raise Unavailable("the sidecar ended the fetch before it began")
+        self._lease_id = head.lease_id
+        for number, entry in enumerate(head.chunks):
+            self._chunks.append(await self._open(number, entry))
+        yield rpb.FetchBytesResponse(head=_shown(head)).SerializeToString()
+        for part, slab, first, stop in self._steps:
+            for chunk in self._chunks:
+                if chunk.entry.part == part and chunk.entry.index < self._stop:
+                    while not self._is_there(chunk, slab):
+                        if self._runs or self._lost:
+                            yield self._message()
+                        await self._advance()
+                    if chunk.entry.index < self._stop:
+                        for message in self._add(chunk, slab, first, stop):
+                            yield message
+        if self._runs or self._lost:
+            yield self._message()
+
+    async def close(self) -> None:
+        """Give the lease back."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._lease_id:
+            request = pb.ReleaseRequest(lease_ids=[self._lease_id])
+            try:
+                await self._node.release(request, timeout=RELEASE_TIMEOUT_S, metadata=self._session.metadata)
+            except grpc.aio.AioRpcError:
+                return  # the session ended, and the lease with it
+
+    # ------------------------------------------------------------ where it lies
+
+    async def _open(self, number: int, entry: pb.ResidentChunk) -> _Chunk:
+        if entry.part >= len(self._parts):
+            raise InvalidRequest("hidden_layers must be the ones the ticket was issued for")
+        layer = self._parts[entry.part]
+        layout = layout_of(self._spec, self._spec.kind if layer is None else CacheKind.E, entry.token_count, layer)
+        extents = [
+            (await self._node.region(self._session, each.region))[each.offset : each.offset + each.byte_count]
+            for each in entry.extents
+        ]
+        if sum(extent.size for extent in extents) != layout.total_bytes:
+            raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
+        return _Chunk(number, entry, layout, extents, 0 if entry.is_arriving else -1)
+
+    def _is_there(self, chunk: _Chunk, slab: int) -> bool:
+        """Whether the slab can be sent, or never will be."""
+        return bool(chunk.landed >> slab & 1) or chunk.entry.index >= self._stop
+
+    async def _read(self) -> pb.FetchResponse | None:
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise translated(error) from error
+        return None if response is grpc.aio.EOF else response
+
+    async def _advance(self) -> None:
+        """Wait for news of what is on its way. What will not come any more is lost."""
+        response = await self._read()
+        if response is None:
+            for chunk in self._chunks:
+                if chunk.landed >= 0 and chunk.landed != (1 << len(chunk.layout.slabs)) - 1:
+                    self._lose(chunk, MissReason.UNAVAILABLE)
+            return
+        for news in response.arrivals:
+            if news.is_provisional:
+                continue  # its checksums are not known yet, and nothing goes out that cannot be checked
+            chunk = self._chunks[news.chunk]
+            chunk.landed = int.from_bytes(news.slabs, "little")
+            if news.lost:
+                self._lose(chunk, MissReason(news.lost))
+
+    def _lose(self, chunk: _Chunk, reason: MissReason) -> None:
+        self._stop = min(self._stop, chunk.entry.index)
+        self._lost.append(pb.Arrival(chunk=chunk.number, lost=int(reason)))  # type: ignore[arg-type]  # the wire's number
+
+    # ------------------------------------------------------------ messages
+
+    def _add(self, chunk: _Chunk, slab: int, first: int, stop: int | None) -> Iterable[bytes]:
+        """Queue a slab's strips, and the header before the chunk's first. Yields the messages that are full."""
+        layout = chunk.layout
+        if not chunk.is_introduced:
+            chunk.is_introduced = True
+            if self._pending_bytes + layout.header_bytes > self._message_bytes and self._runs:
+                yield self._message()
+            self._queue(chunk, 0, 0, chunk.run(0, layout.header_bytes))
+        entry = layout.slabs[slab]
+        strip = entry.strip_first + first
+        end = entry.strip_first + (entry.strip_count if stop is None else stop)
+        ends = layout.strip_offsets[:end] + layout.strip_lengths[:end]
+        while strip < end:
+            low = int(layout.strip_offsets[strip])
+            room = max(0, self._message_bytes - self._pending_bytes)
+            fits = int(np.searchsorted(ends[strip:], np.uint64(low + room), side="right"))
+            if not fits and self._runs:
+                yield self._message()
+                continue
+            count = max(1, fits)  # a strip larger than a message has one of its own
+            high = -(-int(ends[strip + count - 1]) // ALIGNMENT) * ALIGNMENT
+            memory = chunk.run(layout.header_bytes + low, layout.header_bytes + high)
+            self._queue(chunk, strip, count, memory)
+            strip += count
+
+    def _queue(self, chunk: _Chunk, first: int, count: int, memory: Bytes) -> None:
+        run = rpb.StripRun(chunk=chunk.number, strip_first=first, strip_count=count, byte_count=memory.size)
+        self._runs.append((chunk, run, memory))
+        self._pending_bytes += memory.size
+
+    def _message(self) -> bytes:
+        """What is queued, copied; of chunks that went under the copy, only that they did."""
+        runs, self._runs, self._pending_bytes = self._runs, [], 0
+        while True:
+            lost, self._lost = self._lost, []
+            fields = rpb.FetchBytesResponse(runs=[run for _, run, _ in runs], lost=lost)
+            message = data_message(fields, [memory for _, _, memory in runs])
+            gone = [
+                chunk for chunk in {id(chunk): chunk for chunk, _, _ in runs}.values() if not self._is_current(chunk)
+            ]
+            if not gone:
+                return message
+            self._lost = lost
+            for chunk in gone:
+                self._lose(chunk, MissReason.STALE)
+            runs = [each for each in runs if each[0] not in gone]
+
+    def _is_current(self, chunk: _Chunk) -> bool:
+        return bool(self._node.generations[chunk.entry.generation_slot] == chunk.entry.generation)
+
+
+def _steps(
+    spec: ModelSpec, parts: list[int | None], request: rpb.FetchBytesRequest
+) -> Iterable[tuple[int, int, int, int | None]]:
+    """(part, slab, first and stop strip within it), in the order to send. Raises InvalidRequest."""
+    for part, hidden in enumerate(parts):
+        if hidden is not None:
+            yield part, 0, 0, None
+            continue
+        layout = layout_of(spec, spec.kind, spec.chunk_tokens)
+        for layer in request.fetch.layers or spec.slab_layers:
+            slab = layout.slab_of_layer.get(layer)
+            if slab is None:
+                raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
+            if layout.blocked or not request.head_count:
+                yield part, slab, 0, None
+                continue
+            stop = request.head_first + request.head_count
+            if stop > layout.slabs[slab].heads:
+                raise InvalidRequest(f"heads {request.head_first}..{stop} of {layout.slabs[slab].heads}")
+            yield part, slab, request.head_first, stop
+
+
+def _shown(head: pb.FetchResponse) -> pb.FetchResponse:
+    """The first message without what means nothing elsewhere."""
+    shown = pb.FetchResponse()
+    shown.CopyFrom(head)
+    shown.lease_id = 0
+    for chunk in shown.chunks:
+        chunk.ClearField("extents")
+        chunk.generation_slot = chunk.generation = 0
+        chunk.is_arriving = True
+    return shown

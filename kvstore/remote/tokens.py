@@ -1,0 +1,68 @@
+"""Bearer tokens: whose they are, told in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import string
+from pathlib import Path
+
+from kvstore.errors import InvalidRequest, Unauthenticated
+
+TOKEN_CHARACTERS_MIN = 16
+HASHED = "sha256:"
+SCHEME = "Bearer "
+
+
+def read_tokens(path: Path, setting: str) -> list[bytes]:
+    """The digests of a file's tokens. Raises InvalidRequest naming the setting, and never the token."""
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{setting} = {path}: cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            found.append(_digest(text, f"{setting} = {path}: line {number}"))
+    if not found:
+        raise InvalidRequest(f"{setting} = {path}: it has no token; write one per line")
+    return found
+
+
+def _digest(text: str, place: str) -> bytes:
+    if text.startswith(HASHED):
+        digits = text.removeprefix(HASHED)
+        if len(digits) != 64 or not set(digits) <= set(string.hexdigits):
+            raise InvalidRequest(f"{place} must be sha256: and 64 hexadecimal digits")
+        return bytes.fromhex(digits)
+    if len(text) < TOKEN_CHARACTERS_MIN or not text.isascii() or any(each.isspace() for each in text):
+        raise InvalidRequest(f"{place} must be at least {TOKEN_CHARACTERS_MIN} ASCII characters without spaces")
+    return hashlib.sha256(text.encode()).digest()
+
+
+class Tokens:
+    """The tokens of all tenants."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[bytes, str]] = []
+
+    def add(self, tenant: str, digests: list[bytes]) -> None:
+        """Raises InvalidRequest when a token is another tenant's already."""
+        for digest in digests:
+            if any(digest == known for known, owner in self._known if owner != tenant):
+                raise InvalidRequest(f"a token of tenant {tenant} is also another's: give each tenant its own")
+            self._known.append((digest, tenant))
+
+    def tenant(self, authorization: str | bytes | None) -> str:
+        """Whose the token is. Looks at every token whatever it found before. Raises Unauthenticated."""
+        if not isinstance(authorization, str) or not authorization.startswith(SCHEME):
+            raise Unauthenticated("this address needs a token: connect(address, token=...)")
+        given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
+        found = ""
+        for digest, tenant in self._known:
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        if not found:
+            raise Unauthenticated("the token is not one of this server's: see remote.token_file there")
+        return found

@@ -1,0 +1,102 @@
+"""The remote plane's process, from the sidecar's side: started, watched, started again, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvstore.config import Settings
+from kvstore.errors import InvalidRequest, Unavailable, from_status
+from kvstore.seams import Clock
+from kvstore.units import split_address
+
+START_TIMEOUT_S = 30.0
+RESTART_PAUSE_S = 1.0
+STOP_TIMEOUT_S = 5.0
+_log = logging.getLogger("kvstore.remote")
+
+
+class RemoteDoor:
+    """``python -m kvstore.remote`` as a child, which ends when its standard input does."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        """Does nothing while remote.address is empty. Raises InvalidRequest when nobody could have a token."""
+        self._orders = _orders(settings) if settings.remote.address else {}
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+        self.address = settings.remote.address
+
+    async def start(self) -> None:
+        """Returns when it listens. Raises what keeps it from that, naming the setting."""
+        if not self._orders:
+            return
+        command = [sys.executable, "-m", "kvstore.remote"]
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps({**self._orders, "address": self.address}).encode() + b"\n")
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            process.kill()
+            raise Unavailable("the remote plane's process did not start in time") from None
+        reply = json.loads(line or b"{}")
+        if "port" not in reply:
+            await process.wait()
+            raise from_status(reply.get("status", "INTERNAL"), reply.get("message", "the remote plane did not start"))
+        host, _ = split_address(self.address, "remote.address")
+        self.address = f"[{host}]:{reply['port']}" if ":" in host else f"{host}:{reply['port']}"
+
+    async def watch(self) -> None:
+        """Start it again when it dies, until it is stopped."""
+        while self._process is not None:
+            code = await self._process.wait()
+            if self._is_stopping:
+                return
+            _log.error("the remote plane's process died: starting it again", extra={"exit_status": code})
+            await self._clock.sleep(RESTART_PAUSE_S)
+            try:
+                await self.start()
+            except (Unavailable, InvalidRequest) as error:
+                _log.error("the remote plane does not start", extra={"reason": error.message})
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        self._is_stopping = True
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _orders(settings: Settings) -> dict[str, Any]:
+    remote = settings.remote
+    if not remote.token_file:
+        raise InvalidRequest(
+            f"remote.address = {remote.address}: clients over TCP need a token: set remote.token_file to a file with "
+            "one per line",
+            setting="remote.address",
+        )
+    tenants = [
+        {
+            "name": "default", "setting": "remote.token_file", "token_file": str(Path(remote.token_file).expanduser()),
+            "socket_directory": str(settings.server.socket_directory),
+        }
+    ]  # fmt: skip
+    server = settings.server
+    return {**asdict(remote), "tenants": tenants, "log_level": server.log_level, "log_format": server.log_format}
