@@ -29,11 +29,13 @@ from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
 from kvstore_client.receipt import Receipt
+from kvstore_client.remote.place import TLS
 from kvstore_client.transfer import Transfer
 from kvstore_client.watching import ChunkEvent, Watch
 from kvstore_client.writer import StoreWriter
 
 __all__ = [
+    "TLS",
     "AsyncClient",
     "CacheKind",
     "ChunkEvent",

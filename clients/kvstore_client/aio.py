@@ -13,6 +13,7 @@ from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
 from kvstore_client.fetching import FetchedKV
 from kvstore_client.match import Match
 from kvstore_client.receipt import Receipt
+from kvstore_client.remote.place import TLS
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
@@ -20,12 +21,13 @@ _END = object()
 
 
 async def connect_async(
-    address: str | None = None, *, required: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> AsyncClient:
+    address: str | None = None, *, token: str | None = None, tls: TLS | bool | None = None, required: bool = True,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> AsyncClient:  # fmt: skip
     """Like ``connect``, for asyncio."""
     threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
     try:
-        future = threads.submit(lambda: connect(address, required=required, timeout_s=timeout_s))
+        future = threads.submit(lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
         return AsyncClient(await asyncio.wrap_future(future), threads)
     except BaseException:
         threads.close()

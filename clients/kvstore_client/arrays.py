@@ -106,3 +106,12 @@ def readable(mapping: mmap.mmap) -> NDArray[np.uint8]:
     view = np.frombuffer(mapping, np.uint8)
     interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
     return np.asarray(_Alias(interface, view))
+
+
+def fresh_message(byte_count: int) -> tuple[bytes, NDArray[np.uint8]]:
+    """A message to be, and its bytes to be written before anybody else sees it: gRPC takes bytes only, and filling
+    anything else would cost a copy of all of it."""
+    message = bytes(byte_count)
+    view = np.frombuffer(message, np.uint8)
+    interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
+    return message, np.asarray(_Alias(interface, message))

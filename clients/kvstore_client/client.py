@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from kvstore.errors import Exhausted, InvalidRequest
@@ -15,16 +14,18 @@ from kvstore.spec import ChunkState, Durability, Encoding, Exactness, MissReason
 from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import presented
-from kvstore_client.connection import Connection, default_socket
+from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
-from kvstore_client.fetching import FetchedKV, LayerStream, Prefix, Wanted, copy_all, open_prefix
+from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
 from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
 from kvstore_client.paged import Paged, Pages
+from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
-from kvstore_client.session import Session
+from kvstore_client.remote.place import TLS, Place, place_of
+from kvstore_client.remote.storing import store_of
 from kvstore_client.starting import Means, check_durability
-from kvstore_client.storing import Source, Store
+from kvstore_client.storing import Source
 from kvstore_client.target import given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
 from kvstore_client.watching import Watching
@@ -35,16 +36,20 @@ TICKET_BYTES = 16
 _COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes")
 
 
-def connect(address: str | None = None, *, required: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
-    """A client of the sidecar at ``address`` (``unix:///path/kvstore.sock``; default: the user's own).
+def connect(
+    address: str | None = None, *, token: str | None = None, tls: TLS | bool | None = None, required: bool = True,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Client:  # fmt: skip
+    """A client of the sidecar at ``address``: ``unix:///path/kvstore.sock`` (default: the user's own), whose bytes go
+    through shared memory, or ``HOST:PORT``, whose bytes travel with the calls; that needs a ``token`` (default:
+    $KVSTORE_TOKEN), and ``tls`` unless it is this host (True: signed by whom the system trusts). ``client.plane``
+    says which.
 
     ``required=False``: an engine that must start without its sidecar gets a client that misses until it appears.
-    Raises: Unavailable naming the socket when nobody answers; InvalidRequest for another kind of address.
+    Raises: Unavailable naming the address when nobody answers; Unauthenticated for a wrong token; InvalidRequest for
+    another kind of address.
     """
-    if address is not None and not address.startswith("unix://"):
-        raise InvalidRequest(f"address {address!r}: this release speaks to unix:///path/to/kvstore.sock only")
-    path = default_socket() if address is None else Path(address.removeprefix("unix://"))
-    client = Client(path, timeout_s=timeout_s)
+    client = Client(place_of(address, token, tls), timeout_s=timeout_s)
     if required:
         try:
             client.connect_now()
@@ -57,10 +62,10 @@ def connect(address: str | None = None, *, required: bool = True, timeout_s: flo
 class Client(Watching):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
-    def __init__(self, socket_path: Path, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
+    def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
         self._timeout_s = timeout_s
         self._clock = clock or SystemClock()
-        self._connection = Connection(socket_path, self._clock, timeout_s)
+        self._connection = Connection(place, self._clock, timeout_s)
         self._is_closed = False
         self.faults = FaultPoints()
         self._start_threads()
@@ -70,11 +75,16 @@ class Client(Watching):
         self._copier = Copier()
         self._committer = WorkerThreads(1, "kvstore-commit")
 
-    def connect_now(self) -> Session:
+    @property
+    def plane(self) -> str:
+        """How bytes come: "local", through shared memory, or "remote", with the calls."""
+        return self._connection.place.plane
+
+    def connect_now(self) -> Any:
         """The live session, connecting if there is none. Raises Unavailable, at once while backing off."""
         return self._connection.session()
 
-    def _ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+    def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
         if self._pid != os.getpid():
             self._start_threads()  # the parent's are not in this forked child
         return self._connection.ready(spec)
@@ -214,7 +224,7 @@ class Client(Watching):
             # Making the call costs more than the caller should wait for.
             self._copier.soon(prefix.close)
 
-    def _open(self, wanted: Wanted, prompt: Prompt) -> Prefix:
+    def _open(self, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
         """The resident chunks. When a limit on leases is in the way, once more after ours are given back."""
         session, name = self._ready(wanted.spec)
         try:
@@ -224,7 +234,7 @@ class Client(Watching):
             session.settle_releases(self._timeout_s)
             return self._open_in(session, name, wanted, prompt)
 
-    def _open_in(self, session: Session, name: bytes, wanted: Wanted, prompt: Prompt) -> Prefix:
+    def _open_in(self, session: AnySession, name: bytes, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
         """The resident chunks, and the partial tail after them when one matches."""
         digests = prompt.digests
         prefix = open_prefix(session, wanted, name, digests, prompt.exactness, self._timeout_s)
@@ -237,7 +247,7 @@ class Client(Watching):
         return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], prompt.exactness, self._timeout_s)
 
     def _gather(
-        self, wanted: Wanted, prefix: Prefix | None, reason: MissReason, given: list[Any] | Pages | None
+        self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: list[Any] | Pages | None
     ) -> FetchedKV:  # fmt: skip
         count = prefix.token_count if prefix else 0
         target = target_of(wanted, count, given)
@@ -285,7 +295,7 @@ class Client(Watching):
     def _stream(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> LayerStream:
         return self._layers_of(self._open(wanted, prompt), wanted, given)
 
-    def _layers_of(self, prefix: Prefix, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
+    def _layers_of(self, prefix: AnyPrefix, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
         try:
             target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
         except BaseException:
@@ -321,7 +331,7 @@ class Client(Watching):
 
         def run() -> Receipt:
             session, name = self._ready(spec)
-            store = Store(session, session.staging, source, self._copier, self.faults, self._timeout_s)
+            store = store_of(session, source, self._copier, self.faults, self._timeout_s)
             store.stage(name, prompt)
             settle = None if durability is Durability.MEMORY else self._means().settle(prompt, source.hidden_layers)
             return Receipt(self._committer.submit(store.commit), settle)

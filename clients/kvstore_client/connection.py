@@ -7,7 +7,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
@@ -16,8 +15,8 @@ from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_to_message
-from kvstore_client.session import Session
-from kvstore_client.staging import StagingPool
+from kvstore_client.prefix import AnySession
+from kvstore_client.remote.place import Place
 
 RECONNECT_INTERVAL_S = 0.5
 _GONE = (Unavailable, Unauthenticated, DeadlineExceeded)
@@ -25,34 +24,22 @@ _log = logging.getLogger("kvstore.client")
 Result = TypeVar("Result")
 
 
-def default_socket() -> Path:
-    """$KVSTORE_SOCKET, else the sidecar's default for this user."""
-    named = os.environ.get("KVSTORE_SOCKET")
-    if named:
-        return Path(named.removeprefix("unix://"))
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime) / "kvstore" / "kvstore.sock"
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "kvstore" / "run" / "kvstore.sock"
-
-
 class Connection:
-    """The session to one socket. Safe to share between threads; a forked child gets a session of its own."""
+    """The session to one place. Safe to share between threads; a forked child gets a session of its own."""
 
-    def __init__(self, path: Path, clock: Clock, timeout_s: float) -> None:
-        self._path = path
+    def __init__(self, place: Place, clock: Clock, timeout_s: float) -> None:
+        self.place = place
         self._clock = clock
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._session: Session | None = None
+        self._session: AnySession | None = None
         self._retry_at_s = 0.0
         self._has_warned = False
         self._is_closed = False
         self.counters: Counter[str] = Counter()
 
-    def session(self) -> Session:
+    def session(self) -> AnySession:
         """The live session, connecting if there is none. Raises Unavailable, at once while backing off."""
         if self._pid != os.getpid():
             self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
@@ -63,17 +50,15 @@ class Connection:
                 return self._session
             now = self._clock.monotonic()
             if now < self._retry_at_s:
-                raise Unavailable(f"the sidecar at {self._path} is gone; trying again soon")
+                raise Unavailable(f"the sidecar at {self.place} is gone; trying again soon")
             self._retry_at_s = now + RECONNECT_INTERVAL_S
-            session = Session(self._path)
-            session.staging = StagingPool(session)
-            self._session = session
+            self._session = session = self.place.open(self._timeout_s)
             self._retry_at_s = 0.0
             self.counters["sessions"] += 1
             self._has_warned = False
             return session
 
-    def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+    def ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
         """A session that knows the model, and the model's name there."""
         session = self.session()
         name = fingerprint(spec, spec.kind)

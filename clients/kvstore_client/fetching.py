@@ -13,11 +13,12 @@ from kvstore.errors import DataLoss, DeadlineExceeded
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
 from kvstore_client.copying import Copier, wait_all
-from kvstore_client.prefix import ChunkRun, Prefix, open_prefix, runs_of
+from kvstore_client.prefix import AnyPrefix, ChunkRun, Prefix, open_prefix, runs_of
+from kvstore_client.remote.fetching import RemoteLanding, RemotePrefix
 from kvstore_client.target import AnyTarget
 from kvstore_client.wanted import Wanted
 
-__all__ = ["FetchedKV", "LayerStream", "Prefix", "Wanted", "copy_all", "open_prefix", "runs_of"]
+__all__ = ["AnyPrefix", "FetchedKV", "LayerStream", "Prefix", "Wanted", "copy_all", "open_prefix", "runs_of"]
 
 _log = logging.getLogger("kvstore.client")
 
@@ -36,11 +37,11 @@ class FetchedKV(list[Any]):
     hidden: dict[int, Any]
 
 
-def copy_all(prefix: Prefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
+def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
     bad: set[int] = set()
-    if prefix.is_arriving:
-        landing = Landing(prefix, target, copier, faults, bad)
+    if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
+        landing = landing_of(prefix, target, copier, faults, bad, _nothing, timeout_s)
         while landing.is_waiting and landing.advance():
             pass
         landing.finish(timeout_s)
@@ -53,7 +54,7 @@ def copy_all(prefix: Prefix, target: AnyTarget, copier: Copier, faults: FaultPoi
     return _settled(prefix, bad)
 
 
-def _settled(prefix: Prefix, bad: set[int]) -> int:
+def _settled(prefix: AnyPrefix, bad: set[int]) -> int:
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
     return prefix.settle(bad)
@@ -69,7 +70,7 @@ class Landing:
         copier: Copier,
         faults: FaultPoints,
         bad: set[int],
-        on_copied: Callable[[], None] = lambda: None,
+        on_copied: Callable[[], None],
     ) -> None:
         self._prefix = prefix
         self._on_copied = on_copied
@@ -125,6 +126,20 @@ class Landing:
         wait_all([future for layer in self.layers for future in layer] + self._hidden, timeout_s)
 
 
+def landing_of(
+    prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, bad: set[int],
+    on_copied: Callable[[], None], timeout_s: float,
+) -> Landing | RemoteLanding:  # fmt: skip
+    """The copies of a prefix that is still coming, by whichever plane."""
+    if isinstance(prefix, RemotePrefix):
+        return RemoteLanding(prefix, target, copier, faults, bad, on_copied, timeout_s)
+    return Landing(prefix, target, copier, faults, bad, on_copied)
+
+
+def _nothing() -> None:
+    return None
+
+
 def _each(work: Sequence[Callable[[], None]]) -> None:
     for copy in work:
         copy()
@@ -140,7 +155,7 @@ class LayerStream:
 
     def __init__(
         self,
-        prefix: Prefix | None,
+        prefix: AnyPrefix | None,
         target: AnyTarget | None,
         copier: Copier,
         faults: FaultPoints,
@@ -170,7 +185,7 @@ class LayerStream:
         dtype = prefix.wanted.spec.cache_dtype
         bad: set[int] = set()
         # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
-        landing = Landing(prefix, target, self._copier, self._faults, bad, self._landed)
+        landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed, self._timeout_s)
         try:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():
@@ -191,7 +206,7 @@ class LayerStream:
             wait(running, self._timeout_s)
             self.close()
 
-    def _await_commit(self, prefix: Prefix, landing: Landing, bad: set[int]) -> None:
+    def _await_commit(self, prefix: AnyPrefix, landing: Landing | RemoteLanding, bad: set[int]) -> None:
         """Layers of a store in flight count once it is committed."""
         if not prefix.is_provisional:
             return

@@ -16,6 +16,7 @@ from kvstore.seams import FaultPoints
 from kvstore_client.arrays import is_tensor, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.prefix import ChunkRun
+from kvstore_client.remote.fetching import Strips
 from kvstore_client.wanted import Wanted
 
 AXES = ("kv", "page", "slot", "head", "dim")
@@ -169,6 +170,18 @@ class PagedTarget:
                 heads = slice(None) if layout.blocked else slice(wanted.head_start, wanted.head_stop)
                 for part in slab_parts(layout, index, chunk.slab(index)):
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
+
+    def copy_strips(self, position: int, strips: Strips) -> None:
+        """Copy strips of one wanted layer, as a message brought them."""
+        chunk = strips.chunk
+        layout = chunk.layout
+        head = 0 if layout.blocked else strips.first - self._wanted.head_start
+        for part in slab_parts(layout, strips.slab, strips.memory, first=strips.first, stop=strips.stop):
+            plane = self._pages.planes[position][part.which][:, :, head : head + part.array.shape[1]]
+            self._put(plane, raw(part.array[0]), chunk.token_start + part.token_start)
+
+    def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
+        raise AssertionError("no hidden states go into pages")
 
     def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
         raise AssertionError("no hidden states go into pages")

@@ -19,6 +19,8 @@ from kvstore.keys import fingerprint
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
 from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.remote.fetching import RemotePrefix, open_remote
+from kvstore_client.remote.session import RemoteSession
 from kvstore_client.session import Session
 from kvstore_client.wanted import Wanted
 
@@ -329,10 +331,14 @@ class Prefix:
         self.session.release(lease_id)
 
 
+AnySession = Session | RemoteSession
+AnyPrefix = Prefix | RemotePrefix
+
+
 def open_prefix(
-    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
+    session: AnySession, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
     ticket: bytes = b"",
-) -> Prefix:  # fmt: skip
+) -> AnyPrefix:  # fmt: skip
     """Ask for the resident prefix of a chain, or redeem a ticket for all of it. Raises the typed error of a failed
     call."""
     query = pb.ChainQuery(
@@ -343,6 +349,8 @@ def open_prefix(
     )
     layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
     request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)
+    if isinstance(session, RemoteSession):
+        return open_remote(session, wanted, request, digests, timeout_s)
     try:
         stream = session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata)
         response = next(stream)

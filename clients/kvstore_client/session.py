@@ -15,7 +15,6 @@ import os
 import socket
 import threading
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_sta
 from kvstore.seams.memory import Bytes, map_read_only, map_writable, populate_read
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1alpha import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
-from kvstore.wire import METADATA_ERROR, METADATA_SESSION
+from kvstore.wire import METADATA_SESSION
 from kvstore_client.arrays import readable
+from kvstore_client.calls import Calls
 
 PROTOCOL_VERSION = 1
 CONNECT_TIMEOUT_S = 5.0
 PACKET_BYTES_MAX = 65536
 POPULATE_BYTES = 16 << 20
-RELEASES_KEPT = 256
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
@@ -44,24 +43,22 @@ _CHANNEL_OPTIONS = (
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class Session:
+class Session(Calls):
     """A connected session. Methods raise Unavailable once it has ended.
 
     Raises: Unavailable when nobody listens; PermissionDenied, Exhausted, InvalidRequest as the server says.
     """
 
+    plane = "local"
+
     def __init__(self, socket_path: Path) -> None:
-        self.pid = os.getpid()
-        self.ended = threading.Event()
+        super().__init__()
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._replies: list[tuple[dict[str, Any], list[int]]] = []
         self._arrived = threading.Condition()
         self._maps: list[mmap.mmap] = []
         self._regions: dict[int, Bytes] = {}
-        self.models: set[bytes] = set()
-        self.staging: Any = None
-        self.releasing: deque[Any] = deque(maxlen=RELEASES_KEPT)
         self._socket = self._connect(socket_path.with_name("data.sock"))
         try:
             welcome, descriptors = self._exchange_now({"op": "hello", "version": PROTOCOL_VERSION})
@@ -202,10 +199,6 @@ class Session:
 
     # ------------------------------------------------------------ end
 
-    @property
-    def is_usable(self) -> bool:
-        return not self.ended.is_set() and self.pid == os.getpid()
-
     def close(self) -> None:
         """End the session. Mappings go with the last copy that uses them. Idempotent."""
         if self.ended.is_set() or self.pid != os.getpid():
@@ -234,31 +227,6 @@ class Session:
                 self.releasing.append(self.cache.Release.future(request, timeout=10.0, metadata=self.metadata))
             except ValueError:
                 return  # the channel was closed: the lease ended with the session
-
-    def settle_releases(self, timeout_s: float) -> None:
-        """Wait until the leases given back so far are."""
-        for future in list(self.releasing):
-            try:
-                future.result(timeout_s)
-            except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                continue
-
-    def call(self, method: Any, request: Any, timeout_s: float) -> Any:
-        """A unary call. Raises the typed error its status means."""
-        try:
-            return method(request, timeout=timeout_s, metadata=self.metadata)
-        except grpc.RpcError as error:
-            raise self.translated(error) from error
-        except ValueError as error:
-            raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
-
-    @staticmethod
-    def translated(error: grpc.RpcError) -> KVStoreError:
-        fields: dict[str, Any] = {}
-        for key, value in error.trailing_metadata() or ():
-            if key == METADATA_ERROR:
-                fields = json.loads(value)
-        return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
 
 
 def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:

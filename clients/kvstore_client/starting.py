@@ -13,8 +13,8 @@ from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
+from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
-from kvstore_client.session import Session
 from kvstore_client.storing import reserve_request, settled
 from kvstore_client.transfer import cut
 from kvstore_client.wanted import Wanted
@@ -32,7 +32,7 @@ class Means:
     """What a client lends to its stores. ``ready`` gives the session that knows a model, and the model's name."""
 
     connection: Connection
-    ready: Callable[[ModelSpec], tuple[Session, bytes]]
+    ready: Callable[[ModelSpec], tuple[AnySession, bytes]]
     copier: Copier
     committer: Workers
     timeout_s: float
@@ -58,7 +58,7 @@ class Means:
             raise InvalidRequest("tokens is empty: there is nothing to store")
         hidden = Wanted.of(prompt.spec, (), None, hidden_layers, False).hidden_layers
 
-        def ask(session: Session, name: bytes) -> pb.StoreResponse:
+        def ask(session: AnySession, name: bytes) -> pb.StoreResponse:
             reply: pb.StoreResponse = session.call(
                 session.cache.Store, reserve_request(name, prompt, hidden, shards), self.timeout_s
             )
@@ -83,7 +83,7 @@ class Means:
         if not 0 < shard < plan.shards:
             raise InvalidRequest(f"shard {shard} must be in 1..{plan.shards - 1}: shard 0 is who started the store")
 
-        def ask(session: Session, name: bytes) -> pb.StoreResponse:
+        def ask(session: AnySession, name: bytes) -> pb.StoreResponse:
             request = pb.StoreRequest(join=pb.Join(ticket=held.ticket, fingerprint=name))
             reply: pb.StoreResponse = session.call(session.cache.Store, request, self.timeout_s)
             return reply
@@ -92,7 +92,7 @@ class Means:
 
     def _writer(
         self, plan: Plan, shard: int, prompt: Prompt, durability: Durability | None,
-        ask: Callable[[Session, bytes], pb.StoreResponse],
+        ask: Callable[[AnySession, bytes], pb.StoreResponse],
     ) -> StoreWriter:  # fmt: skip
         def begin() -> StoreWriter:
             session, name = self.ready(prompt.spec)

@@ -14,9 +14,9 @@ from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
+from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
-from kvstore_client.session import Session
-from kvstore_client.staging import Run, StagingPool
+from kvstore_client.staging import Run
 
 UNIT_BYTES_MAX = 64 << 20
 """A chunk larger than this is staged in runs of slabs."""
@@ -112,8 +112,8 @@ class Store:
 
     def __init__(
         self,
-        session: Session,
-        pool: StagingPool,
+        session: AnySession,
+        pool: Any,
         source: Source,
         copier: Copier,
         faults: FaultPoints,
@@ -260,7 +260,7 @@ def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...],
 
 
 def settled(
-    session: Session, name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, wait_s: float,
+    session: AnySession, name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, wait_s: float,
     timeout_s: float,
 ) -> tuple[Durability, str, bool]:  # fmt: skip
     """What a stored prefix has reached, asked of the sidecar, which waits for the device at most ``wait_s``."""

@@ -15,6 +15,7 @@ from kvstore_client.arrays import carve, checked, destination, presented, settle
 from kvstore_client.copying import copy, plane_run, raw
 from kvstore_client.paged import Paged, PagedTarget, Pages
 from kvstore_client.prefix import ChunkRun
+from kvstore_client.remote.fetching import Strips
 from kvstore_client.wanted import Wanted
 
 ALIGNMENT = 64
@@ -54,6 +55,21 @@ class Target:
     def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
         for run in runs:
             self._copy_run(run, 0, [self._raw_hidden[layer]], bad)
+
+    def copy_strips(self, position: int, strips: Strips) -> None:
+        """Copy strips of one requested layer, as a message brought them."""
+        self._copy_strips(self._raw[2 * position : 2 * position + 2], strips)
+
+    def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
+        self._copy_strips([self._raw_hidden[layer]], strips)
+
+    def _copy_strips(self, planes: list[Any], strips: Strips) -> None:
+        chunk = strips.chunk
+        layout = chunk.layout
+        head = 0 if layout.blocked else strips.first - self._wanted.head_start
+        for part in slab_parts(layout, strips.slab, strips.memory, first=strips.first, stop=strips.stop):
+            target = plane_run(planes[part.which], chunk.token_start, layout.token_count, 1, part)
+            copy(target[:, head : head + part.array.shape[1]], raw(part.array))
 
     def _copy_run(self, run: ChunkRun, index: int, planes: list[Any], bad: set[int]) -> None:
         wanted, first = self._wanted, run.chunks[0]

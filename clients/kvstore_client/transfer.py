@@ -11,8 +11,8 @@ from kvstore.keys import DIGEST_BYTES
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
-from kvstore_client.fetching import LayerStream, Prefix, Wanted, open_prefix
-from kvstore_client.session import Session
+from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
+from kvstore_client.prefix import AnySession
 from kvstore_client.writer import COMMIT_S_MAX
 
 
@@ -48,7 +48,7 @@ class Held:
         self.token_count = int(message.token_count)
 
 
-def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> Prefix:
+def open_held(session: AnySession, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> AnyPrefix:
     """What a ticket holds. A store that was committed meanwhile is fetched like any other."""
     if held.is_store:
         try:

@@ -18,8 +18,10 @@ from kvstore_client.arrays import checked
 from kvstore_client.copying import Copier
 from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
 from kvstore_client.paged import Paged, Pages
+from kvstore_client.prefix import AnySession
 from kvstore_client.receipt import Receipt
-from kvstore_client.session import Session
+from kvstore_client.remote.session import RemoteSession
+from kvstore_client.remote.staging import PrivatePool, send_fills
 from kvstore_client.staging import Run, StagingPool
 from kvstore_client.wanted import Wanted
 
@@ -74,7 +76,7 @@ class StoreWriter:
     """
 
     def __init__(
-        self, session: Session | None, plan: Plan, shard: int, copier: Copier, committer: Workers,
+        self, session: AnySession | None, plan: Plan, shard: int, copier: Copier, committer: Workers,
         settle: Settle | None, timeout_s: float, failure: str = "",
     ) -> None:  # fmt: skip
         self._session = session
@@ -174,9 +176,9 @@ class StoreWriter:
         return pile
 
     @property
-    def _pool(self) -> StagingPool:
+    def _pool(self) -> StagingPool | PrivatePool:
         assert self._session is not None
-        pool: StagingPool = self._session.staging
+        pool: StagingPool | PrivatePool = self._session.staging
         return pool
 
     def _take(self, byte_count: int) -> Run | None:
@@ -230,9 +232,8 @@ class StoreWriter:
 
     def _send(self, piles: list[Pile]) -> None:
         if not self._failure:
-            step = pb.FillStrips(reservation_id=self._plan.reservation_id, fills=[pile.fill() for pile in piles])
             try:
-                self._call(pb.StoreRequest(fill=step))
+                self._fill([pile.fill() for pile in piles], [pile.run for pile in piles])
             except InvalidRequest as error:  # nothing was read: the store has ended
                 self._fail(error.message)
             except KVStoreError as error:
@@ -240,6 +241,14 @@ class StoreWriter:
                 return  # the server may still read that staging: it is given back with the session
         for pile in piles:
             self._pool.give_back(pile.run)
+
+    def _fill(self, fills: list[pb.Fill], runs: list[Run]) -> None:
+        """Returns when nothing of the runs is needed any more."""
+        if isinstance(self._session, RemoteSession):
+            send_fills(self._session, self._plan.reservation_id, fills, runs, self._timeout_s)
+        else:
+            step = pb.FillStrips(reservation_id=self._plan.reservation_id, fills=fills)
+            self._call(pb.StoreRequest(fill=step))
 
     def _settled(self, sent: Future[None]) -> None:
         try:

@@ -15,23 +15,41 @@ from typing import Self
 from kvstore.errors import Unavailable
 
 START_TIMEOUT_S = 20.0
+TOKEN = "the-token-of-a-sidecar-of-ones-own"  # noqa: S105 - guards a loopback port of a test or a benchmark
 
 
 class Sidecar:
     """Started on entry, stopped (SIGTERM) on exit; its directory goes with it. ``nvme``: the size of its device tier,
     like "1 GiB"; off by default, so that what is measured or tested is memory alone. ``environment`` may be changed
-    between a stop and the next start."""
+    between a stop and the next start. ``plane``: "remote" has it listen on TCP, too, and ``address`` is that one; its
+    token is TOKEN."""
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0") -> None:
+    def __init__(
+        self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0", plane: str = "local"
+    ) -> None:
         self._arguments = (*arguments, "--nvme", nvme)
         self.environment = environment
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
         self.process: subprocess.Popen[str] | None = None
         self._account = -1
+        self.plane = plane
+        self.tcp_address = "127.0.0.1:0"
 
     @property
     def address(self) -> str:
+        return self.socket_address if self.plane == "local" else self.tcp_address
+
+    @property
+    def socket_address(self) -> str:
         return f"unix://{self.directory}/run/kvstore.sock"
+
+    def _environment(self) -> dict[str, str] | None:
+        if self.plane == "local":
+            return self.environment
+        tokens = self.directory / "tokens"
+        tokens.write_text(TOKEN)
+        own = {"KVSTORE__REMOTE__ADDRESS": self.tcp_address, "KVSTORE__REMOTE__TOKEN_FILE": str(tokens)}
+        return {**(os.environ if self.environment is None else self.environment), **own}
 
     @property
     def pid(self) -> int:
@@ -45,7 +63,7 @@ class Sidecar:
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
         with log.open("a") as stream:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self.environment
+                command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self._environment()
             )
         self._open_account()
         assert self.process.stdout is not None
@@ -53,6 +71,8 @@ class Sidecar:
         if "ready" not in line:
             self.process.wait(START_TIMEOUT_S)
             raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}")
+        if self.plane == "remote":
+            self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart has the same
 
     def _open_account(self) -> None:
         """The kernel's I/O account of the process: opened before the process makes itself unreadable."""
@@ -75,7 +95,7 @@ class Sidecar:
         from kvstore_client import connect
 
         until = time.monotonic() + timeout_s
-        with connect(self.address) as client:
+        with connect(self.socket_address) as client:
             while time.monotonic() < until:
                 arena = client.stats().arena
                 if arena.prefaulted_bytes >= arena.capacity_bytes:

@@ -85,8 +85,8 @@ def test_use_after_free_is_a_miss() -> None:
             assert_right_or_missing(fetched, kv)
 
 
-def test_a_leased_chunk_is_not_evicted(own_sidecar: Sidecar) -> None:
-    with connect(own_sidecar.address) as client, connect(own_sidecar.address) as other:
+def test_a_leased_chunk_is_not_evicted(local_sidecar: Sidecar) -> None:
+    with connect(local_sidecar.address) as client, connect(local_sidecar.address) as other:
         tokens, kv = large_cache(1)
         client.store(large_spec(), tokens, kv).wait()
         pause = Pause(client)
@@ -156,9 +156,9 @@ def test_connecting_to_nobody_names_the_remedy(tmp_path: Any) -> None:
     client.close()
 
 
-def test_the_mappings_go_with_the_server(own_sidecar: Sidecar) -> None:
+def test_the_mappings_go_with_the_server(local_sidecar: Sidecar) -> None:
     """A restart must not double the node's memory: nobody keeps the dead server's regions mapped."""
-    client = connect(own_sidecar.address)
+    client = connect(local_sidecar.address)
     tokens, kv = large_cache(5)
     client.store(large_spec(), tokens, kv).wait()
     assert client.fetch(large_spec(), tokens).token_count == tokens.size
@@ -168,7 +168,7 @@ def test_the_mappings_go_with_the_server(own_sidecar: Sidecar) -> None:
             return any("memfd:kvstore-" in line for line in maps)
 
     assert mapped()
-    own_sidecar.stop(kill=True)
+    local_sidecar.stop(kill=True)
     until(lambda: not mapped())
     client.close()
 
@@ -205,10 +205,10 @@ client.close()
         until(lambda: client.stats().sessions.session_count == 1)
 
 
-def test_scribbling_on_staging_changes_nothing_committed(own_sidecar: Sidecar) -> None:
+def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar) -> None:
     """A thread writes all over staging during and after the commit. What is served has the checksums it was
     committed with, and does not change any more."""
-    with connect(own_sidecar.address) as client, connect(own_sidecar.address) as reader:
+    with connect(local_sidecar.address) as client, connect(local_sidecar.address) as reader:
         tokens, kv = large_cache(6)
         client.store(large_spec(), tokens[:512], [(k[:, :512], v[:, :512]) for k, v in kv]).wait()
         segments = list(client.connect_now().staging._segments.values())
@@ -288,9 +288,9 @@ client.fetch(large_spec(), tokens)
         assert client.store(large_spec(), tokens, kv).wait(10.0) is Durability.MEMORY
 
 
-def test_a_damaged_arena_is_noticed_by_verify(own_sidecar: Sidecar) -> None:
+def test_a_damaged_arena_is_noticed_by_verify(local_sidecar: Sidecar) -> None:
     """A flipped bit in a region's mapping, as bad memory would have it: never bytes."""
-    with connect(own_sidecar.address) as client:
+    with connect(local_sidecar.address) as client:
         tokens, kv = large_cache(9)
         client.store(large_spec(), tokens, kv).wait()
         session = client.connect_now()
@@ -305,9 +305,9 @@ def test_a_damaged_arena_is_noticed_by_verify(own_sidecar: Sidecar) -> None:
 
 
 @pytest.mark.parametrize("what", ["extents", "headers", "generation", "slot", "region"])
-def test_a_confused_answer_is_a_miss(own_sidecar: Sidecar, what: str) -> None:
+def test_a_confused_answer_is_a_miss(local_sidecar: Sidecar, what: str) -> None:
     """A server that named the wrong place, as a bug of ours would: the client believes headers and generations."""
-    with connect(own_sidecar.address) as client:
+    with connect(local_sidecar.address) as client:
         tokens, kv = large_cache(10)
         client.store(large_spec(), tokens, kv).wait()
         session = client.connect_now()

@@ -24,6 +24,7 @@ LAYERS = range(SPEC.layer_count)
 
 @pytest.fixture(scope="module")
 def sidecar() -> Any:
+    """Local: the remote plane sends what can be checked, so what is committed."""
     with Sidecar("--capacity", "64 MiB") as running:
         yield running
 
@@ -223,3 +224,24 @@ def test_a_store_that_never_ends_is_ended() -> None:
         with pytest.raises(KVStoreError):
             transfer.wait(30.0)
         assert writer.commit().stored_token_count == 0
+
+
+def test_by_the_remote_plane_layers_come_with_the_commit() -> None:
+    tokens, cache = fresh()
+    with Sidecar("--capacity", "32 MiB", plane="remote") as sidecar:
+        with connect(sidecar.address) as prefill, connect(sidecar.address) as decode:
+            into = room()
+            with prefill.start_store(SPEC, tokens) as writer:
+                transfer = decode.start_fetch(writer.ticket, into=into)
+                for layer in LAYERS:
+                    writer.put_layer(layer, cache[layer])
+                assert transfer.poll() == 0
+                assert writer.commit().stored_token_count == COUNT
+            transfer.wait(10.0)
+            for layer in LAYERS:
+                assert_layer(into, cache, layer)
+            aborted = prefill.start_store(SPEC, fresh()[0])
+            transfer = decode.start_fetch(aborted.ticket, into=into)
+            aborted.abort()
+            with pytest.raises(KVStoreError):
+                transfer.wait(10.0)

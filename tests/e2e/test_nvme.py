@@ -23,11 +23,11 @@ def same(fetched, cache, count: int) -> bool:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("encoding", "write"), [("raw", "back"), ("lz4", "through")])
-def test_local_survives_kill_and_a_clean_stop(encoding: str, write: str) -> None:
+def test_local_survives_kill_and_a_clean_stop(plane: str, encoding: str, write: str) -> None:
     settings = {"KVSTORE__TIERS__NVME__ENCODING": encoding, "KVSTORE__TIERS__NVME__WRITE": write}
     tokens, cache = tokens_of(100), random_cache(SPEC, 100)
     hidden = {1: np.arange(3200, dtype=np.uint16).reshape(100, 32)}
-    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment={**os.environ, **settings}) as sidecar:
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment={**os.environ, **settings}, plane=plane) as sidecar:
         with connect(sidecar.address) as client:
             receipt = client.store(SPEC, tokens, cache, hidden=hidden)
             assert receipt.wait(10.0) is Durability.LOCAL
@@ -49,9 +49,9 @@ def test_local_survives_kill_and_a_clean_stop(encoding: str, write: str) -> None
                 assert same(again, cache, 100)
 
 
-def test_layers_stream_from_the_device() -> None:
+def test_layers_stream_from_the_device(plane: str) -> None:
     tokens, cache = tokens_of(64), random_cache(SPEC, 64)
-    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", plane=plane) as sidecar:
         with connect(sidecar.address) as client:
             assert client.store(SPEC, tokens, cache).wait(10.0) is Durability.LOCAL
         sidecar.stop(kill=True)

@@ -109,6 +109,7 @@ def test_mla_pages(sidecar: Sidecar) -> None:
     ],
 )
 def test_pages_that_do_not_fit_are_named(client: Client, change: dict[str, Any], words: str) -> None:
+    change = dict(change)  # each plane has its own
     layers = engine_pages("kv page slot head dim", 9, 16, change.pop("heads", 2), 8, pairs=False, tensor=False)
     if "dtype" in change:
         layers = [each.astype(change["dtype"]) for each in layers]

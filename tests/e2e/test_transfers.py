@@ -33,9 +33,9 @@ sys.stdout.buffer.write(b"".join(page.tobytes() for page in pages))
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["memory", "device"])
-def test_two_ranks_redeem_what_a_scheduler_holds(cold: bool) -> None:
+def test_two_ranks_redeem_what_a_scheduler_holds(plane: str, cold: bool) -> None:
     tokens, cache = tokens_of(COUNT), random_cache(SPEC, COUNT)
-    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", plane=plane) as sidecar:
         with connect(sidecar.address) as client:
             client.store(SPEC, tokens, cache).wait(10.0)
         if cold:

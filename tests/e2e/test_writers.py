@@ -21,12 +21,6 @@ STEP = SPEC.chunk_tokens
 COUNT = 5 * STEP + 7
 
 
-@pytest.fixture(scope="module")
-def sidecar() -> Any:
-    with Sidecar("--capacity", "64 MiB") as running:
-        yield running
-
-
 @pytest.fixture
 def client(sidecar: Sidecar) -> Any:
     with connect(sidecar.address) as connected:

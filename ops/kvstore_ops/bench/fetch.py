@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier, plane_run, raw
-from kvstore_client.fetching import Wanted, open_prefix, runs_of
+from kvstore_client.fetching import Prefix, Wanted, open_prefix, runs_of
 
 from kvstore.chunk import slab_parts
 from kvstore.keys import chain_digests, fingerprint
@@ -24,6 +24,7 @@ def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, An
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
+    assert isinstance(prefix, Prefix)
     pairs = []
     for layer in range(spec.layer_count):
         planes = [raw(plane) for plane in into[layer]]

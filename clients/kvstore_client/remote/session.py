@@ -1,0 +1,105 @@
+"""A remote session: a channel, and the stream whose end is the session's end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import grpc
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.seams.scheduler import start_thread
+from kvstore.v1alpha import admin_pb2_grpc, cache_pb2_grpc
+from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
+from kvstore_client.calls import Calls
+from kvstore_client.remote.staging import PrivatePool
+
+PROTOCOL_VERSION = 1
+SERVICE = "/kvstore.v1alpha.RemoteService/"
+MESSAGE_BYTES_MAX = 64 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    # A server that vanished without a word is noticed.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("SingleThreadedUnaryStream", 1),
+)
+
+
+class RemoteSession(Calls):
+    """A connected session. Raises: Unavailable when nobody answers or TLS fails, Unauthenticated for a wrong token."""
+
+    plane = "remote"
+    message_bytes: int
+    """How many bytes of data a message should carry."""
+
+    def __init__(self, address: str, token: str, credentials: Any, server_name: str, timeout_s: float) -> None:
+        super().__init__()
+        self._address = address
+        options = (*OPTIONS, *((("grpc.ssl_target_name_override", server_name),) if server_name else ()))
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options)
+        self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.fetch_bytes = self.channel.unary_stream(
+            SERVICE + "FetchBytes", rpb.FetchBytesRequest.SerializeToString, None
+        )
+        self.store_bytes = self.channel.stream_unary(SERVICE + "StoreBytes", None, rpb.StoreBytesResponse.FromString)
+        bearer = ((METADATA_TOKEN, f"Bearer {token}"),)
+        connect = self.channel.unary_stream(
+            SERVICE + "Connect", rpb.ConnectRequest.SerializeToString, rpb.ConnectResponse.FromString
+        )
+        self._opened = threading.Event()
+        self._welcome: rpb.ConnectResponse | None = None
+        self._failure: KVStoreError = Unavailable(f"{address} closed the session")
+        self._stream = connect(rpb.ConnectRequest(version=PROTOCOL_VERSION), metadata=bearer)
+        start_thread(self._watch, "kvstore-watch")
+        if not self._opened.wait(timeout_s):
+            self.close()
+            raise DeadlineExceeded(f"{address} did not open a session within {timeout_s} s")
+        if self._welcome is None:
+            self.close()
+            raise self._failure
+        self.metadata = (*bearer, (METADATA_SESSION, self._welcome.secret))
+        self.session_id, self.server_pid = self._welcome.session_id, self._welcome.server_pid
+        self.staging = PrivatePool()
+        self.message_bytes = int(self._welcome.message_bytes)
+
+    def _watch(self) -> None:
+        """Lives as long as the session's stream."""
+        try:
+            for message in self._stream:
+                self._welcome = self._welcome or message
+                self._opened.set()
+        except grpc.RpcError as error:
+            found = self.translated(error)
+            if isinstance(found, Unavailable):
+                found = Unavailable(
+                    f"no sidecar answers on {self._address} ({found.message}): start it with remote.address set, and "
+                    "see that tls= is what it expects"
+                )
+            self._failure = found
+        except ValueError:
+            pass  # the channel was closed before the stream began
+        finally:
+            self.close()
+            self._opened.set()
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        if self.ended.is_set() or self.pid != os.getpid():
+            return
+        self.ended.set()
+        self._stream.cancel()
+        self.channel.close()
+
+    def release(self, lease_id: int) -> None:
+        """The server gives a stream's lease back when the stream ends."""
