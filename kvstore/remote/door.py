@@ -73,6 +73,9 @@ class Door:
     def _register(self) -> None:
         for service, methods in FORWARDED.items():
             handlers = {name: self._unary(self._forward(f"/{PACKAGE}{service}/{name}"), name) for name in methods}
+            if service == "CacheService":
+                watch = guarded(self._forward_stream(f"/{PACKAGE}{service}/Watch"), "Watch", self._counters)
+                handlers["Watch"] = grpc.unary_stream_rpc_method_handler(watch)
             self._add(service, handlers)
         own = {
             "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
@@ -104,6 +107,22 @@ class Door:
             if path.endswith("/RegisterModel"):
                 node.note_model(request, reply)
             return reply
+
+        return forward
+
+    def _forward_stream(self, path: str) -> Callable[..., Awaitable[None]]:
+        """The same for a stream of small messages. Who reads it slowly is the sidecar's to deal with."""
+
+        async def forward(request: bytes, context: Context) -> None:
+            node, session = self._guard.session(context)
+            call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
+            try:
+                async for message in call:
+                    await context.write(message)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+            finally:
+                call.cancel()
 
         return forward
 

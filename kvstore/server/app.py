@@ -82,10 +82,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     controller = _controller(loaded, clock, workers, faults)
     arena = controller.arena
     sockets = settings.server.socket_directory
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    stopping, loop = _told_to_stop(), asyncio.get_running_loop()
     for name in (GRPC_SOCKET, DATA_SOCKET):
         claim_socket(sockets / name, disk)
     publisher = open_publisher(settings.events, controller, clock)
@@ -103,12 +100,10 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             await _report_healthy(health_service)
             os.chmod(sockets / GRPC_SOCKET, 0o600)
             await door.start()
-            for beside in (
-                prefault(arena, background, clock) if settings.arena.prefault else None, controller.run(),
-                publisher.run() if publisher is not None else None, door.watch(),
-            ):  # fmt: skip
-                if beside is not None:
-                    tasks.append(group.create_task(beside))
+            besides = [controller.run(), door.watch()]
+            besides += [publisher.run()] if publisher is not None else []
+            besides += [prefault(arena, background, clock)] if settings.arena.prefault else []
+            tasks += [group.create_task(each) for each in besides]
             _announce(loaded, page, controller.stats().nvme, door.address)
             await stopping.wait()
             _log.info("stopping")
@@ -137,6 +132,14 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
         for each in (workers, background, publisher, arena):
             if each is not None:
                 each.close()
+
+
+def _told_to_stop() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
 
 
 def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThreads, faults: FaultPoints) -> Controller:

@@ -148,7 +148,7 @@ def test_too_many_watchers_are_refused_with_the_setting() -> None:
 
 
 def test_the_command_prints_events_as_they_come(sidecar: Sidecar) -> None:
-    socket = sidecar.address.removeprefix("unix://")
+    socket = sidecar.socket_address.removeprefix("unix://")
     command = [sys.executable, "-m", "kvstore_ops.cli", "watch", "--socket", socket, "--json", "--count", "2"]
     with connect(sidecar.address) as client:
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
