@@ -154,17 +154,23 @@ class Door:
         node, session = self._guard.session(context)
         self._enter(session, context)
         sending = Sending(node, session, _parsed(rpb.FetchBytesRequest, request), self._message_bytes)
+        messages = sending.messages(context.time_remaining())
         try:
-            async for message in sending.messages(context.time_remaining()):
-                try:
-                    async with asyncio.timeout(self._stall_s):
-                        await context.write(message)
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"the reader took no message for {self._stall_s} s (remote.stall_s): its lease is given back"
-                    ) from None
+            message = await anext(messages, None)
+            while message is not None:  # the next one is made while this one leaves
+                _, message = await asyncio.gather(self._write(context, message), anext(messages, None))
         finally:
             await sending.close()
+
+    async def _write(self, context: Context, message: bytes) -> None:
+        """Raises DeadlineExceeded for a reader that does not take it."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the reader took no message for {self._stall_s} s (remote.stall_s): its lease is given back"
+            ) from None
 
     async def _store(self, _requests: Any, context: Context) -> bytes:
         """Strips of a reservation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvstore.units import split_address
 START_TIMEOUT_S = 30.0
 RESTART_PAUSE_S = 1.0
 STOP_TIMEOUT_S = 5.0
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+"""Messages are as large as what the C library gives back to the kernel at once, to fault it in anew for the next."""
 _log = logging.getLogger("kvstore.remote")
 
 
@@ -38,7 +41,9 @@ class RemoteDoor:
             return
         command = [sys.executable, "-m", "kvstore.remote"]
         pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        self._process = process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env={**ALLOCATOR, **os.environ}
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps({**self._orders, "address": self.address}).encode() + b"\n")
