@@ -177,8 +177,7 @@ class PagedTarget:
         layout = chunk.layout
         head = 0 if layout.blocked else strips.first - self._wanted.head_start
         for part in slab_parts(layout, strips.slab, strips.memory, first=strips.first, stop=strips.stop):
-            plane = self._pages.planes[position][part.which][:, :, head : head + part.array.shape[1]]
-            self._put(plane, raw(part.array[0]), chunk.token_start + part.token_start)
+            self._put(position, part.which, part.array[0], chunk.token_start + part.token_start, head)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
         raise AssertionError("no hidden states go into pages")
@@ -186,9 +185,9 @@ class PagedTarget:
     def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
         raise AssertionError("no hidden states go into pages")
 
-    def _put(self, position: int, which: int, strips: NDArray[Any], token: int) -> None:
-        """Tokens from ``token`` on, [heads, tokens, dim], into one plane. Whole pages go in one call: numpy's indexed
-        assignment moves three times what a call per page does, and lets other threads run."""
+    def _put(self, position: int, which: int, strips: NDArray[Any], token: int, head: int = 0) -> None:
+        """Tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in one
+        call: numpy's indexed assignment moves three times what a call per page does, and lets other threads run."""
         pages, stop = self._pages, token + strips.shape[1]
         array = pages.arrays[position][which]
         cut = pages.whole_pages if array is not None else pages.pieces_only
@@ -198,8 +197,9 @@ class PagedTarget:
             count = len(numbers) * pages.page_size
             source = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
             shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
-            array[numbers] = shaped  # type: ignore[index]
-        plane, tensor = pages.planes[position][which], raw(strips) if rest else None
+            array[:, :, head : head + heads][numbers] = shaped  # type: ignore[index]
+        plane = pages.planes[position][which][:, :, head : head + heads]
+        tensor = raw(strips) if rest else None
         for piece in rest:
             source = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
             copy(pages.place(plane, piece), pages.shaped(source, piece))

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore_client import Paged
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier
-from kvstore_client.fetching import Wanted, open_prefix
+from kvstore_client.fetching import Prefix, Wanted, open_prefix
 from kvstore_client.paged import PagedTarget, Pages
 
 from kvstore.keys import chain_digests, fingerprint
@@ -25,6 +25,7 @@ def paged_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[C
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
+    assert isinstance(prefix, Prefix)
     runs, target = prefix.runs(0), PagedTarget(wanted, Pages(wanted, paged), len(tokens))
     prefix.close()
     faults, bad = FaultPoints(), set[int]()
