@@ -14,6 +14,8 @@ from kvstore_client.fetching import FetchedKV
 from kvstore_client.match import Match
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
+from kvstore_client.transfer import Transfer
+from kvstore_client.writer import StoreWriter
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
@@ -41,41 +43,58 @@ class AsyncClient:
         self.client = client
         self._threads = threads
 
-    async def _run(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """A blocking call, of a transfer or a writer, without blocking the loop."""
         return await asyncio.wrap_future(self._threads.submit(lambda: function(*args, **options)))
 
     async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
         """See ``Client.lookup``."""
-        return await self._run(self.client.lookup, spec, tokens, **options)
+        return await self.call(self.client.lookup, spec, tokens, **options)
 
     async def fetch(self, spec: ModelSpec, tokens: Any, **options: Any) -> FetchedKV:
         """See ``Client.fetch``."""
-        return await self._run(self.client.fetch, spec, tokens, **options)
+        return await self.call(self.client.fetch, spec, tokens, **options)
 
     async def fetch_layers(
         self, spec: ModelSpec, tokens: Any, **options: Any
     ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
         """See ``Client.fetch_layers``."""
-        stream = await self._run(self.client.fetch_layers, spec, tokens, **options)
+        stream = await self.call(self.client.fetch_layers, spec, tokens, **options)
         layers = iter(stream)
         try:
-            while (item := await self._run(next, layers, _END)) is not _END:
+            while (item := await self.call(next, layers, _END)) is not _END:
                 yield item
         finally:
-            await self._run(layers.close)  # type: ignore[attr-defined]  # a generator's iterator
+            await self.call(layers.close)  # type: ignore[attr-defined]  # a generator's iterator
             stream.close()
 
     async def store(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
-        return await self._run(self.client.store, spec, tokens, kv, **options)
+        return await self.call(self.client.store, spec, tokens, kv, **options)
 
     async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
         """``receipt.wait`` without blocking the loop."""
-        return await self._run(receipt.wait, timeout)
+        return await self.call(receipt.wait, timeout)
+
+    async def start_fetch(self, ticket: bytes, **options: Any) -> Transfer:
+        """See ``Client.start_fetch``. Await ``call(transfer.wait_layer, 0)`` and the like."""
+        return await self.call(self.client.start_fetch, ticket, **options)
+
+    async def release_ticket(self, ticket: bytes | None) -> None:
+        """See ``Client.release_ticket``."""
+        await self.call(self.client.release_ticket, ticket)
+
+    async def start_store(self, spec: ModelSpec, tokens: Any, **options: Any) -> StoreWriter:
+        """See ``Client.start_store``. Await ``call(writer.put_layer, 0, kv)`` and the like."""
+        return await self.call(self.client.start_store, spec, tokens, **options)
+
+    async def join_store(self, ticket: bytes, shard: int, **options: Any) -> StoreWriter:
+        """See ``Client.join_store``."""
+        return await self.call(self.client.join_store, ticket, shard, **options)
 
     async def stats(self) -> admin_pb2.StatsResponse:
         """See ``Client.stats``."""
-        return await self._run(self.client.stats)
+        return await self.call(self.client.stats)
 
     async def aclose(self) -> None:
         """End the session. Idempotent."""

@@ -214,6 +214,19 @@ async def test_asyncio(sidecar: Sidecar) -> None:
         assert [layer async for layer, _ in client.fetch_layers(spec, tokens)] == [0, 1]
         assert (await client.stats()).arena.chunk_count
 
+        other = tokens_of(40, seed=901)
+        writer = await client.start_store(spec, other)
+        into = [tuple(np.zeros_like(bits(each)) for each in pair) for pair in kv]
+        transfer = await client.start_fetch(writer.ticket, into=into)
+        for layer, pair in enumerate(kv):
+            await client.call(writer.put_layer, layer, pair)
+        await client.wait(writer.commit())
+        await client.call(transfer.wait_layer, 0, 10.0)
+        await client.call(transfer.wait, 10.0)
+        assert_same(into, kv, [0, 1], 40)
+        match = await client.lookup(spec, other, hold=True)
+        await client.release_ticket(match.ticket)
+
 
 def test_a_client_needs_no_torch(sidecar: Sidecar) -> None:
     import subprocess
