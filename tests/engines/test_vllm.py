@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +58,8 @@ class Engine:
     """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
 
     def __init__(self, address: str, spec: ModelSpec = SPEC, load: str = "async", **options: Any) -> None:
-        self.clients = [connect(address), connect(address)]
         settings = Settings(chunk_tokens=16, load=load, **options)
+        self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
         each = spec.layers[0]
         shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
         self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
@@ -78,6 +80,8 @@ class Engine:
     def compute(self, asked: Any, blocks: list[int], computed: int, count: int, **more: Any) -> Step:
         step = self.scheduler.step(scheduled(asked.request_id, blocks, computed, count, **more))
         self.worker.begin(step)
+        for layer in range(len(self.pages)):
+            self.worker.wait_layer(layer)
         self.worker.end_layerwise()
         self.worker.save(step.saves)
         return step
@@ -314,6 +318,58 @@ def test_without_its_sidecar_an_engine_computes(tmp_path: Path) -> None:
     assert side.matched(asked, 0) == (0, False)
     assert len(side.step(scheduled("a", blocks_of(42), 0, 42)).saves) == 1
     side.close()
+
+
+def test_a_layerwise_load_that_a_layer_did_not_wait_for_has_failed(sidecar: Sidecar) -> None:
+    tokens = tokens_of(42, 14)
+    engine = Engine(sidecar.address, load="layerwise")
+    engine.keep(request("a", tokens), blocks_of(42))
+    for waited, failed in ((2, 0), (1, 10)):
+        asked, blocks = request(f"b{waited}", tokens), blocks_of(42, 20)
+        assert engine.admit(asked, blocks) == 40
+        engine.worker.begin(engine.scheduler.step(scheduled(asked.request_id, blocks, 40, 2)))
+        for layer in range(waited):
+            engine.worker.wait_layer(layer)
+        engine.worker.end_layerwise()
+        assert engine.worker.failed_blocks() == set(blocks[:failed])
+    engine.close()
+
+
+def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
+    engine = Engine(own_sidecar.address, timeout_s=2.2)
+    engine.keep(request("a", tokens_of(42, 15)), blocks_of(42))
+    os.kill(own_sidecar.pid, signal.SIGSTOP)
+    try:
+        for name in ("b", "c", "d"):  # the first waits, and the others need not
+            asked = request(name, tokens_of(42, 15))
+            assert engine.scheduler.matched(asked, 0) == (0, False)
+            engine.scheduler.new_request(asked)
+            assert engine.compute(asked, blocks_of(42), 0, 42).saves
+        assert [client.statistics()["unavailable"] for client in engine.clients] == [1, 1]
+    finally:
+        os.kill(own_sidecar.pid, signal.SIGCONT)
+    engine.close()
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_sidecar_that_dies_under_a_load_fails_it(own_sidecar: Sidecar, load: str) -> None:
+    tokens = tokens_of(42, 16)
+    engine = Engine(own_sidecar.address, load=load, timeout_s=2.2)
+    engine.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(asked, blocks) == 40
+    os.kill(own_sidecar.pid, signal.SIGSTOP)  # the load has begun and does not come
+    engine.worker.begin(engine.scheduler.step(scheduled("b", blocks, 40, 2)))
+    own_sidecar.stop(kill=True)
+    if load == "async":
+        assert engine.landed() == {"b"}
+    else:
+        engine.worker.wait_layer(0)
+        engine.worker.wait_layer(1)
+        engine.worker.end_layerwise()
+    assert engine.worker.failed_blocks() == set(blocks[:10])
+    assert all(not page[blocks].any() for page in engine.pages)
+    engine.close()
 
 
 # ---------------------------------------------------------------- bad input

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -97,6 +98,17 @@ class Engine:
                 process.kill()
                 process.wait()
             process.stdout.close()
+
+    def kill(self, *prompts: list[int]) -> None:
+        """``kill -9`` while it answers these prompts. Only an engine of one process."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": 64}) + "\n")
+        process.stdin.flush()
+        time.sleep(0.3)
+        process.kill()
+        process.wait()
 
     def _line(self, timeout_s: float) -> Any:
         process = self._process

@@ -5,7 +5,8 @@
 
 ``connector`` is what vLLM loads and the only module that imports it; ``scheduler`` decides what is loaded and kept,
 ``worker`` moves it, ``identity`` says whose cache it is, ``pages`` how it lies in memory, ``step`` is what the
-scheduler tells the workers, ``settings`` what may be configured, ``versions`` which vLLM this was written for.
+scheduler tells the workers, ``patience`` when a stalled sidecar is left alone, ``settings`` what may be configured,
+``versions`` which vLLM this was written for.
 
 Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
 before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does.

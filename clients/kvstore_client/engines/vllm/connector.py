@@ -109,7 +109,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 f"the layers use {', '.join(sorted(backends))}: set --attention-backend to one of them"
             )
         backend = backends.pop()
-        writer = _cpu_writer(self._config, spec, self._geometry.block_tokens) if backend == CPU else None
+        writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
         tensors = [kv_caches[name] for name in names]
         pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer)
         self._worker = WorkerSide(
@@ -154,15 +154,15 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 side.close()
 
 
-def _cpu_writer(config: Any, spec: Any, block_tokens: int) -> Any:
+def _cpu_writer(config: Any, block_tokens: int) -> Any:
     """vLLM's own kernel that writes pages, as its CPU backend calls it."""
     from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache_dtype = config.cache_config.cache_dtype
-    isa = _get_attn_isa(config.model_config.dtype, block_tokens, spec.layers[0].k_dim, cache_dtype)
 
     def write(k: Any, v: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        isa = _get_attn_isa(config.model_config.dtype, block_tokens, k.shape[-1], cache_dtype)
         _custom_ops.cpu_attn_reshape_and_cache(
             k, v, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype
         )

@@ -36,6 +36,13 @@ class PagesOfModel:
         if not self.page_tokens or block_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
+    def settle(self) -> None:
+        """Wait until what other threads copied into a GPU's pages is there: their copies run on its default stream."""
+        import torch
+
+        for device in {k.device for k, _ in self.views if k.is_cuda}:
+            torch.cuda.default_stream(device).synchronize()
+
 
 def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None) -> tuple[Any, Any]:
     each = spec.layers[layer]

@@ -15,6 +15,7 @@ from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.patience import Patience
 from kvstore_client.engines.vllm.settings import Settings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.match import Match
@@ -61,6 +62,7 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._does_load, self._does_save = loads, saves
         self._clock = clock or SystemClock()
+        self._patience = Patience(self._clock)
         self._found: dict[str, _Found] = {}
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
@@ -88,16 +90,12 @@ class SchedulerSide:
             return found
         self._forget(name)
         tracked = self._track(request)
-        if tracked is None or tracked.has_failed:
+        if tracked is None or tracked.has_failed or self._patience.is_spent:
             return None
+        tokens = _tokens(request, self._whole(request.num_tokens))
         try:
-            match = self._client.lookup(
-                tracked.spec,
-                _tokens(request, self._whole(request.num_tokens)),
-                hold=True,
-                readers=1,
-                extras=tracked.extras,
-            )
+            with self._patience.watch():
+                match = self._client.lookup(tracked.spec, tokens, hold=True, readers=1, extras=tracked.extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return None
@@ -128,7 +126,7 @@ class SchedulerSide:
             return
         self._tracked[str(request.request_id)].block_ids = list(block_ids)
         if not external or found.match.ticket is None:
-            self._client.release_ticket(found.match.ticket)
+            self._release(found)
             return
         start, count = found.computed, found.match.prefix_token_count
         self._loads.append(
@@ -189,7 +187,12 @@ class SchedulerSide:
     def _forget(self, request_id: str) -> None:
         found = self._found.pop(request_id, None)
         if found is not None:
-            self._client.release_ticket(found.match.ticket)
+            self._release(found)
+
+    def _release(self, found: _Found) -> None:
+        if not self._patience.is_spent:  # else it expires
+            with self._patience.watch():
+                self._client.release_ticket(found.match.ticket)
 
     def _whole(self, token_count: int) -> int:
         return token_count // self._block_tokens * self._block_tokens

@@ -7,26 +7,31 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.errors import Internal, KVStoreError
 from kvstore.seams import Clock, SystemClock
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
+from kvstore_client.engines.vllm.patience import Patience
 from kvstore_client.engines.vllm.step import Load, Save, Step, slots_of
 from kvstore_client.paged import Paged
 from kvstore_client.transfer import Transfer
 
 LOAD_S_MAX = 30.0
 """A load that takes longer is given up, and its prompt computed."""
+COPY_S_MAX = 2.0
+"""What copying a prompt may take, beside waiting for the sidecar."""
 _log = logging.getLogger("kvstore.vllm")
 
 
 @dataclass
 class _Moving:
-    """A load on its way. ``transfer`` is None when it could not even begin."""
+    """A load on its way. ``transfer`` is None when it could not even begin. ``is_late``: a layer was computed before it
+    had landed; what lands later comes too late."""
 
     load: Load
     transfer: Transfer | None
     until_s: float
+    is_late: bool = False
 
 
 class WorkerSide:
@@ -40,7 +45,9 @@ class WorkerSide:
         self._block_tokens = block_tokens
         self._is_layerwise = is_layerwise
         self._clock = clock or SystemClock()
+        self._patience = Patience(self._clock)
         self._moving: dict[str, _Moving] = {}
+        self._waited: set[int] = set()
         self._failed: set[int] = set()
         self._doubtful: Counter[int] = Counter()
 
@@ -50,6 +57,7 @@ class WorkerSide:
         """Start the step's loads."""
         self._doubtful.subtract(step.settled)
         self._doubtful = +self._doubtful
+        self._waited.clear()
         for load in step.loads:
             transfer = None
             try:
@@ -61,27 +69,31 @@ class WorkerSide:
 
     def wait_layer(self, layer: int) -> None:
         """Return when each layerwise load has brought this layer, or failed."""
-        if not self._is_layerwise or not self._moving:
+        if not self._is_layerwise:
             return
+        self._waited.add(layer)
         for moving in self._moving.values():
-            if moving.transfer is not None and not moving.transfer.failed:
+            if moving.transfer is not None and not moving.is_late:
                 try:
-                    moving.transfer.wait_layer(layer, moving.until_s - self._clock.monotonic())
+                    moving.transfer.wait_layer(layer, max(0.0, moving.until_s - self._clock.monotonic()))
                 except KVStoreError:
-                    continue  # told once, when the step ends
+                    moving.is_late = True  # told once, when the step ends
+        if self._moving:
+            self._pages.settle()
 
     def end_layerwise(self) -> None:
-        """The step is over: settle its loads. Nothing writes to the pages afterwards."""
-        if self._is_layerwise:
-            for moving in list(self._moving.values()):
-                if moving.transfer is not None:
-                    try:
-                        moving.transfer.wait(max(0.0, moving.until_s - self._clock.monotonic()))
-                    except DeadlineExceeded:
-                        moving.transfer.cancel(None)
-                    except KVStoreError:
-                        pass  # the transfer has it
-                self._settle(moving)
+        """The step is over: settle its loads. Nothing writes to the pages afterwards. Raises Internal when that cannot
+        be had: going on would give the pages away under a writer."""
+        if not self._is_layerwise:
+            return
+        for moving in list(self._moving.values()):
+            transfer = moving.transfer
+            moving.is_late = moving.is_late or len(self._waited) < len(self._pages.views)
+            if transfer is not None and not _has_ended(transfer, moving.until_s - self._clock.monotonic()):
+                moving.is_late = True
+                if not transfer.cancel(LOAD_S_MAX):
+                    raise Internal(f"a load into pages cannot be stopped within {LOAD_S_MAX} s")
+            self._settle(moving)
 
     def landed(self) -> set[str]:
         """The requests whose loads have ended since the last call, well or not."""
@@ -101,11 +113,12 @@ class WorkerSide:
     def _settle(self, moving: _Moving) -> None:
         del self._moving[moving.load.request_id]
         transfer = moving.transfer
-        if transfer is not None and not transfer.failed:
+        if transfer is not None and not transfer.failed and not moving.is_late:
+            self._pages.settle()
             return
         if transfer is not None:
-            assert transfer.error is not None
-            _log.warning("kvstore: %s; the prompt is computed", transfer.error.message)
+            why = transfer.error.message if transfer.error is not None else "a layer was computed before it had landed"
+            _log.warning("kvstore: %s; the prompt is computed", why)
         blocks = moving.load.written(self._block_tokens)
         self._failed |= set(blocks)
         if self._is_layerwise:
@@ -123,13 +136,17 @@ class WorkerSide:
         for save in saves:
             if any(block in self._doubtful for block in save.block_ids):
                 continue  # computed over a load that failed: not the model's own
+            if self._patience.is_spent:
+                continue
             try:
                 self._keep(save)
             except KVStoreError as error:
                 _log.error("kvstore: %s; this prompt is not kept", error.message)
 
     def _keep(self, save: Save) -> None:
-        with self._client.start_store(save.spec, save.tokens, extras=save.extras) as writer:
+        with self._patience.watch():
+            writer = self._client.start_store(save.spec, save.tokens, extras=save.extras)
+        with writer, self._patience.watch(COPY_S_MAX):
             if not writer.wanted_token_count:
                 return
             slots = slots_of(save.block_ids, self._block_tokens, 0, int(save.tokens.size))
@@ -143,3 +160,11 @@ class WorkerSide:
             if moving.transfer is not None:
                 moving.transfer.cancel(LOAD_S_MAX)
         self._client.close()
+
+
+def _has_ended(transfer: Transfer, timeout_s: float) -> bool:
+    try:
+        transfer.wait(max(0.0, timeout_s))
+    except KVStoreError:
+        pass  # the transfer has it
+    return transfer.is_done
