@@ -34,7 +34,7 @@ class Paged:
 
         "kv page slot head dim"    FlashAttention, [2, pages, page_size, heads, dim]
         "page kv head slot dim"    FlashInfer with HND pages
-        "page head slot dim"       vLLM on CPU, [pages, heads, page_size, 2 * dim]
+        "page head slot dim"       vLLM 0.32 on GPUs, [pages, heads, page_size, 2 * dim]
         "page slot dim"            MLA, latent and then rope part
     """
 

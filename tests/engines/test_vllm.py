@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,6 +453,13 @@ def test_an_unknown_version_is_said_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"vLLM 0\.41\.0; .* 0\.32 .* 0\.33 .*allow_unknown_version"):
         check_version("0.41.0", False)
     check_version("0.41.0", True)
+
+
+def test_without_a_vllm_that_has_connectors_the_known_ones_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "kvstore_client.engines.vllm.connector", raising=False)
+    with pytest.raises(ImportError, match=r"knows vLLM 0\.32 .* 0\.33 .*; what is installed here lacks it"):
+        from kvstore_client.engines.vllm import KVStoreConnector  # noqa: F401
 
 
 def taking(*names: str) -> Any:

@@ -25,6 +25,12 @@ __all__ = ["KVStoreConnector"]
 def __getattr__(name: str) -> Any:
     if name != "KVStoreConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvstore_client.engines.vllm.connector import KVStoreConnector
+    from kvstore_client.engines.vllm.versions import known_versions
 
+    try:
+        from kvstore_client.engines.vllm.connector import KVStoreConnector
+    except ImportError as error:
+        raise ImportError(
+            f"kvstore's connector knows {known_versions()}; what is installed here lacks it: {error}"
+        ) from error
     return KVStoreConnector
