@@ -18,6 +18,7 @@ from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
 from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
+from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged, Pages
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
@@ -59,7 +60,7 @@ def connect(
     return client
 
 
-class Client(Watching):
+class Client(Watching, OpaqueCalls):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
     def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:

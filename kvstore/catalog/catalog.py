@@ -91,6 +91,8 @@ class Spaces:
                 namespace.ghosts[table.digests[row]] = row
                 continue
             namespace.byte_count += namespace.chunk_bytes(count)
+            if not namespace.is_tail(count):
+                continue
             namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
         if not self.events.watchers or len(namespace.index) > ADOPTED_EVENTS_MAX:
             self.events.lose(len(namespace.index))

@@ -58,7 +58,17 @@ class Namespace:
         return 0 if self.model_spec is None else self.layout(token_count).total_bytes
 
     def is_tail(self, token_count: int) -> bool:
-        return self.model_spec is not None and token_count < self.model_spec.chunk_tokens
+        """Whether a chunk of so many tokens ends its chain until a longer one takes its place. Opaque values are as
+        long as they are."""
+        if self.model_spec is None or self.model_kind is CacheKind.OPAQUE:
+            return False
+        return token_count < self.model_spec.chunk_tokens
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether a digest may stand for other bytes later, so that a copy given up must not come back. Also while
+        nobody registered the model, for then nobody knows."""
+        return self.model_kind in (CacheKind.OPAQUE, None)
 
     def depart(self, digest: bytes, reason: MissReason) -> None:
         """Remember why a digest is not here."""

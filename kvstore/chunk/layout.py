@@ -136,6 +136,9 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
             raise InvalidRequest(f"hidden states of layer {layer}: the model has layers 0..{spec.layer_count - 1}")
         full = token_count == spec.chunk_tokens
         return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(layer, 1, (spec.hidden_size,))])
+    if kind is CacheKind.OPAQUE is spec.kind:
+        full = token_count == spec.chunk_tokens
+        return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(0, 1, (spec.hidden_size,))])
     if kind is not spec.kind:
         raise InvalidRequest(f"this model's cache is of kind {spec.kind}, not {kind}")
     rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -16,18 +16,20 @@ from kvstore.config import LimitSettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.fetching import parts_of
 from kvstore.controller.reservation import Entry, Reservation
+from kvstore.controller.residency import Residency
 from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.tickets import TICKET_BYTES
 from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import ROOT_DIGEST, storage_key
 from kvstore.seams import Clock, Random, TenantKeys
-from kvstore.spec import MissReason, StoreState
+from kvstore.spec import CacheKind, MissReason, StoreState
 from kvstore.telemetry import Counters
 
 SHARD_COUNT_MAX = 1024
+REPLACE_STEP_S = 0.005
 
 
 class Claiming:
@@ -48,7 +50,11 @@ class Claiming:
         keys: TenantKeys,
         counters: Counters,
         demotion_wait_s: float,
+        residency: Residency,
+        deadline_s: float,
     ) -> None:
+        self._residency = residency
+        self._deadline_s = deadline_s
         self._arena = arena
         self._catalog = catalog
         self._capacity = capacity
@@ -79,6 +85,8 @@ class Claiming:
             raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
         if not 0 <= request.tail_token_count < spec.chunk_tokens:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
+        if request.replaces:
+            await self._replace(parts[0], request.replaces)
         reservation = Reservation(
             self._sessions.next_id(),
             [session],
@@ -98,6 +106,18 @@ class Claiming:
             raise
         self._counters.add("store_reservations")
         return _told(reservation)
+
+    async def _replace(self, part: Namespace, digests: Sequence[bytes]) -> None:
+        """Remove what is stored under these digests. Who reads it is waited for. Raises InvalidRequest where a digest
+        has one meaning for ever; Unavailable when readers do not end within the deadline."""
+        if part.kind is not CacheKind.OPAQUE:
+            raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
+        until_s = self._clock.monotonic() + self._deadline_s
+        while any(self._catalog.table.is_held(part.index[each]) for each in digests if each in part.index):
+            if self._clock.monotonic() >= until_s:
+                raise Unavailable("the value that is to be replaced is being read or written: try again")
+            await self._clock.sleep(REPLACE_STEP_S)
+        await self._residency.replace([part.index[each] for each in digests if each in part.index])
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another

@@ -33,7 +33,7 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import Exhausted, InvalidRequest, PermissionDenied, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
@@ -98,7 +98,7 @@ class Controller:
         self.claiming = Claiming(
             arena=arena, catalog=self.catalog, capacity=self.capacity, scrub=self.scrub, writeback=self.writeback,
             sessions=self.sessions, limits=limits, clock=clock, random=random, keys=keys, counters=counters,
-            demotion_wait_s=policies.demotion_wait_s,
+            demotion_wait_s=policies.demotion_wait_s, residency=self.residency, deadline_s=deadline_s,
         )  # fmt: skip
         self.storing = Storing(
             arena=arena, catalog=self.catalog, policy=policy, residency=self.residency, writeback=self.writeback,
@@ -135,6 +135,10 @@ class Controller:
         """A clean stop of the device, after ``run`` has ended."""
         nvme, self.residency.nvme = self.residency.nvme, None
         if nvme is not None:
+            try:
+                await nvme.erase_doomed()
+            except KVStoreError as error:
+                _log.warning("a value that was replaced may come back", extra={"reason": error.message})
             await nvme.close(self.residency.columns())
 
     async def run(self) -> None:

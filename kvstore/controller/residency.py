@@ -90,9 +90,10 @@ class Residency:
         residency = self.table.residencies[row]
         self.table.residencies[row] = NOWHERE
         self.nvme_policy.removed(row)
-        self.nvme.forget(residency)
+        erase = self._catalog.space_of(row).may_be_replaced
+        self.nvme.forget(residency, erase=erase)
         for other, _ in self._alternates.pop(row, ()):
-            self.nvme.forget(other)
+            self.nvme.forget(other, erase=erase)
 
     def withdraw_if_gone(self, row: int, reason: MissReason, tier: Tier) -> None:
         """Make a chunk that no tier holds any more invisible; ``tier`` was the last."""
@@ -111,6 +112,14 @@ class Residency:
         if tier is Tier.DRAM:
             self.drop(row)
         self.withdraw_if_gone(row, reason, tier)
+
+    async def replace(self, rows: Sequence[int]) -> None:
+        """Give up every copy of chunks of which others take the place, so that no crash brings them back: their headers
+        are erased, synced, when this returns. Raises KVStoreError when the device refuses."""
+        for row in rows:
+            self.remove(row, MissReason.STALE)
+        if self.nvme is not None:
+            await self.nvme.erase_doomed()
 
     # ------------------------------------------------------------ copies that fail
 
@@ -204,7 +213,8 @@ class Residency:
 
         for row in self.nvme_policy.victims(eligible):
             self._evict(row)
-            if nvme.regions.free_count(slot_bytes):
+            doomed = (nvme.regions.slot_bytes_at(each) for each in nvme.doomed)
+            if nvme.regions.free_count(slot_bytes) or slot_bytes in doomed:
                 return True
         return self._empty_a_region(slot_bytes)
 

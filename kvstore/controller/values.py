@@ -92,6 +92,8 @@ class ReserveRequest:
     tail_token_count: int = 0
     first_position: int = 0
     shards: int = 1
+    replaces: list[bytes] | None = None
+    """Digests, of an opaque namespace, whose chunks this store takes the place of."""
 
 
 class Fill(NamedTuple):

@@ -72,6 +72,7 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
         message.tail_token_count,
         message.first_position,
         message.shards or 1,
+        _digests(message.replaces, "replaces"),
     )
 
 

@@ -23,12 +23,13 @@ CHUNK_TOKENS_MAX = 65536
 
 
 class CacheKind(StrEnum):
-    """What a chunk holds. KV or MLA follows from the spec; E is hidden states entering one layer."""
+    """What a chunk holds. KV, MLA or OPAQUE follows from the spec; E is hidden states entering one layer."""
 
     KV = "kv"
     E = "e"
     MLA = "mla"
     ENCODER = "encoder"
+    OPAQUE = "opaque"
 
 
 class Provenance(StrEnum):
@@ -103,7 +104,8 @@ class ModelSpec:
 
     ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
     identity by name; the two never mix. ``hidden_dtype`` is the dtype of E.
-    ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches.
+    ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is of no model: its
+    chunks are opaque bytes, a "token" of them is ``hidden_size`` items of ``hidden_dtype``.
 
     Raises: InvalidRequest naming the field that is wrong.
     """
@@ -179,6 +181,8 @@ class ModelSpec:
     @property
     def kind(self) -> CacheKind:
         """The kind of this model's attention cache."""
+        if not self.layers:
+            return CacheKind.OPAQUE
         return CacheKind.MLA if self.mla else CacheKind.KV
 
     @property
@@ -246,9 +250,9 @@ def _check_sizes(spec: ModelSpec) -> None:
         raise InvalidRequest(f"hidden_size {spec.hidden_size} must be positive")
     if not _integer(spec.vocab_size, 1, 2**32):
         raise InvalidRequest(f"vocab_size {spec.vocab_size} must be in 1..2**32")
-    if not isinstance(spec.layers, tuple) or not 0 < len(spec.layers) <= LAYER_COUNT_MAX:
-        raise InvalidRequest(f"layers must be a tuple of 1..{LAYER_COUNT_MAX} LayerSpec")
-    if not any(layer.has_slab for layer in spec.layers):
+    if not isinstance(spec.layers, tuple) or len(spec.layers) > LAYER_COUNT_MAX:
+        raise InvalidRequest(f"layers must be a tuple of 0..{LAYER_COUNT_MAX} LayerSpec")
+    if spec.layers and not any(layer.has_slab for layer in spec.layers):
         raise InvalidRequest("no layer keeps a cache: every layer is of kind 'none'")
     if not math.isfinite(spec.rope.theta) or spec.rope.theta <= 0:
         raise InvalidRequest(f"rope theta {spec.rope.theta} must be positive and finite")

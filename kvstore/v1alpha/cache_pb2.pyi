@@ -423,18 +423,20 @@ class WatchResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., epoch: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[ChunkEvent, _Mapping]]] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards")
+    __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards", "replaces")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TAIL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     token_digests: bytes
     tail_token_count: int
     first_position: int
     shards: int
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
+    replaces: bytes
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ..., shards: _Optional[int] = ..., replaces: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("ticket", "fingerprint")

@@ -77,6 +77,9 @@ class NvmeTier:
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
         self.failures = 0
         self.on_full: Callable[[int], bool] = _no_room
+        self.doomed: list[Residency] = []
+        """Slots that are free once their headers are erased."""
+        self._erasing = asyncio.Lock()
         """Asked for a free slot of a size when there is no room for more files; True when there is one now."""
 
     async def recover(self) -> tuple[IndexColumns, bool]:
@@ -176,7 +179,12 @@ class NvmeTier:
             await self._run(self._writers, self.regions.create, slot_bytes)
             return
         except Exhausted:
-            if not self.on_full(slot_bytes) and self.regions.idle_region(slot_bytes) is None:
+            found = self.on_full(slot_bytes)
+            try:
+                await self.erase_doomed()
+            except KVStoreError as error:
+                _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
+            if not found and self.regions.idle_region(slot_bytes) is None:
                 raise
         while not self.regions.free_count(slot_bytes):
             idle = self.regions.idle_region(slot_bytes)
@@ -253,8 +261,12 @@ class NvmeTier:
 
     # ------------------------------------------------------------ remove and tell
 
-    def forget(self, residency: Residency) -> None:
-        """Give a slot back at once, without a word on the device: a scan may bring its chunk back."""
+    def forget(self, residency: Residency, *, erase: bool = False) -> None:
+        """Give a slot back at once, without a word on the device: a scan may bring its chunk back. ``erase``: as soon
+        as its header is erased, which ``erase_doomed`` does and waits for."""
+        if erase:
+            self.doomed.append(residency)
+            return
         try:
             self.regions.give_back(residency)
         except Unavailable:
@@ -263,8 +275,25 @@ class NvmeTier:
     async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
         for residency in residencies:
             if erase:
-                await self._erase(*self.regions.find(residency))
+                try:
+                    await self._erase(*self.regions.find(residency))
+                except KVStoreError:
+                    self.regions.quarantine(residency)
+                    raise
             self.regions.give_back(residency)
+
+    async def erase_doomed(self) -> None:
+        """Erase what was given up to be erased, and free it. Raises the last error when the device refuses one: that
+        slot rests, and a crash may bring its chunk back."""
+        failure: KVStoreError | None = None
+        async with self._erasing:
+            while self.doomed:
+                try:
+                    await self.remove([self.doomed.pop()], erase=True)
+                except KVStoreError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
 
     async def quarantine(self, residency: Residency) -> None:
         """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan

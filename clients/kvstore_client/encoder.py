@@ -1,0 +1,93 @@
+"""Encoder caches: a multimodal item's embeddings, [tokens, hidden], by the hash of the item. What vLLM's encoder-cache
+connectors keep; a thin layer over opaque values."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
+from kvstore.spec import DTYPES, Durability, ModelSpec
+from kvstore_client.arrays import is_tensor, presented, raw_array
+from kvstore_client.receipt import Receipt
+from kvstore_client.value import flat
+
+PREFACE = struct.Struct("<8s24sQQ16x")
+MAGIC = b"kvencod1"
+_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def namespace_of(spec: ModelSpec) -> str:
+    """Encoder caches of one model: its weights are in the name, how its attention cache is cut is not meant."""
+    if not isinstance(spec, ModelSpec):
+        raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
+    return f"encoder/{fingerprint(spec, spec.kind).hex()}"
+
+
+def packed(embeddings: Any, dtype: str | None) -> NDArray[np.uint8]:
+    """Dtype, shape and bytes as one value. Raises InvalidRequest for anything but [tokens, hidden] of a known dtype."""
+    if not is_tensor(embeddings) and not isinstance(embeddings, np.ndarray):
+        raise InvalidRequest(f"embeddings must be a tensor or an array, not {type(embeddings).__name__}")
+    name = dtype or str(embeddings.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InvalidRequest(f"embeddings are {name}: use one of {', '.join(DTYPES)}, or name it with dtype=")
+    if embeddings.ndim != 2 or DTYPES[name] != _item_size(embeddings):
+        raise InvalidRequest(f"embeddings must be [tokens, hidden] of {name}, not {tuple(embeddings.shape)}")
+    plain = embeddings.detach().cpu() if is_tensor(embeddings) else raw_array(np.ascontiguousarray(embeddings))
+    body = flat(plain, "embeddings")
+    tokens, hidden = embeddings.shape
+    return np.concatenate([np.frombuffer(PREFACE.pack(MAGIC, name.encode(), tokens, hidden), np.uint8), body])
+
+
+def _item_size(embeddings: Any) -> int:
+    return int(embeddings.element_size() if is_tensor(embeddings) else embeddings.itemsize)
+
+
+def unpacked(value: NDArray[np.uint8]) -> Any:
+    """The embeddings again, a view of the value: a tensor when the process uses torch. None for other bytes."""
+    if value.size < PREFACE.size:
+        return None
+    magic, name, tokens, hidden = PREFACE.unpack(value[: PREFACE.size].tobytes())
+    dtype = name.rstrip(b"\0").decode("ascii", "replace")
+    if magic != MAGIC or dtype not in DTYPES or value.size != PREFACE.size + tokens * hidden * DTYPES[dtype]:
+        return None
+    array = value[PREFACE.size :].view(_UNSIGNED[DTYPES[dtype]]).reshape(tokens, hidden)
+    return presented(array, dtype)
+
+
+class EncoderCalls:
+    """The client's calls for encoder caches."""
+
+    def put_bytes(
+        self, namespace: str, key: str | bytes, data: Any, *, durability: Durability | None = None
+    ) -> Receipt:
+        """See ``OpaqueCalls``."""
+        raise NotImplementedError
+
+    def get_bytes(
+        self, namespace: str, key: str | bytes, *, into: Any = None, verify: bool = False
+    ) -> NDArray[np.uint8] | None:
+        """See ``OpaqueCalls``."""
+        raise NotImplementedError
+
+    def exists(self, namespace: str, keys: Any) -> Any:
+        """See ``OpaqueCalls``."""
+        raise NotImplementedError
+
+    def put_encoder(self, spec: ModelSpec, key: str | bytes, embeddings: Any, *, dtype: str | None = None) -> Receipt:
+        """Keep the embeddings [tokens, hidden] of a multimodal item under its hash. ``dtype`` names that of unsigned
+        integers (numpy has no bfloat16). Raises: InvalidRequest."""
+        return self.put_bytes(namespace_of(spec), key, packed(embeddings, dtype))
+
+    def get_encoder(self, spec: ModelSpec, key: str | bytes) -> Any:
+        """The embeddings of an item, owned memory, or None. A tensor when the process uses torch, else an array."""
+        found = self.get_bytes(namespace_of(spec), key)
+        return None if found is None else unpacked(found)
+
+    def has_encoder(self, spec: ModelSpec, keys: Any) -> Any:
+        """Whether an item's embeddings are there, or, of a sequence of hashes, which of them are."""
+        return self.exists(namespace_of(spec), keys)

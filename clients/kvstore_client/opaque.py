@@ -1,0 +1,113 @@
+"""The client's calls for opaque values by namespace and key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.seams import FaultPoints, SystemRandom
+from kvstore.spec import Durability, ModelSpec
+from kvstore_client.connection import Connection
+from kvstore_client.copying import Copier
+from kvstore_client.encoder import EncoderCalls
+from kvstore_client.prompt import Prompt
+from kvstore_client.reading import Reader
+from kvstore_client.receipt import Receipt
+from kvstore_client.session import Session
+from kvstore_client.starting import Means, check_durability
+from kvstore_client.value import EXACT, HEAD, MAGIC, Key, Value, ValueStore, flat, namespace_spec, writable
+
+
+class OpaqueCalls(EncoderCalls):
+    """The client's calls for opaque values."""
+
+    _connection: Connection
+    _copier: Copier
+    _timeout_s: float
+    faults: FaultPoints
+
+    def _ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+        raise NotImplementedError
+
+    def _means(self) -> Means:
+        raise NotImplementedError
+
+    def put_bytes(
+        self, namespace: str, key: str | bytes, data: Any, *, durability: Durability | None = None
+    ) -> Receipt:  # fmt: skip
+        """Keep a value under a key; what the key had before is gone. Returns as soon as ``data`` may be reused; the
+        receipt tells what was kept: all of it or nothing. Two puts of one key at a time: one of them stays, whole.
+
+        ``data``: bytes, or a contiguous array or CPU tensor. Raises: InvalidRequest naming what is wrong.
+        """
+        check_durability(durability)
+        spec, names, bytes_ = namespace_spec(namespace), Key.of(key), flat(data)
+        version = SystemRandom().bytes(16)
+        head = np.frombuffer(HEAD.pack(MAGIC, bytes_.size, version), np.uint8)
+        value = Value(spec, head, bytes_)
+        digests = names.chain(version, value.chunk_count)
+
+        def run() -> Receipt:
+            session, name = self._ready(spec)
+            store = ValueStore(session, value, self._copier, self.faults, self._timeout_s)
+            store.begin(name, names, digests)
+            means = self._means()
+            settle = None if durability is Durability.MEMORY else means.settle(Prompt.known(spec, digests, EXACT), ())
+            return Receipt(means.committer.submit(store.commit), settle)
+
+        try:
+            return self._connection.or_gone(run, Receipt.nothing)
+        except Exhausted as error:
+            self._connection.counters["stores_refused"] += 1
+            return Receipt.nothing(error.message)
+
+    def get_bytes(
+        self, namespace: str, key: str | bytes, *, into: Any = None, verify: bool = False
+    ) -> NDArray[np.uint8] | None:  # fmt: skip
+        """The value of a key, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
+        None when it is not there. ``verify``: hash every strip on the way. Raises: InvalidRequest."""
+        names, target = Key.of(key), None if into is None else writable(into)
+        found: NDArray[np.uint8] | None = self._read(namespace, verify, lambda reader: reader.get(names, target), None)
+        return found
+
+    def get_each(
+        self, namespace: str, keys: Sequence[str | bytes], targets: Sequence[Any], *, verify: bool = False
+    ) -> list[bool]:
+        """Values of known sizes, each into its target. One call for all of them; False for what is not there, or has
+        another size: that target's bytes mean nothing then. Raises: InvalidRequest."""
+        if len(keys) != len(targets):
+            raise InvalidRequest(f"{len(keys)} keys and {len(targets)} targets: give one target for each key")
+        names, places = [Key.of(key) for key in keys], [writable(each) for each in targets]
+        if not names:
+            return []
+        done: list[bool] = self._read(
+            namespace, verify, lambda reader: reader.get_each(names, places), [False] * len(names)
+        )
+        return done
+
+    def exists(self, namespace: str, keys: str | bytes | Sequence[str | bytes]) -> Any:
+        """Whether a key has a value, or, of a sequence of keys, which of them have. Moves nothing that is of one chunk
+        (4 MiB). Raises: InvalidRequest."""
+        one = isinstance(keys, str | bytes)
+        asked: Sequence[Any] = [keys] if one else keys
+        names = [Key.of(key) for key in asked]
+        found = self._read(namespace, False, lambda reader: reader.exists(names), [False] * len(names))
+        return found[0] if one else found
+
+    def _read(self, namespace: str, verify: bool, read: Callable[[Reader], Any], otherwise: Any) -> Any:
+        spec = namespace_spec(namespace)
+
+        def run() -> Any:
+            session, name = self._ready(spec)
+            return read(Reader(session, name, spec, self._copier, self._timeout_s, verify))
+
+        return self._connection.or_gone(run, partial(_instead, otherwise))
+
+
+def _instead(value: Any, _: str) -> Any:
+    return value

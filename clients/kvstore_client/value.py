@@ -1,0 +1,172 @@
+"""Opaque values by namespace and key: the states of engines whose caches have no layers that we know.
+
+A value is stored as chunks of its namespace, through the same staging, arena, checksums, device and recovery as
+attention caches. Its first chunk begins with its length and a version drawn for this put; the names of the others
+follow from that version, so that chunks of two puts never meet. A value of one chunk and one of several have
+different names, so that ``exists`` needs no bytes of the first.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import InvalidRequest
+from kvstore.seams import FaultPoints
+from kvstore.spec import Durability, ModelSpec
+from kvstore.v1alpha import cache_pb2 as pb
+from kvstore_client.arrays import is_tensor
+from kvstore_client.copying import Copier
+from kvstore_client.session import Session
+from kvstore_client.storing import Store, Unit
+
+UNIT_BYTES = 1024
+CHUNK_BYTES = 4 << 20
+HEAD = struct.Struct("<8sQ16s32x")
+MAGIC = b"kvvalue1"
+KEY_BYTES_MAX = 1024
+_NAMESPACE = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
+EXACT = 1
+"""The wire's number."""
+
+
+def namespace_spec(namespace: str) -> ModelSpec:
+    """The spec of a namespace of opaque values. Raises InvalidRequest for a name that is none."""
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+        raise InvalidRequest(
+            f"namespace {namespace!r:.80} must be 1..200 letters, digits and . _ : / - that name the engine "
+            "and what it keeps"
+        )
+    return ModelSpec(
+        model_id=f"bytes/{namespace}", weights_digest="unverified:bytes", layers=(), hidden_size=UNIT_BYTES,
+        vocab_size=1, cache_dtype="float8_e4m3fn", hidden_dtype="float8_e4m3fn", chunk_tokens=CHUNK_BYTES // UNIT_BYTES,
+    )  # fmt: skip
+
+
+def flat(data: Any, name: str = "data") -> NDArray[np.uint8]:
+    """Any contiguous buffer, array or CPU tensor as bytes, without a copy. Raises InvalidRequest."""
+    try:
+        if is_tensor(data):
+            data = data.detach().contiguous().view(-1).view(_byte_type()).numpy()
+        view = memoryview(data)
+        return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise InvalidRequest(
+            f"{name} must be bytes, or a contiguous array or CPU tensor, not {type(data).__name__}: {error}"
+        ) from error
+
+
+def writable(target: Any) -> NDArray[np.uint8]:
+    """A buffer as bytes to write to. Raises InvalidRequest."""
+    if is_tensor(target) and not target.is_contiguous():
+        raise InvalidRequest("into must be contiguous: a copy of it would be filled in its place")
+    view = flat(target, "into")
+    if not view.flags.writeable:
+        raise InvalidRequest("into must be writable: give a bytearray, an array or a tensor")
+    return view
+
+
+def _byte_type() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key's two names: of a value in one chunk, and of one in several."""
+
+    whole: bytes
+    first: bytes
+
+    @staticmethod
+    def of(key: str | bytes) -> Key:
+        """Raises InvalidRequest for a key that is too long, empty, or no text or bytes."""
+        data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
+        if not isinstance(data, bytes) or not 0 < len(data) <= KEY_BYTES_MAX:
+            raise InvalidRequest(
+                f"key {key!r:.80} must be text or bytes of 1..{KEY_BYTES_MAX} bytes: hash what is longer"
+            )
+        return Key(blake3(b"kvstore/value/1\0" + data).digest(), blake3(b"kvstore/values/1\0" + data).digest())
+
+    def chain(self, version: bytes, chunk_count: int) -> list[bytes]:
+        """The names of a value's chunks."""
+        if chunk_count == 1:
+            return [self.whole]
+        rest = (self.first + version + struct.pack("<Q", number) for number in range(1, chunk_count))
+        return [self.first, *(blake3(b"kvstore/value/part/1\0" + each).digest() for each in rest)]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value on its way in: what a Store asks of its source. Its bytes are the head, then the data, then zeros."""
+
+    spec: ModelSpec
+    head: NDArray[np.uint8]
+    data: NDArray[np.uint8]
+    hidden_layers: tuple[int, ...] = ()
+    planes: tuple[tuple[()], ...] = ((),)
+
+    @property
+    def token_count(self) -> int:
+        return -(-(HEAD.size + self.data.size) // UNIT_BYTES)
+
+    @property
+    def chunk_count(self) -> int:
+        return -(-self.token_count // self.spec.chunk_tokens)
+
+    def layout(self, part: int, token_count: int) -> ChunkLayout:
+        return layout_of(self.spec, self.spec.kind, token_count)
+
+    def copy(self, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill ``target`` with the value's bytes from ``start`` on."""
+        place = 0
+        for begin, source in ((0, self.head), (HEAD.size, self.data)):
+            low, high = max(start, begin), min(start + target.size, begin + source.size)
+            if low < high:
+                np.copyto(target[low - start : high - start], source[low - begin : high - begin])
+                place = high - start
+        target[place:] = 0
+
+
+class ValueStore(Store):
+    """A store of an opaque value: the whole of it, or nothing."""
+
+    def __init__(self, session: Session, value: Value, copier: Copier, faults: FaultPoints, timeout_s: float) -> None:
+        super().__init__(session, session.staging, value, copier, faults, timeout_s)  # type: ignore[arg-type]  # a source by its uses
+        self._value = value
+
+    def begin(self, name: bytes, key: Key, digests: list[bytes]) -> None:
+        """Take the place of what the key has, reserve, and copy into staging."""
+        step, count = self._value.spec.chunk_tokens, self._value.token_count
+        query = pb.ChainQuery(fingerprint=name, digests=b"".join(digests), exactness=EXACT)  # type: ignore[arg-type]
+        reserve = pb.Reserve(
+            query=query, token_digests=b"".join(digests), tail_token_count=count % step, replaces=key.whole + key.first
+        )
+        response = self._call(pb.StoreRequest(reserve=reserve))
+        self._reservation_id = response.reservation_id
+        try:
+            self._copy_all(self._units(list(response.states), count))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _copy_slabs(self, work: Sequence[tuple[list[tuple[Unit, Any]], int]]) -> None:
+        for group, _ in work:
+            for unit, run in group:
+                byte_count = unit.layout.token_count * UNIT_BYTES
+                self._value.copy(unit.token_start * UNIT_BYTES, run.segment[run.offset : run.offset + byte_count])
+
+    def commit(self) -> tuple[Durability, int, str]:
+        level, stored, reason = super().commit()
+        if stored < self._value.token_count:
+            return Durability.NONE, 0, reason or "a part of it found no room: raise arena.capacity_bytes"
+        return level, stored, reason
