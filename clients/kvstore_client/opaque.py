@@ -20,7 +20,7 @@ from kvstore_client.reading import Reader
 from kvstore_client.receipt import Receipt
 from kvstore_client.session import Session
 from kvstore_client.starting import Means, check_durability
-from kvstore_client.value import EXACT, HEAD, MAGIC, Key, Value, ValueStore, flat, namespace_spec, writable
+from kvstore_client.value import EXACT, Key, Pieces, Value, ValueStore, flat, namespace_spec, writable
 
 
 class OpaqueCalls(EncoderCalls):
@@ -45,11 +45,16 @@ class OpaqueCalls(EncoderCalls):
 
         ``data``: bytes, or a contiguous array or CPU tensor. Raises: InvalidRequest naming what is wrong.
         """
+        return self.put_pieces(namespace, key, [data], durability=durability)
+
+    def put_pieces(
+        self, namespace: str, key: str | bytes, pieces: Sequence[Any], *, durability: Durability | None = None
+    ) -> Receipt:
+        """As ``put_bytes``, of a value that lies in several buffers."""
         check_durability(durability)
-        spec, names, bytes_ = namespace_spec(namespace), Key.of(key), flat(data)
+        spec, names = namespace_spec(namespace), Key.of(key)
         version = SystemRandom().bytes(16)
-        head = np.frombuffer(HEAD.pack(MAGIC, bytes_.size, version), np.uint8)
-        value = Value(spec, head, bytes_)
+        value = Value.of(spec, version, [flat(piece) for piece in pieces])
         digests = names.chain(version, value.chunk_count)
 
         def run() -> Receipt:
@@ -71,18 +76,21 @@ class OpaqueCalls(EncoderCalls):
     ) -> NDArray[np.uint8] | None:  # fmt: skip
         """The value of a key, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
         None when it is not there. ``verify``: hash every strip on the way. Raises: InvalidRequest."""
-        names, target = Key.of(key), None if into is None else writable(into)
-        found: NDArray[np.uint8] | None = self._read(namespace, verify, lambda reader: reader.get(names, target), None)
-        return found
+        names, target = Key.of(key), None if into is None else Pieces([writable(into)])
+        found: Pieces | None = self._read(namespace, verify, lambda reader: reader.get(names, target), None)
+        return None if found is None else found.arrays[0]
 
     def get_each(
         self, namespace: str, keys: Sequence[str | bytes], targets: Sequence[Any], *, verify: bool = False
     ) -> list[bool]:
-        """Values of known sizes, each into its target. One call for all of them; False for what is not there, or has
-        another size: that target's bytes mean nothing then. Raises: InvalidRequest."""
+        """Values of known sizes, each into its target: a buffer, or a list of buffers that are one run. One call for
+        all of them; False for what is not there, or has another size: that target's bytes mean nothing then.
+
+        Raises: InvalidRequest."""
         if len(keys) != len(targets):
             raise InvalidRequest(f"{len(keys)} keys and {len(targets)} targets: give one target for each key")
-        names, places = [Key.of(key) for key in keys], [writable(each) for each in targets]
+        names = [Key.of(key) for key in keys]
+        places = [Pieces([writable(one) for one in (each if isinstance(each, list) else [each])]) for each in targets]
         if not names:
             return []
         done: list[bool] = self._read(

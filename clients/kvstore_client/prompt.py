@@ -32,6 +32,8 @@ class Prompt:
         """Tokens may be a list, an array or a tensor on any device. Raises InvalidRequest naming what is wrong."""
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
+        if not spec.layers:
+            raise InvalidRequest("spec has no layers: give the model's, or keep opaque values with put_bytes")
         if not isinstance(extras, Sequence) or not all(isinstance(extra, Extra) for extra in extras):
             raise InvalidRequest("extras must be a sequence of Extra(position, data)")
         if exactness not in _EXACTNESS:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
@@ -15,7 +14,7 @@ from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
 from kvstore_client.prefix import Prefix, open_prefix
 from kvstore_client.session import Session
-from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, MAGIC, UNIT_BYTES, Key
+from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, MAGIC, UNIT_BYTES, Key, Pieces
 from kvstore_client.wanted import Wanted
 
 TRIES = 3
@@ -48,21 +47,24 @@ class Reader:
             found[number] for number in range(len(found)) if number in found and all(k in found for k in range(number))
         ]
 
-    def _copy(self, chunks: list[Any], skip: int, targets: list[NDArray[np.uint8]], prefix: Prefix) -> list[bool]:
-        """Copy each chunk's bytes after ``skip`` into its target. Which of them are good."""
+    def _copy(self, prefix: Prefix, work: Sequence[tuple[Any, int, Pieces, int, int]]) -> list[bool]:
+        """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good."""
         bad: set[int] = set()
 
-        def copy(batch: Sequence[tuple[Any, NDArray[np.uint8]]]) -> None:
-            for chunk, target in batch:
+        def copy(batch: Sequence[tuple[Any, int, Pieces, int, int]]) -> None:
+            for chunk, skip, target, start, count in batch:
                 if self._wanted.verify and not chunk.is_intact(0, 0, None):
                     bad.add(id(chunk))
-                np.copyto(target, chunk.slab(0)[skip : skip + target.size])
+                source = chunk.slab(0)[skip : skip + count]
+                for part, place in target.parts(start, count):
+                    np.copyto(part, source[place : place + part.size])
 
-        self._copier.split(copy, list(zip(chunks, targets, strict=True)), self._timeout_s)
+        if work:
+            self._copier.split(copy, work, self._timeout_s)
         good = prefix.settle(bad)
-        return [chunk.token_start < good for chunk in chunks]
+        return [chunk.token_start < good for chunk, *_ in work]
 
-    def get(self, key: Key, into: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+    def get(self, key: Key, into: Pieces | None) -> Pieces | None:
         """The whole value, or None."""
         for _ in range(TRIES):
             for digest in (key.whole, key.first):
@@ -75,7 +77,7 @@ class Reader:
                 return None
         return None
 
-    def _get(self, key: Key, digest: bytes, into: NDArray[np.uint8] | None) -> tuple[NDArray[np.uint8] | None, bool]:
+    def _get(self, key: Key, digest: bytes, into: Pieces | None) -> tuple[Pieces | None, bool]:
         """(value or None, whether to look again: it was replaced while it was read)."""
         prefix = self._open([digest])
         try:
@@ -90,28 +92,32 @@ class Reader:
             if magic != MAGIC or (digest == key.whole and length > room):
                 return None, False
             target = _target(into, length)
-            first = target[: min(room, length)]
-            if not all(self._copy(chunks[:1], HEAD.size, [first], prefix)):
+            first = min(room, length)
+            if not all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, first)])):
                 return None, True
         finally:
             prefix.close()
         if digest == key.whole:
             return target, False
-        return (target, False) if self._rest(key, version, target, first.size) else (None, True)
+        return (target, False) if self._rest(key, version, target, first) else (None, True)
 
-    def _rest(self, key: Key, version: bytes, target: NDArray[np.uint8], start: int) -> bool:
+    def _rest(self, key: Key, version: bytes, target: Pieces, start: int) -> bool:
         count = -(-(HEAD.size + target.size) // CHUNK_BYTES)
         prefix = self._open(key.chain(version, count)[1:])
         try:
             chunks = self._chunks(prefix)
             if len(chunks) < count - 1:
                 return False
-            pieces = [target[at : at + CHUNK_BYTES] for at in range(start, target.size, CHUNK_BYTES)]
-            return all(self._copy(chunks, 0, pieces, prefix))
+            places = range(start, target.size, CHUNK_BYTES)
+            work = [
+                (chunk, 0, target, at, min(CHUNK_BYTES, target.size - at))
+                for chunk, at in zip(chunks, places, strict=True)
+            ]
+            return all(self._copy(prefix, work))
         finally:
             prefix.close()
 
-    def get_each(self, keys: Sequence[Key], targets: Sequence[NDArray[np.uint8]]) -> list[bool]:
+    def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
         """Values of known sizes into their targets, one call for all that are there. A value of another size than its
         target's, or that is not there, is False; its target's bytes mean nothing then."""
         done = [False] * len(keys)
@@ -120,26 +126,27 @@ class Reader:
             prefix = self._open([key.whole for key in keys[start:]])
             try:
                 chunks = self._chunks(prefix)
-                heads = [HEAD.unpack(bytes(chunk.slab(0)[: HEAD.size])) for chunk in chunks]
-                sizes = [target.size for target in targets[start : start + len(chunks)]]
-                fit = [(head[0], head[1]) == (MAGIC, size) for head, size in zip(heads, sizes, strict=True)]
-                wanted = [number for number, is_fit in enumerate(fit) if is_fit]
-                good = self._copy(
-                    [chunks[number] for number in wanted],
-                    HEAD.size,
-                    [targets[start + number] for number in wanted],
-                    prefix,
-                )
-                for number, is_good in zip(wanted, good, strict=True):
-                    done[start + number] = is_good
+                work, numbers = [], []
+                for number, chunk in enumerate(chunks, start):
+                    head = HEAD.unpack(bytes(chunk.slab(0)[: HEAD.size]))
+                    if head[:2] == (MAGIC, targets[number].size):
+                        work.append((chunk, HEAD.size, targets[number], 0, targets[number].size))
+                        numbers.append(number)
+                for number, is_good in zip(numbers, self._copy(prefix, work), strict=True):
+                    done[number] = is_good
             finally:
                 prefix.close()
             stop = start + len(chunks)
-            if stop < len(keys):  # the one that is missing may be of several chunks
-                found = self.get(keys[stop], targets[stop]) if targets[stop].size > CHUNK_BYTES - HEAD.size else None
-                done[stop] = found is not None
+            if stop < len(keys) and targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be there in several chunks
+                done[stop] = self._is_got(keys[stop], targets[stop])
             start = stop + 1
         return done
+
+    def _is_got(self, key: Key, target: Pieces) -> bool:
+        try:
+            return self.get(key, target) is not None
+        except InvalidRequest:
+            return False  # of another size
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each is there, whole."""
@@ -173,9 +180,9 @@ class Reader:
         return bool(magic == MAGIC and self._hits(rest) == len(rest))
 
 
-def _target(into: NDArray[np.uint8] | None, length: int) -> NDArray[np.uint8]:
+def _target(into: Pieces | None, length: int) -> Pieces:
     if into is None:
-        return destination(length)
+        return Pieces([destination(length)])
     if into.size != length:
         raise InvalidRequest(f"into has {into.size} bytes, the value {length}: give as much room as was put, or none")
     return into

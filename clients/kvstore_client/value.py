@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,19 +105,40 @@ class Key:
         return [self.first, *(blake3(b"kvstore/value/part/1\0" + each).digest() for each in rest)]
 
 
+class Pieces:
+    """Buffers that are one run of bytes."""
+
+    def __init__(self, arrays: Sequence[NDArray[np.uint8]]) -> None:
+        self.arrays = arrays
+        self.size = sum(array.size for array in arrays)
+
+    def parts(self, start: int, count: int) -> Iterator[tuple[NDArray[np.uint8], int]]:
+        """The buffers under a run of the bytes: each part, and where in the run it begins."""
+        begin = 0
+        for array in self.arrays:
+            low, high = max(start, begin), min(start + count, begin + array.size)
+            if low < high:
+                yield array[low - begin : high - begin], low - start
+            begin += array.size
+
+
 @dataclass(frozen=True)
 class Value:
     """A value on its way in: what a Store asks of its source. Its bytes are the head, then the data, then zeros."""
 
     spec: ModelSpec
-    head: NDArray[np.uint8]
-    data: NDArray[np.uint8]
+    content: Pieces
     hidden_layers: tuple[int, ...] = ()
     planes: tuple[tuple[()], ...] = ((),)
 
+    @staticmethod
+    def of(spec: ModelSpec, version: bytes, data: Sequence[NDArray[np.uint8]]) -> Value:
+        size = sum(piece.size for piece in data)
+        return Value(spec, Pieces([np.frombuffer(HEAD.pack(MAGIC, size, version), np.uint8), *data]))
+
     @property
     def token_count(self) -> int:
-        return -(-(HEAD.size + self.data.size) // UNIT_BYTES)
+        return -(-self.content.size // UNIT_BYTES)
 
     @property
     def chunk_count(self) -> int:
@@ -128,13 +149,9 @@ class Value:
 
     def copy(self, start: int, target: NDArray[np.uint8]) -> None:
         """Fill ``target`` with the value's bytes from ``start`` on."""
-        place = 0
-        for begin, source in ((0, self.head), (HEAD.size, self.data)):
-            low, high = max(start, begin), min(start + target.size, begin + source.size)
-            if low < high:
-                np.copyto(target[low - start : high - start], source[low - begin : high - begin])
-                place = high - start
-        target[place:] = 0
+        for part, place in self.content.parts(start, target.size):
+            np.copyto(target[place : place + part.size], part)
+        target[max(0, self.content.size - start) :] = 0
 
 
 class ValueStore(Store):

@@ -127,7 +127,7 @@ def test_bad_tokens_are_named(bad: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("weights_digest", "XYZ"), ("cache_dtype", "int3"), ("chunk_tokens", 0), ("vocab_size", 0), ("layers", ()),
+        ("weights_digest", "XYZ"), ("cache_dtype", "int3"), ("chunk_tokens", 0), ("vocab_size", 0), ("layers", None),
         ("model_id", ""), ("scales", ((1.0, 1.0),)), ("rope", RopeSpec(theta=-1.0)),
         ("layers", (LayerSpec(kv_heads=0, k_dim=1, v_dim=1),)),
     ],
