@@ -275,11 +275,7 @@ class NvmeTier:
     async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
         for residency in residencies:
             if erase:
-                try:
-                    await self._erase(*self.regions.find(residency))
-                except KVStoreError:
-                    self.regions.quarantine(residency)
-                    raise
+                await self._erase(*self.regions.find(residency))
             self.regions.give_back(residency)
 
     async def erase_doomed(self) -> None:
@@ -288,10 +284,12 @@ class NvmeTier:
         failure: KVStoreError | None = None
         async with self._erasing:
             while self.doomed:
+                residency = self.doomed.pop()
                 try:
-                    await self.remove([self.doomed.pop()], erase=True)
+                    await self.remove([residency], erase=True)
                 except KVStoreError as error:
                     failure = error
+                    self.regions.quarantine(residency)
         if failure is not None:
             raise failure
 

@@ -1,0 +1,209 @@
+"""SGLang's HiCache, backed by the sidecar: host pages go there and come back without a copy in between.
+
+    python -m sglang.launch_server ... --enable-hierarchical-cache --hicache-storage-backend dynamic \\
+        --hicache-storage-backend-extra-config '{"backend_name": "kvstore", "class_name": "KVStoreHiCache",
+            "module_path": "kvstore_client.engines.sglang", "interface_v1": 1, "weights_digest": "<hex>"}'
+
+A page is an opaque value under SGLang's page hash, in a namespace that names all that its bytes depend on: model,
+weights, rank, layout, dtype and page size. A call never raises for a sidecar that is gone: pages are missing then.
+
+Source: SGLang 0.5.23, sglang/srt/mem_cache/hicache_storage.py. Written against that interface; SGLang itself, which
+needs CUDA, was not run with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.keys import token_array
+from kvstore.spec import Durability
+from kvstore_client.client import connect
+
+_log = logging.getLogger("kvstore.sglang")
+_CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")
+STORE_WAIT_S = 30.0
+
+
+def _interface() -> Any:
+    """SGLang's own abstract class where it is installed: its loader insists on it."""
+    try:
+        return importlib.import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
+    except ImportError:
+        return object
+
+
+def page_hashes(tokens: Any, page_size: int, prior: str | None = None) -> list[str]:
+    """SGLang's keys of the full pages of a prompt, to ask for or warm them from outside the engine. ``prior``: the hex
+    digest before the first page, where SGLang seeds it.
+
+    Source: SGLang 0.5.23: sha256 over the digest before and the tokens as little-endian u32."""
+    if not isinstance(page_size, int) or page_size < 1:
+        raise InvalidRequest(f"page_size {page_size!r} must be 1 or more: SGLang's --page-size")
+    array = token_array(tokens, 1 << 32)
+    digest = bytes.fromhex(prior or "")
+    found: list[str] = []
+    for start in range(0, array.size // page_size * page_size, page_size):
+        digest = hashlib.sha256(digest + array[start : start + page_size].tobytes()).digest()
+        found.append(digest.hex())
+    return found
+
+
+class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy cannot know
+    """One rank's storage backend. Safe to call from HiCache's several threads.
+
+    Raises, at the start only: InvalidRequest for a configuration that is wrong.
+    """
+
+    def __init__(self, storage_config: Any, options: Any = None) -> None:
+        extra = dict(getattr(storage_config, "extra_config", None) or {})
+        self._identity = {name: getattr(storage_config, name, None) for name in _CONFIGURED}
+        if getattr(storage_config, "is_mla_model", False):  # every rank has the same latents
+            self._identity.update(tp_rank=None, tp_size=None)
+        model = getattr(storage_config, "model_name", None)
+        if not model:
+            raise InvalidRequest("SGLang names no model: start it with --served-model-name or --model-path")
+        self._identity["model"] = model
+        self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"
+        self._client = connect(extra.get("socket"), required=False)
+        self._pool: Any = None
+        self._namespace = self._name_of(None)
+
+    def _name_of(self, pool: Any) -> str:
+        """The namespace: everything that a page's bytes depend on beside its hash."""
+        facts = dict(self._identity)
+        if pool is not None:
+            facts |= {name: str(getattr(pool, name, None)) for name in ("dtype", "layout", "page_size")}
+            facts["pool"] = type(pool).__name__
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        return f"sglang/{digest}"
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool whose pages ``host_indices`` name."""
+        self.mem_pool_host = self._pool = mem_pool_host
+        self._namespace = self._name_of(mem_pool_host)
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        self._client.close()
+
+    # ------------------------------------------------------------ pages in the host pool
+
+    def _pages(self, keys: Sequence[str], host_indices: Any) -> list[list[NDArray[np.uint8]]]:
+        """Per key the buffers of its page in the pool."""
+        if self._pool is None:
+            raise InvalidRequest("no host pool: call register_mem_pool_host first")
+        step = self._pool.page_size
+        if len(host_indices) != len(keys) * step:
+            raise InvalidRequest(f"{len(host_indices)} host indices for {len(keys)} pages of {step} tokens")
+        addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
+        if not keys or len(addresses) % len(keys) or len(addresses) != len(sizes):
+            raise InvalidRequest(f"the pool names {len(addresses)} buffers for {len(keys)} pages")
+        buffers = [_memory(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+        count = len(buffers) // len(keys)
+        return [buffers[at : at + count] for at in range(0, len(buffers), count)]
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Pages straight into the host pool. One truth per key; a page that is False may be overwritten."""
+        if not keys:
+            return []
+        try:
+            return self._client.get_each(self._namespace, keys, self._pages(keys, host_indices))
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Pages straight from the host pool; those that are there already are not sent again. One truth per key."""
+        if not keys:
+            return []
+        try:
+            return self._put(keys, self._pages(keys, host_indices))
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    def _put(self, keys: Sequence[str], pages: Sequence[Sequence[Any]]) -> list[bool]:
+        found = self._client.exists(self._namespace, keys)
+        receipts = [
+            None if is_there else self._client.put_pieces(self._namespace, key, page, durability=Durability.MEMORY)
+            for key, page, is_there in zip(keys, pages, found, strict=True)
+        ]
+        return [receipt is None or receipt.wait(STORE_WAIT_S) > Durability.NONE for receipt in receipts]
+
+    @staticmethod
+    def _none(keys: Sequence[str], error: KVStoreError) -> list[bool]:
+        _log.warning("kvstore: %s: these pages count as missing", error.message)
+        return [False] * len(keys)
+
+    # ------------------------------------------------------------ what is there
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of the leading pages are there."""
+        try:
+            found = self._client.exists(self._namespace, keys)
+        except KVStoreError as error:
+            found = self._none(keys, error)
+        return found.index(False) if False in found else len(found)
+
+    # ------------------------------------------------------------ tensors
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """A page into a flat tensor, which is returned; None when it is not there. Without a tensor: fresh bytes."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Per key the tensor that was filled, or None."""
+        try:
+            if target_locations is not None:
+                targets = list(target_locations)
+                done = self._client.get_each(self._namespace, keys, targets)
+                return [target if is_done else None for target, is_done in zip(targets, done, strict=True)]
+            return [_tensor(self._client.get_bytes(self._namespace, key)) for key in keys]
+        except KVStoreError as error:
+            _log.warning("kvstore: %s: these pages count as missing", error.message)
+            return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Keep a flat tensor as a page."""
+        return self.batch_set([key], [target_location if value is None else value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Keep flat tensors as pages. Whether all of them are there now."""
+        given = target_locations if values is None else values
+        try:
+            if given is None or len(given) != len(keys):
+                raise InvalidRequest(f"{len(keys)} keys need as many tensors")
+            return all(self._put(keys, [[value] for value in given]))
+        except KVStoreError as error:
+            return all(self._none(keys, error)) and not keys
+
+    def clear(self) -> None:
+        """Nothing is removed: what nobody reads is evicted in its time, and another model's pages are not ours."""
+        _log.warning("kvstore: clear() removes nothing; start the sidecar on another state directory to begin anew")
+
+    def get_stats(self) -> None:
+        """The sidecar's own: ``kvstore status``, and its metrics page."""
+        return
+
+
+def _memory(address: int, size: int) -> NDArray[np.uint8]:
+    """Bytes of the engine's host pool, which lives as long as the engine."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def _tensor(value: NDArray[np.uint8] | None) -> Any:
+    return None if value is None else importlib.import_module("torch").from_numpy(value)

@@ -1,0 +1,166 @@
+"""The HiCache backend against its documented interface, on a real sidecar. SGLang itself is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client.engines.sglang import page_hashes
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from tests.engines import sglang_pages
+from tests.engines.hicache import HostPool, LatentPool, StorageConfig, load, prefetch
+
+VECTORS = [
+    "5d85718ec594b982c252d0279e5966ffca33a5eaf2a455038d3ab331fde70cea",
+    "4681c0107c38f402cd1bc30b0b09a65202dba31f98269d9d7f63f5e0dea6901a",
+    "9c9217b40433137e8a734787cbb1fa92045602840c3ab29539366f8ffe21ec2f",
+]
+"""Printed by ``python -m tests.engines.sglang_pages``: tokens 0..47, pages of 16."""
+
+
+@contextmanager
+def backend(sidecar: Sidecar, pool: Any, **changes: Any) -> Iterator[Any]:
+    extra = {
+        "backend_name": "kvstore", "module_path": "kvstore_client.engines.sglang", "class_name": "KVStoreHiCache",
+        "interface_v1": 1, "socket": sidecar.address, **changes.pop("extra", {}),
+    }  # fmt: skip
+    made = load(StorageConfig(extra_config=extra, **changes), pool)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def keys_of(count: int, seed: int) -> list[str]:
+    return sglang_pages.page_hashes(range(seed, seed + 4 * count), 4)
+
+
+def test_page_hashes_are_sglangs() -> None:
+    assert page_hashes(range(48), 16) == VECTORS == sglang_pages.page_hashes(range(48), 16)
+    assert page_hashes(range(40), 16) == VECTORS[:2]
+    assert page_hashes(range(16, 48), 16, VECTORS[0]) == VECTORS[1:]
+    assert page_hashes([], 16) == []
+
+
+@pytest.mark.parametrize(
+    "pool", [HostPool, lambda: HostPool("layer_first"), lambda: HostPool(dtype=torch.float32), LatentPool]
+)
+def test_pages_go_and_come_back_into_another_pool(sidecar: Sidecar, pool: Any) -> None:
+    source, target = pool(), pool()
+    is_mla = isinstance(source, LatentPool)
+    if is_mla:
+        source.kv_buffer.copy_(torch.randn(source.kv_buffer.shape))
+    else:
+        source.fill(1)
+    keys = keys_of(6, 100)
+    with backend(sidecar, source, is_mla_model=is_mla) as one, backend(sidecar, target, is_mla_model=is_mla) as other:
+        assert one.batch_exists(keys) == 0
+        assert one.batch_get_v1(keys, target.indices(*range(6)), None) == [False] * 6
+        assert one.batch_set_v1(keys[:5], source.indices(7, 1, 4, 0, 11), None) == [True] * 5
+        assert other.batch_exists(keys) == 5
+        assert other.exists(keys[4])
+        assert not other.exists(keys[5])
+        places = [3, 9, 2, 10, 5, 6]
+        assert prefetch(other, keys, target.indices(*places), 4) == 20
+        for place, origin in zip(places, (7, 1, 4, 0, 11), strict=False):
+            assert torch.equal(target.page(place * 4), source.page(origin * 4))
+        untouched = [page for page in range(12) if page not in places]
+        assert all(not target.page(page * 4).any() for page in untouched)
+
+
+def test_a_hole_ends_what_counts_and_later_pages_still_come(sidecar: Sidecar) -> None:
+    pool = HostPool()
+    pool.fill(2)
+    keys = keys_of(5, 1000)
+    with backend(sidecar, pool) as one:
+        assert one.batch_set_v1([keys[0], keys[1], keys[3]], pool.indices(0, 1, 3), None) == [True] * 3
+        assert one.batch_exists(keys) == 2
+        target = HostPool()
+        one.register_mem_pool_host(target)
+        assert one.batch_get_v1(keys, target.indices(0, 1, 2, 3, 4), None) == [True, True, False, True, False]
+        assert torch.equal(target.page(12), pool.page(12))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_name": "org/other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2},
+        {"extra": {"weights_digest": "ab" * 32}},
+    ],
+)  # fmt: skip
+def test_another_model_rank_or_weights_never_share(sidecar: Sidecar, other: dict[str, Any]) -> None:
+    pool = HostPool()
+    keys = keys_of(2, 2000)
+    with backend(sidecar, pool) as one, backend(sidecar, HostPool(), **other) as another:
+        assert all(one.batch_set_v1(keys, pool.indices(0, 1), None))
+        assert another.batch_exists(keys) == 0
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: HostPool(dtype=torch.float16), lambda: HostPool("layer_first"), lambda: HostPool(page_size=2)]
+)
+def test_another_dtype_layout_or_page_size_never_shares(sidecar: Sidecar, other: Any) -> None:
+    pool = HostPool()
+    keys = keys_of(2, 3000)
+    with backend(sidecar, pool) as one, backend(sidecar, other()) as another:
+        assert all(one.batch_set_v1(keys, pool.indices(0, 1), None))
+        assert another.batch_exists(keys) == 0
+
+
+def test_ranks_of_an_mla_model_share(sidecar: Sidecar) -> None:
+    pool = LatentPool()
+    keys = keys_of(2, 4000)
+    ranks = {"is_mla_model": True, "tp_size": 2}
+    with backend(sidecar, pool, tp_rank=0, **ranks) as one, backend(sidecar, LatentPool(), tp_rank=1, **ranks) as two:
+        assert all(one.batch_set_v1(keys, pool.indices(0, 1), None))
+        assert two.batch_exists(keys) == 2
+
+
+def test_the_older_calls_with_tensors(sidecar: Sidecar) -> None:
+    with backend(sidecar, HostPool()) as one:
+        page = torch.randn(50).to(torch.bfloat16)
+        assert one.set("a", page)
+        assert one.batch_set(["b", "c"], [page + 1, page + 2])
+        place = torch.zeros(50, dtype=torch.bfloat16)
+        assert one.get("a", place) is place
+        assert torch.equal(place, page)
+        assert torch.equal(one.get("a").view(torch.bfloat16), page)
+        places = [torch.zeros(50, dtype=torch.bfloat16) for _ in range(3)]
+        found = one.batch_get(["b", "x", "c"], places)
+        assert found[1] is None
+        assert torch.equal(found[0], page + 1)
+        assert torch.equal(found[2], page + 2)
+        assert one.get("a", torch.zeros(49, dtype=torch.bfloat16)) is None  # a page of another size is none
+        assert one.batch_set(["d"], []) is False
+        one.clear()
+        assert one.exists("a")
+
+
+def test_wrong_indices_and_an_unnamed_model_are_said(sidecar: Sidecar, caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool()
+    with backend(sidecar, pool) as one:
+        assert one.batch_get_v1(["k"], pool.indices(0, 1), None) == [False]
+        assert "8 host indices for 1 pages" in caplog.text
+        assert one.batch_set_v1([], pool.indices(), None) == []
+    with pytest.raises(InvalidRequest, match="model"), backend(sidecar, pool, model_name=None):
+        pass
+
+
+def test_without_its_sidecar_pages_are_missing_and_come_back_with_it(own_sidecar: Sidecar) -> None:
+    pool = HostPool()
+    keys = keys_of(2, 5000)
+    with backend(own_sidecar, pool) as one:
+        own_sidecar.stop(kill=True)
+        assert one.batch_set_v1(keys, pool.indices(0, 1), None) == [False, False]
+        assert one.batch_get_v1(keys, pool.indices(0, 1), None) == [False, False]
+        assert one.batch_exists(keys) == 0
+        own_sidecar.start()
+        from tests.server.raw import eventually
+
+        eventually(lambda: one.batch_set_v1(keys, pool.indices(0, 1), None) == [True, True])
+        assert one.batch_exists(keys) == 2
