@@ -15,6 +15,7 @@ from kvstore.spec import Durability, ModelSpec
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
 from kvstore_client.encoder import EncoderCalls
+from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.reading import Reader
 from kvstore_client.receipt import Receipt
@@ -31,8 +32,17 @@ class OpaqueCalls(EncoderCalls):
     _timeout_s: float
     faults: FaultPoints
 
-    def _ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+    def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
         raise NotImplementedError
+
+    def _local(self, spec: ModelSpec) -> tuple[Session, bytes]:
+        """Raises InvalidRequest on the remote plane, whose streams do not carry opaque values yet."""
+        session, name = self._ready(spec)
+        if not isinstance(session, Session):
+            raise InvalidRequest(
+                "opaque values and encoder caches are for clients on the sidecar's host so far: connect to its socket"
+            )
+        return session, name
 
     def _means(self) -> Means:
         raise NotImplementedError
@@ -58,7 +68,7 @@ class OpaqueCalls(EncoderCalls):
         digests = names.chain(version, value.chunk_count)
 
         def run() -> Receipt:
-            session, name = self._ready(spec)
+            session, name = self._local(spec)
             store = ValueStore(session, value, self._copier, self.faults, self._timeout_s)
             store.begin(name, names, digests)
             means = self._means()
@@ -111,7 +121,7 @@ class OpaqueCalls(EncoderCalls):
         spec = namespace_spec(namespace)
 
         def run() -> Any:
-            session, name = self._ready(spec)
+            session, name = self._local(spec)
             return read(Reader(session, name, spec, self._copier, self._timeout_s, verify))
 
         return self._connection.or_gone(run, partial(_instead, otherwise))

@@ -31,6 +31,7 @@ class Reader:
     def _open(self, digests: list[bytes]) -> Prefix:
         """The leading ones of these chunks that are there, all of them in memory."""
         prefix = open_prefix(self._session, self._wanted, self._name, digests, EXACT, self._timeout_s)
+        assert isinstance(prefix, Prefix)
         try:
             while prefix.is_arriving and prefix.advance():
                 pass

@@ -33,6 +33,12 @@ def noise(size: int, seed: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
+def plane() -> str:
+    """The remote plane does not carry opaque values yet."""
+    return "local"
+
+
+@pytest.fixture(scope="module")
 def client(sidecar: Sidecar) -> Iterator[Client]:
     with connect(sidecar.address) as connected:
         yield connected
@@ -253,3 +259,10 @@ def test_routers_and_attention_caches_do_not_meet_opaque_values(client: Client) 
     with pytest.raises(InvalidRequest, match="opaque"):
         session.call(session.cache.Store, pb.StoreRequest(reserve=reserve), 10.0)
     assert client.lookup(spec, tokens_of(16, 77)).prefix_token_count == 16
+
+
+def test_the_remote_plane_says_that_it_has_no_opaque_values() -> None:
+    with Sidecar("--capacity", "8 MiB", plane="remote") as sidecar, connect(sidecar.address) as client:
+        for call in (lambda: client.put_bytes("n", "k", b"x"), lambda: client.get_bytes("n", "k")):
+            with pytest.raises(InvalidRequest, match="its socket"):
+                call()
