@@ -136,6 +136,8 @@ def test_a_wrong_token_is_refused_and_said(remote: Sidecar, token: str) -> None:
 def test_the_token_may_come_from_the_environment_only_for_tcp(remote: Sidecar) -> None:
     with connect(remote.address) as client:
         assert client.plane == "remote"
+    with connect(remote.address, token=TOKEN + "\n") as client:  # as it is read from a file
+        assert client.plane == "remote"
     with connect(remote.socket_address) as client:
         assert client.plane == "local"
     with pytest.raises(InvalidRequest, match="unix socket"):

@@ -108,7 +108,8 @@ def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> 
         raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
     host, _ = split_address(address, "address")
     token = os.environ.get("KVSTORE_TOKEN") if token is None else token
-    if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token.strip():
+    token = token.strip() if isinstance(token, str) else ""  # a file's last line end comes along
+    if not (token and token.isascii() and token.isprintable()):
         raise InvalidRequest(
             f"token: {address} needs one that its server knows (remote.token_file there), here or as $KVSTORE_TOKEN"
         )
@@ -116,4 +117,4 @@ def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> 
         tls = TLS()
     if not tls and not is_loopback(host):
         raise InvalidRequest(f"tls: {address} is not this host: the token needs tls= to go there")
-    return RemotePlace(address, token.strip(), tls or None)
+    return RemotePlace(address, token, tls or None)
