@@ -1,0 +1,51 @@
+"""The guides' Python is run as written, in the order of the page, beside a real sidecar."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvstore_ops.sidecar import Sidecar
+
+from tests.conftest import ROOT
+
+SAID = {
+    "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
+    "bytes.md": ["LOCAL", "[True, False]", "True"],
+    "sglang.md": [],
+}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
+    ports = {"5557": free_port(), "5558": free_port()}  # the page's own may be taken here
+    text = (ROOT / "docs" / page).read_text()
+    for port, other in ports.items():
+        text = text.replace(port, other)
+    environment = {**os.environ, **dict(re.findall(r"^export (\w+)=(\S+)$", text, re.MULTILINE))}
+    with Sidecar("--capacity", "128 MiB", nvme="256 MiB", environment=environment) as sidecar:
+        environment["KVSTORE_SOCKET"] = sidecar.address
+        said = []
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+            script = tmp_path / f"{number}.py"
+            script.write_text(block)
+            done = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=environment, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            said += done.stdout.splitlines()
+    if page == "sglang.md":
+        assert re.fullmatch(r"[0-9a-f]{64}", said[0])
+    else:
+        assert said == SAID[page]
