@@ -58,9 +58,11 @@ class OpaqueCalls(EncoderCalls):
         return self.put_pieces(namespace, key, [data], durability=durability)
 
     def put_pieces(
-        self, namespace: str, key: str | bytes, pieces: Sequence[Any], *, durability: Durability | None = None
-    ) -> Receipt:
-        """As ``put_bytes``, of a value that lies in several buffers."""
+        self, namespace: str, key: str | bytes, pieces: Sequence[Any], *, durability: Durability | None = None,
+        replace: bool = True,
+    ) -> Receipt:  # fmt: skip
+        """As ``put_bytes``, of a value that lies in several buffers. ``replace=False``: what the key has stays, for
+        keys that have one value for ever, of one chunk; nothing is sent then."""
         check_durability(durability)
         spec, names = namespace_spec(namespace), Key.of(key)
         version = SystemRandom().bytes(16)
@@ -70,7 +72,7 @@ class OpaqueCalls(EncoderCalls):
         def run() -> Receipt:
             session, name = self._local(spec)
             store = ValueStore(session, value, self._copier, self.faults, self._timeout_s)
-            store.begin(name, names, digests)
+            store.begin(name, digests, names.whole + names.first if replace else b"")
             means = self._means()
             settle = None if durability is Durability.MEMORY else means.settle(Prompt.known(spec, digests, EXACT), ())
             return Receipt(means.committer.submit(store.commit), settle)
@@ -116,6 +118,12 @@ class OpaqueCalls(EncoderCalls):
         names = [Key.of(key) for key in asked]
         found = self._read(namespace, False, lambda reader: reader.exists(names), [False] * len(names))
         return found[0] if one else found
+
+    def count_leading(self, namespace: str, keys: Sequence[str | bytes]) -> int:
+        """How many of the leading keys have a value."""
+        names = [Key.of(key) for key in keys]
+        found: int = self._read(namespace, False, lambda reader: reader.count_leading(names), 0)
+        return found
 
     def _read(self, namespace: str, verify: bool, read: Callable[[Reader], Any], otherwise: Any) -> Any:
         spec = namespace_spec(namespace)

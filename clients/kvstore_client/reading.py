@@ -149,6 +149,16 @@ class Reader:
         except InvalidRequest:
             return False  # of another size
 
+    def count_leading(self, keys: Sequence[Key]) -> int:
+        """How many of the leading ones are there, whole."""
+        count = 0
+        while count < len(keys):
+            count += self._hits([key.whole for key in keys[count:]])
+            if count == len(keys) or not self._has_parts(keys[count]):
+                break
+            count += 1
+        return count
+
     def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each is there, whole."""
         found: list[bool] = []

@@ -161,12 +161,12 @@ class ValueStore(Store):
         super().__init__(session, session.staging, value, copier, faults, timeout_s)  # type: ignore[arg-type]  # a source by its uses
         self._value = value
 
-    def begin(self, name: bytes, key: Key, digests: list[bytes]) -> None:
-        """Take the place of what the key has, reserve, and copy into staging."""
+    def begin(self, name: bytes, digests: list[bytes], replaces: bytes) -> None:
+        """Take the place of what has these digests, reserve, and copy into staging."""
         step, count = self._value.spec.chunk_tokens, self._value.token_count
         query = pb.ChainQuery(fingerprint=name, digests=b"".join(digests), exactness=EXACT)  # type: ignore[arg-type]
         reserve = pb.Reserve(
-            query=query, token_digests=b"".join(digests), tail_token_count=count % step, replaces=key.whole + key.first
+            query=query, token_digests=b"".join(digests), tail_token_count=count % step, replaces=replaces
         )
         response = self._call(pb.StoreRequest(reserve=reserve))
         self._reservation_id = response.reservation_id

@@ -108,16 +108,23 @@ class Claiming:
         return _told(reservation)
 
     async def _replace(self, part: Namespace, digests: Sequence[bytes]) -> None:
-        """Remove what is stored under these digests. Who reads it is waited for. Raises InvalidRequest where a digest
-        has one meaning for ever; Unavailable when readers do not end within the deadline."""
+        """Remove what is stored under these digests. Who reads or stores it is waited for. Raises InvalidRequest where
+        a digest has one meaning for ever; Unavailable when they do not end within the deadline."""
         if part.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         until_s = self._clock.monotonic() + self._deadline_s
-        while any(self._catalog.table.is_held(part.index[each]) for each in digests if each in part.index):
+        await self._residency.replace([])  # what was evicted under these digests is to be erased, too
+        while True:
+            rows = [part.index[each] for each in digests if each in part.index]
+            is_busy = any(each in part.pending for each in digests) or any(map(self._catalog.table.is_held, rows))
+            if not is_busy and not rows:
+                return  # and the claim follows without a pause
+            if not is_busy:
+                await self._residency.replace(rows)
+                continue
             if self._clock.monotonic() >= until_s:
                 raise Unavailable("the value that is to be replaced is being read or written: try again")
             await self._clock.sleep(REPLACE_STEP_S)
-        await self._residency.replace([part.index[each] for each in digests if each in part.index])
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another

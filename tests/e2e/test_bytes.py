@@ -77,6 +77,27 @@ def test_overwriting_leaves_the_last_value_only(client: Client, steps: list[tupl
         assert client.exists(namespace, sorted(known)) == [True] * len(known)
 
 
+@pytest.mark.parametrize("sizes", [(10, 10), (10, MOST + 9), (MOST + 9, 10), (MOST + 9, MOST + 9)])
+def test_of_puts_in_a_row_the_last_one_stays(client: Client, sizes: tuple[int, int]) -> None:
+    """Nobody waits for the first one's receipt."""
+    for number in range(5):
+        first = client.put_bytes("row", "key", noise(sizes[0], number))
+        assert client.put_bytes("row", "key", noise(sizes[1], 100 + number)).wait(20) is Durability.MEMORY
+        first.wait(20)
+        found = client.get_bytes("row", "key")
+        assert found is not None
+        assert found.tobytes() == noise(sizes[1], 100 + number).tobytes()
+
+
+def test_a_key_of_one_value_for_ever_keeps_its_first(client: Client) -> None:
+    client.put_pieces("for-ever", "key", [b"first"], replace=False).wait(10)
+    assert client.put_pieces("for-ever", "key", [b"sec", b"ond"], replace=False).wait(10) is Durability.MEMORY
+    found = client.get_bytes("for-ever", "key")
+    assert found is not None
+    assert found.tobytes() == b"first"
+    assert client.count_leading("for-ever", ["key", "none", "key"]) == 1
+
+
 @pytest.mark.parametrize(
     ("namespace", "key", "data", "words"),
     [

@@ -137,6 +137,11 @@ def test_the_older_calls_with_tensors(sidecar: Sidecar) -> None:
         assert torch.equal(found[2], page + 2)
         assert one.get("a", torch.zeros(49, dtype=torch.bfloat16)) is None  # a page of another size is none
         assert one.batch_set(["d"], []) is False
+        large = torch.randn(1_500_000)  # of two chunks
+        assert one.batch_set(["large", "large"], [large, large])
+        assert one.set("large", large)
+        assert torch.equal(one.get("large", torch.zeros(1_500_000)), large)
+        assert one.batch_exists(["a", "large", "b", "x", "c"]) == 3
         one.clear()
         assert one.exists("a")
 

@@ -28,6 +28,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
 from kvstore.spec import Durability
 from kvstore_client.client import connect
+from kvstore_client.value import CHUNK_BYTES, HEAD
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")
@@ -131,11 +132,15 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             return self._none(keys, error)
 
     def _put(self, keys: Sequence[str], pages: Sequence[Sequence[Any]]) -> list[bool]:
-        found = self._client.exists(self._namespace, keys)
-        receipts = [
-            None if is_there else self._client.put_pieces(self._namespace, key, page, durability=Durability.MEMORY)
-            for key, page, is_there in zip(keys, pages, found, strict=True)
-        ]
+        receipts: list[Any] = []
+        for key, page in zip(keys, pages, strict=True):
+            is_large = sum(map(byte_count, page)) > CHUNK_BYTES - HEAD.size
+            if is_large and self._client.exists(self._namespace, key):
+                receipts.append(None)
+                continue
+            receipts.append(
+                self._client.put_pieces(self._namespace, key, page, durability=Durability.MEMORY, replace=is_large)
+            )
         return [receipt is None or receipt.wait(STORE_WAIT_S) > Durability.NONE for receipt in receipts]
 
     @staticmethod
@@ -152,10 +157,10 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the leading pages are there."""
         try:
-            found = self._client.exists(self._namespace, keys)
+            return self._client.count_leading(self._namespace, keys)
         except KVStoreError as error:
-            found = self._none(keys, error)
-        return found.index(False) if False in found else len(found)
+            self._none(keys, error)
+            return 0
 
     # ------------------------------------------------------------ tensors
 
@@ -198,6 +203,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def get_stats(self) -> None:
         """The sidecar's own: ``kvstore status``, and its metrics page."""
         return
+
+
+def byte_count(buffer: Any) -> int:
+    """Of an array or a tensor."""
+    return int(buffer.nbytes)
 
 
 def _memory(address: int, size: int) -> NDArray[np.uint8]:
