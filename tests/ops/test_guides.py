@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,3 +50,21 @@ def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
         assert re.fullmatch(r"[0-9a-f]{64}", said[0])
     else:
         assert said == SAID[page]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the guide makes its certificates with openssl")
+def test_the_remote_guide_runs_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "remote.md").read_text().replace("9500", free_port())
+    script = "set -e\n" + "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-c", f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{script}"]
+    with (tmp_path / "said").open("w+") as said:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=100, env=environment, cwd=tmp_path,
+            check=False,
+        )  # fmt: skip
+        said.seek(0)
+        words = said.read()
+    assert done.returncode == 0, words
+    for line in ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"):
+        assert line in words
