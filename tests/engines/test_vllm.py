@@ -352,6 +352,40 @@ def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
     engine.close()
 
 
+def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None:
+    clients = [connect(sidecar.address) for _ in range(3)]
+    scheduler = SchedulerSide(clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, ranks=2)
+    parts = [[torch.randn(BLOCKS, 1, BLOCK, 16).to(torch.bfloat16) for _ in SPEC.layers] for _ in range(2)]
+    workers = [
+        WorkerSide(clients[1 + rank], PagesOfModel(SPEC, parts[rank], BLOCK, "FLASH_ATTN", rank=rank, ranks=2), BLOCK,
+                   is_layerwise=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    for seed, is_whole in ((17, True), (18, False)):
+        asked = request(f"a{seed}", tokens_of(42, seed))
+        scheduler.new_request(asked)
+        step = scheduler.step(scheduled(asked.request_id, blocks_of(42), 0, 42))
+        if not is_whole:
+            workers[1]._doubtful.update(blocks_of(42)[:1])  # this rank's load of another request has failed
+        for worker in workers:
+            worker.save(step.saves)
+        if is_whole:
+            wait_stored(clients[0], step.saves[0])
+        else:
+            until = time.monotonic() + 10.0
+            while clients[0].stats().sessions.reservation_count:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert clients[0].lookup(SPEC, asked.all_token_ids).prefix_token_count == 0
+    kept = clients[0].fetch(SPEC, tokens_of(42, 17))
+    for layer, pair in enumerate(kept):
+        for rank in range(2):
+            whole = parts[rank][layer][blocks_of(42)[:10], 0].flatten(0, 1)
+            assert torch.equal(torch.cat([pair[0][rank], pair[1][rank]], dim=-1), whole)
+    for client in clients:
+        client.close()
+
+
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_a_sidecar_that_dies_under_a_load_fails_it(own_sidecar: Sidecar, load: str) -> None:
     tokens = tokens_of(42, 16)

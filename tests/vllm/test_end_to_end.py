@@ -174,3 +174,19 @@ def test_adapters_never_share(models: dict[str, Path], adapters: dict[str, Path]
             assert engine.ask(prompt_of_its_own, lora=lora) == (outputs, [288])
             said.append(outputs)
         assert said[0] != said[1] != said[2] != said[0]
+
+
+def test_two_ranks_read_what_one_kept_and_back(models: dict[str, Path], plain: dict[str, Any]) -> None:
+    options = {"extra": CHUNK, "enable_prefix_caching": False}
+    with Sidecar("--capacity", "64 MiB", nvme="128 MiB") as sidecar:
+        with Engine(models["llama"], sidecar.address, **options) as engine:
+            assert engine.ask(LONG) == (plain["llama"][:1], [0])
+        two = {"tensor_parallel_size": 2, "is_one_process": False}
+        with Engine(models["llama"], sidecar.address, **options, **two) as engine:
+            assert engine.ask(LONG) == (plain["llama"][:1], [288])
+            assert engine.ask(FORKED) == (plain["llama"][2:], [192])
+            wait_durable(sidecar, 7)
+            assert engine.ask(FORKED) == (plain["llama"][2:], [320])
+        with Engine(models["llama"], sidecar.address, **options) as engine:
+            assert engine.ask(FORKED) == (plain["llama"][2:], [320])
+        assert leases_of(sidecar) == (0, 0)

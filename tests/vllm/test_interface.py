@@ -172,7 +172,7 @@ def test_caches_that_cannot_be_kept_are_refused(configured: VllmConfig, groups: 
 @pytest.mark.parametrize(
     ("part", "values", "said"),
     [
-        ("parallel_config", {"tensor_parallel_size": 2}, "--tensor-parallel-size 1"),
+        ("parallel_config", {"tensor_parallel_size": 4}, "--tensor-parallel-size to a divisor"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
     ],

@@ -49,7 +49,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             spec = spec_of(vllm_config, self._geometry, self._settings)
             self._scheduler = SchedulerSide(
                 self._connect(), Adapters(spec), self._settings, self._geometry.block_tokens,
-                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+                loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
             )  # fmt: skip
 
     def _connect(self) -> Any:
@@ -111,7 +111,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         backend = backends.pop()
         writer = _cpu_writer(self._config, self._geometry.block_tokens) if backend == CPU else None
         tensors = [kv_caches[name] for name in names]
-        pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer)
+        ranks = self._geometry.ranks
+        rank = _rank() if ranks > 1 else 0
+        pages = PagesOfModel(spec, tensors, self._geometry.block_tokens, backend, writer, rank=rank, ranks=ranks)
         self._worker = WorkerSide(
             self._connect(), pages, self._geometry.block_tokens, is_layerwise=self._settings.load == "layerwise"
         )
@@ -152,6 +154,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def _cpu_writer(config: Any, block_tokens: int) -> Any:

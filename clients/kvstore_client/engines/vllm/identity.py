@@ -23,13 +23,15 @@ WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layers that keep a cache, in order, and vLLM's block."""
+    """The layers that keep a cache, in order, with the heads of all ranks; and vLLM's block."""
 
     layer_names: tuple[str, ...]
     layers: tuple[LayerSpec, ...]
     cache_dtype: str
     block_tokens: int
     mla: bool
+    ranks: int
+    """Tensor-parallel ones: each has as many of every layer's kv heads."""
 
 
 def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
@@ -45,24 +47,38 @@ def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     names = sorted(groups[0].layer_names, key=lambda name: ([int(each) for each in re.findall(r"\d+", name)], name))
     each_spec = getattr(group, "kv_cache_specs", None) or dict.fromkeys(names, group)
     hf = vllm_config.model_config.hf_text_config
-    layers = tuple(_layer(name, each_spec[name], hf) for name in names)
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    layers = tuple(_layer(name, each_spec[name], hf, ranks) for name in names)
     dtypes = {str(each_spec[name].dtype).removeprefix("torch.") for name in names}
     if len(dtypes) != 1:
         raise InvalidRequest(f"the layers' caches are {', '.join(sorted(dtypes))}: set --kv-cache-dtype auto")
     mla = all(_is_mla(each) for each in each_spec.values())
-    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla)
+    _check_ranks(vllm_config.model_config, layers, ranks, mla)
+    return Geometry(tuple(names), layers, dtypes.pop(), int(group.block_size), mla, ranks)
+
+
+def _check_ranks(model: Any, layers: tuple[LayerSpec, ...], ranks: int, mla: bool) -> None:
+    if ranks == 1:
+        return
+    total = int(model.get_total_num_kv_heads())
+    if mla or total % ranks or {each.kv_heads for each in layers} != {total}:
+        raise InvalidRequest(
+            f"{total} kv heads on {ranks} ranks: kvstore serves ranks that share out the kv heads evenly, all layers "
+            "alike and without MLA; set --tensor-parallel-size to a divisor of them"
+        )
 
 
 def _check_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for name, flag in (
-        ("tensor_parallel_size", "--tensor-parallel-size"),
         ("pipeline_parallel_size", "--pipeline-parallel-size"),
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
         if getattr(parallel, name, 1) != 1:
-            raise InvalidRequest(f"{name} is {getattr(parallel, name)}: this release serves one rank; set {flag} 1")
+            raise InvalidRequest(
+                f"{name} is {getattr(parallel, name)}: this release serves tensor-parallel ranks only; set {flag} 1"
+            )
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is not None and draft.method not in WITHOUT_CACHE:
         raise InvalidRequest(
@@ -75,7 +91,7 @@ def _is_mla(spec: Any) -> bool:
     return any(each.__name__ == "MLAAttentionSpec" for each in type(spec).__mro__)
 
 
-def _layer(name: str, spec: Any, hf: Any) -> LayerSpec:
+def _layer(name: str, spec: Any, hf: Any, ranks: int) -> LayerSpec:
     known = {"FullAttentionSpec", "MLAAttentionSpec"}
     if type(spec).__name__ == "SlidingWindowSpec":
         raise InvalidRequest(
@@ -97,9 +113,8 @@ def _layer(name: str, spec: Any, hf: Any) -> LayerSpec:
     window = getattr(spec, "sliding_window", None) or 0
     kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
     v_dim = getattr(spec, "head_size_v", None) or spec.head_size
-    return LayerSpec(
-        kind=kind, kv_heads=int(spec.num_kv_heads), k_dim=int(spec.head_size), v_dim=int(v_dim), window=window
-    )
+    heads = int(spec.num_kv_heads) * ranks
+    return LayerSpec(kind=kind, kv_heads=heads, k_dim=int(spec.head_size), v_dim=int(v_dim), window=window)
 
 
 def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_digest: str | None = None) -> ModelSpec:

@@ -24,15 +24,22 @@ Writer = Callable[[Any, Any, Any, Any, Any], None]
 
 
 class PagesOfModel:
-    """Each layer's (K, V) views, in the order of the spec's layers. Raises InvalidRequest naming what does not fit."""
+    """Each layer's (K, V) views, in the order of the spec's layers, and the ``heads`` that this rank has of them.
+
+    Raises: InvalidRequest naming what does not fit.
+    """
 
     def __init__(
-        self, spec: ModelSpec, tensors: Sequence[Any], block_tokens: int, backend: str, writer: Writer | None = None
-    ) -> None:
+        self, spec: ModelSpec, tensors: Sequence[Any], block_tokens: int, backend: str, writer: Writer | None = None,
+        *, rank: int = 0, ranks: int = 1,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        each = spec.layers[0].kv_heads // ranks
+        self.heads = (rank * each, (rank + 1) * each) if ranks > 1 else None
         self.views: list[tuple[Any, Any]] = []
         self.page_tokens = int(tensors[0].shape[2]) if len(tensors[0].shape) == 4 else 0
         for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
-            self.views.append(_views(spec, layer, tensor, backend, writer))
+            self.views.append(_views(spec, layer, tensor, backend, writer, ranks))
         if not self.page_tokens or block_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
@@ -44,13 +51,15 @@ class PagesOfModel:
             torch.cuda.default_stream(device).synchronize()
 
 
-def _views(spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None) -> tuple[Any, Any]:
+def _views(
+    spec: ModelSpec, layer: int, tensor: Any, backend: str, writer: Writer | None, ranks: int
+) -> tuple[Any, Any]:
     each = spec.layers[layer]
-    content = each.k_dim + each.v_dim
+    content, heads = each.k_dim + each.v_dim, each.kv_heads // ranks
     found = str(tensor.dtype).removeprefix("torch.")
-    if len(tensor.shape) != 4 or tuple(tensor.shape[1::2]) != (each.kv_heads, content):
+    if len(tensor.shape) != 4 or tuple(tensor.shape[1::2]) != (heads, content):
         raise InvalidRequest(
-            f"layer {layer}: its pages have the shape {tuple(tensor.shape)}, the model says [pages, {each.kv_heads}, "
+            f"layer {layer}: its pages have the shape {tuple(tensor.shape)}, the model says [pages, {heads}, "
             f"tokens, {content}]: use the attention backend {' or '.join((*SIDE_BY_SIDE, CPU))} with "
             "--kv-cache-dtype auto"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,13 +54,14 @@ class SchedulerSide:
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
-        loads: bool = True, saves: bool = True, clock: Clock | None = None,
+        loads: bool = True, saves: bool = True, ranks: int = 1, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._adapters = adapters
         self._settings = settings
         self._block_tokens = block_tokens
         self._does_load, self._does_save = loads, saves
+        self._ranks = ranks
         self._clock = clock or SystemClock()
         self._patience = Patience(self._clock)
         self._found: dict[str, _Found] = {}
@@ -95,7 +96,7 @@ class SchedulerSide:
         tokens = _tokens(request, self._whole(request.num_tokens))
         try:
             with self._patience.watch():
-                match = self._client.lookup(tracked.spec, tokens, hold=True, readers=1, extras=tracked.extras)
+                match = self._client.lookup(tracked.spec, tokens, hold=True, readers=self._ranks, extras=tracked.extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return None
@@ -162,7 +163,25 @@ class SchedulerSide:
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
-        return Save(str(request.request_id), tracked.spec, _tokens(request, until), tracked.extras, blocks)
+        save = Save(str(request.request_id), tracked.spec, _tokens(request, until), tracked.extras, blocks)
+        return save if self._ranks == 1 else self._shared(save)
+
+    def _shared(self, save: Save) -> Save | None:
+        """A store that the ranks join, one shard each. Ours is the first and empty."""
+        if self._patience.is_spent:
+            return None
+        try:
+            with self._patience.watch():
+                writer = self._client.start_store(save.spec, save.tokens, shards=1 + self._ranks, extras=save.extras)
+        except KVStoreError as error:
+            _log.error("kvstore: %s; this prompt is not kept", error.message)
+            return None
+        with writer:
+            if not writer.wanted_token_count:
+                return None
+            ticket = writer.ticket
+            writer.commit()
+        return replace(save, ticket=ticket)
 
     def reported(self, failed_blocks: Iterable[int]) -> None:
         """Workers could not load these blocks, and vLLM computes them: nobody tries to load them again. What was

@@ -44,13 +44,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Keep a request's leading tokens, which this step completes."""
+    """Keep a request's leading tokens, which this step completes. ``ticket``: of the store that several ranks join;
+    empty for one."""
 
     request_id: str
     spec: ModelSpec
     tokens: Tokens
     extras: tuple[Extra, ...]
     block_ids: list[int]
+    ticket: bytes = b""
 
 
 @dataclass

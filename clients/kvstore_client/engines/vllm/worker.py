@@ -15,6 +15,7 @@ from kvstore_client.engines.vllm.patience import Patience
 from kvstore_client.engines.vllm.step import Load, Save, Step, slots_of
 from kvstore_client.paged import Paged
 from kvstore_client.transfer import Transfer
+from kvstore_client.writer import StoreWriter
 
 LOAD_S_MAX = 30.0
 """A load that takes longer is given up, and its prompt computed."""
@@ -62,7 +63,7 @@ class WorkerSide:
             transfer = None
             try:
                 into = Paged(self._pages.views, load.slots(self._block_tokens), LAYOUT)
-                transfer = self._client.start_fetch(load.ticket, into=into)
+                transfer = self._client.start_fetch(load.ticket, into=into, heads=self._pages.heads)
             except KVStoreError as error:
                 _log.error("kvstore: %s; the prompt is computed", error.message)
             self._moving[load.request_id] = _Moving(load, transfer, self._clock.monotonic() + LOAD_S_MAX)
@@ -134,25 +135,30 @@ class WorkerSide:
     def save(self, saves: Iterable[Save]) -> None:
         """Keep what this step completed. Returns as soon as the pages may change."""
         for save in saves:
-            if any(block in self._doubtful for block in save.block_ids):
-                continue  # computed over a load that failed: not the model's own
-            if self._patience.is_spent:
+            # Computed over a load that failed: not the model's own.
+            is_doubtful = any(block in self._doubtful for block in save.block_ids)
+            if self._patience.is_spent or (is_doubtful and not save.ticket):
                 continue
             try:
-                self._keep(save)
+                self._keep(save, is_doubtful)
             except KVStoreError as error:
                 _log.error("kvstore: %s; this prompt is not kept", error.message)
 
-    def _keep(self, save: Save) -> None:
+    def _keep(self, save: Save, is_doubtful: bool) -> None:
         with self._patience.watch():
-            writer = self._client.start_store(save.spec, save.tokens, extras=save.extras)
+            writer = self._writer(save)
         with writer, self._patience.watch(COPY_S_MAX):
-            if not writer.wanted_token_count:
-                return
+            if is_doubtful or not writer.wanted_token_count:
+                return  # for the other ranks, too
             slots = slots_of(save.block_ids, self._block_tokens, 0, int(save.tokens.size))
             for layer, views in enumerate(self._pages.views):
-                writer.put_layer(layer, Paged([views], slots, LAYOUT))
+                writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=self._pages.heads)
             writer.commit()
+
+    def _writer(self, save: Save) -> StoreWriter:
+        if save.ticket:
+            return self._client.join_store(save.ticket, 1 + self._pages.rank)
+        return self._client.start_store(save.spec, save.tokens, extras=save.extras)
 
     def close(self) -> None:
         """Stop what is on its way, finish what is being kept."""
