@@ -46,6 +46,11 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
     return value
 
 
+def is_writable(value: Any) -> bool:
+    """Whether copies into it arrive: arrays that are read-only or run backwards would be copied themselves."""
+    return is_tensor(value) or (value.flags.writeable and min(value.strides, default=0) >= 0)
+
+
 def settle_device(planes: Sequence[Any]) -> None:
     """Wait until the caller's stream is done with its GPU tensors: the copies run on streams of other threads."""
     torch = torch_module()

@@ -15,7 +15,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import presented
 from kvstore_client.connection import Connection
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
 from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
 from kvstore_client.opaque import OpaqueCalls
@@ -335,7 +335,7 @@ class Client(Watching, OpaqueCalls):
             store = store_of(session, source, self._copier, self.faults, self._timeout_s)
             store.stage(name, prompt)
             settle = None if durability is Durability.MEMORY else self._means().settle(prompt, source.hidden_layers)
-            return Receipt(self._committer.submit(store.commit), settle)
+            return Receipt(commit_beside(self._committer, store.commit, waits=store.waits), settle)
 
         try:
             return self._connection.or_gone(run, Receipt.nothing)

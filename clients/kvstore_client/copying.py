@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import Workers, WorkerThreads
+from kvstore.seams.scheduler import start_thread
 from kvstore_client.arrays import is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
@@ -78,6 +79,23 @@ def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
         raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
     for future in copies:
         future.result()
+
+
+def commit_beside(workers: Workers, commit: Callable[[], Any], *, waits: bool) -> Future[Any]:
+    """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
+    be queued behind it."""
+    if not waits:
+        return workers.submit(commit)
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(commit())
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
+            future.set_exception(error)
+
+    start_thread(run, "kvstore-commit-waiting")
+    return future
 
 
 class Copier:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
-from kvstore_client.arrays import is_tensor, settle_device
+from kvstore_client.arrays import is_tensor, is_writable, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.prefix import ChunkRun
 from kvstore_client.remote.fetching import Strips
@@ -79,10 +79,17 @@ class Pages:
         """The planes as numpy sees them; None where they are a GPU's."""
         self._cut: dict[tuple[int, int], tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]] = {}
 
+    def check_writable(self) -> None:
+        """Raises InvalidRequest for pages that cannot be fetched into."""
+        for number, pair in enumerate(self.views):
+            for plane in pair:
+                if not is_writable(plane):
+                    raise InvalidRequest(f"layers[{number}] is read-only, or runs backwards: fetch into another array")
+
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The tokens ``start .. stop`` in as few pieces as their slots allow."""
         slots = self.slots[start:stop]
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[:-1] < 0)) + 1
         bounds = [0, *breaks.tolist(), len(slots)]
         size = self.page_size
         for first, last in pairwise(bounds):
@@ -147,6 +154,7 @@ class PagedTarget:
     def __init__(self, wanted: Wanted, pages: Pages, token_count: int) -> None:
         if len(pages.slots) < token_count:
             raise InvalidRequest(f"slots names {len(pages.slots)} tokens, {token_count} are stored")
+        pages.check_writable()
         if wanted.hidden_layers:
             raise InvalidRequest("hidden states do not go into pages: fetch them apart")
         self._wanted = wanted

@@ -125,6 +125,8 @@ class Store:
         self._copier = copier
         self._faults = faults
         self._timeout_s = timeout_s
+        self.waits = False
+        """Whether the commit waits for other stores, perhaps of this very client."""
         self._reservation_id = 0
         self._staged: list[tuple[Unit, Run]] = []
 
@@ -133,6 +135,7 @@ class Store:
         request = reserve_request(name, prompt, self._source.hidden_layers)
         response = self._call(request)
         self._reservation_id = response.reservation_id
+        self.waits = StoreState.PENDING in response.states
         try:
             self._copy_all(self._units(list(response.states), prompt.tokens.size))
         except BaseException:

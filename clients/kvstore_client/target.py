@@ -11,7 +11,7 @@ from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.spec import item_size
-from kvstore_client.arrays import carve, checked, destination, presented, settle_device
+from kvstore_client.arrays import carve, checked, destination, is_writable, presented, settle_device
 from kvstore_client.copying import copy, plane_run, raw
 from kvstore_client.paged import Paged, PagedTarget, Pages
 from kvstore_client.prefix import ChunkRun
@@ -134,8 +134,8 @@ def given_planes(wanted: Wanted, into: Any) -> list[Any] | None:
             room = tuple(getattr(plane, "shape", ()))
             shape = (heads, room[1] if len(room) == 3 else 0, dim)
             planes.append(checked(plane, shape, wanted.spec.cache_dtype, name))
-            if isinstance(plane, np.ndarray) and not plane.flags.writeable:
-                raise InvalidRequest(f"{name} is read-only")
+            if not is_writable(plane):
+                raise InvalidRequest(f"{name} is read-only, or runs backwards")
     settle_device(planes)
     return planes
 

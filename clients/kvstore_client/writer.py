@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -10,12 +10,11 @@ from typing import Any, Self
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.seams import Workers
-from kvstore.seams.scheduler import start_thread
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import spec_to_message
 from kvstore_client.arrays import checked
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
 from kvstore_client.paged import Paged, Pages
 from kvstore_client.prefix import AnySession
@@ -90,6 +89,9 @@ class StoreWriter:
         self._piles: dict[Strips, Pile] = {}
         self._done: set[Strips] = set()
         self._sent: list[Future[None]] = []
+        self._unread: list[Pile] = []
+        """What the sidecar was told to read and did not say that it had."""
+        self._pool: StagingPool | PrivatePool | None = session.staging if session is not None else None
         self._has_ended = False
 
     @property
@@ -175,16 +177,11 @@ class StoreWriter:
             pile = self._piles[strips] = Pile(strips, layout, run)
         return pile
 
-    @property
-    def _pool(self) -> StagingPool | PrivatePool:
-        assert self._session is not None
-        pool: StagingPool | PrivatePool = self._session.staging
-        return pool
-
     def _take(self, byte_count: int) -> Run | None:
         """Room in staging; what was sent before gives its own back first."""
         while True:
             try:
+                assert self._pool is not None
                 run = self._pool.take(byte_count, byte_count)
             except KVStoreError as error:
                 self._fail(error.message)
@@ -238,7 +235,12 @@ class StoreWriter:
                 self._fail(error.message)
             except KVStoreError as error:
                 self._fail(error.message)
-                return  # the server may still read that staging: it is given back with the session
+                self._unread += piles  # the server may still read that staging
+                return
+        self._free(piles)
+
+    def _free(self, piles: Iterable[Pile]) -> None:
+        assert self._pool is not None
         for pile in piles:
             self._pool.give_back(pile.run)
 
@@ -253,8 +255,8 @@ class StoreWriter:
     def _settled(self, sent: Future[None]) -> None:
         try:
             sent.result(self._timeout_s)
-        except (TimeoutError, RuntimeError) as error:
-            self._fail(f"the sidecar did not take what was put: {error}")
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed
+            self._fail(f"the sidecar did not take what was put: {error!r}")
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -273,15 +275,15 @@ class StoreWriter:
         self._has_ended = True
         if self._session is None:
             return Receipt.nothing(self._failure)
-        future: Future[tuple[Durability, int, str]] = Future()
-        if self._plan.shards > 1:  # it waits for others, perhaps of this very process
-            start_thread(lambda: future.set_result(self._commit()), "kvstore-commit-shard")
-        else:
-            future = self._committer.submit(self._commit)
-        return Receipt(future, self._settle)
+        return Receipt(commit_beside(self._committer, self._commit, waits=self._waits), self._settle)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the commit waits for others, perhaps of this very client."""
+        return self._plan.shards > 1 or StoreState.PENDING in self._plan.states
 
     def _commit(self) -> tuple[Durability, int, str]:
-        if self._plan.shards > 1:
+        if self._waits:
             for sent in self._sent:
                 self._settled(sent)
         if not self._failure:
@@ -314,10 +316,10 @@ class StoreWriter:
             return  # the session is gone, and with it the reservation and the staging
 
     def _give_back(self) -> None:
-        """Nobody reads what was gathered and not sent."""
-        for pile in self._piles.values():
-            self._pool.give_back(pile.run)
+        """The store has ended: nobody reads what was gathered and not sent, or sent in vain."""
+        self._free([*self._piles.values(), *self._unread])
         self._piles.clear()
+        self._unread.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -85,25 +85,34 @@ class Claiming:
             raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
         if not 0 <= request.tail_token_count < spec.chunk_tokens:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
-        if request.replaces:
-            await self._replace(parts[0], request.replaces)
+        session.claiming += 1
+        try:
+            if request.replaces:
+                await self._replace(parts[0], request.replaces)
+            return await self._reserve(session, request, parts)
+        finally:
+            session.claiming -= 1
+
+    async def _reserve(self, session: Session, request: ReserveRequest, parts: list[Namespace]) -> StoreResult:
+        """Nobody knows of the reservation before all of it is claimed: nobody can fill, end or join it."""
         reservation = Reservation(
             self._sessions.next_id(),
             [session],
             [],
             len(parts),
             self._clock.monotonic(),
-            fingerprint=query.fingerprint,
+            fingerprint=request.query.fingerprint,
             shard_count=request.shards,
+            ticket=self._random.bytes(TICKET_BYTES),
         )
-        session.reservations[reservation.reservation_id] = reservation
-        reservation.ticket = self._random.bytes(TICKET_BYTES)
-        self._by_ticket[reservation.ticket] = reservation
         try:
             await self._claim_all(reservation, request, parts)
+            _check_open(session)
         except BaseException:
             self.end(reservation)
             raise
+        session.reservations[reservation.reservation_id] = reservation
+        self._by_ticket[reservation.ticket] = reservation
         self._counters.add("store_reservations")
         return _told(reservation)
 
@@ -153,16 +162,16 @@ class Claiming:
         self._by_ticket.pop(reservation.ticket, None)
 
     def _check_count(self, session: Session) -> None:
-        if len(session.reservations) >= self._limits.reservation_count_max:
-            raise Exhausted(
-                f"this session holds {len(session.reservations)} reservations: raise limits.reservation_count_max"
-            )
+        count = len(session.reservations) + session.claiming
+        if count >= self._limits.reservation_count_max:
+            raise Exhausted(f"this session holds {count} reservations: raise limits.reservation_count_max")
 
     async def _claim_all(self, reservation: Reservation, request: ReserveRequest, parts: list[Namespace]) -> None:
         digests = request.query.digests
         wanted = set(digests)
         found = [part.index[digest] for part in parts for digest in digests if digest in part.index]
         await self._scrub.prove(found, self._demotion_wait_s)
+        _check_open(reservation.sessions[0])
         keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
         for index, digest in enumerate(digests):
             parent = digests[index - 1] if index else ROOT_DIGEST
@@ -188,8 +197,7 @@ class Claiming:
             if placement is not None or not is_waiting:
                 break
             await self._writeback.progress(self._demotion_wait_s)
-            if reservation.has_ended:
-                raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it waited for room")
+            _check_open(reservation.sessions[0])
         if entry.state is not StoreState.REFUSED:
             return
         if placement is None:
@@ -249,6 +257,12 @@ class Claiming:
             write_id=self._random.bytes(16),
             checksums=checksums,
         )
+
+
+def _check_open(session: Session) -> None:
+    """A session may end while its call waits; what it would claim then, nobody could give back."""
+    if not session.is_open:
+        raise Unavailable("the session ended while its store was being reserved")
 
 
 def _told(reservation: Reservation) -> StoreResult:

@@ -195,11 +195,13 @@ class Controller:
         self._check(query)
         return self.fetching.fetch(session, query, self.promotion)
 
-    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = ()) -> FetchResult:
+    def redeem(
+        self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = ()
+    ) -> FetchResult:
         """Fetch by a ticket: of a held prefix, or of a store in flight."""
         reservation = self.claiming.by_ticket(ticket_id)
         if reservation is not None:
-            return self.joining.fetch(session, reservation, frozenset(layers))
+            return self.joining.fetch(session, reservation, frozenset(layers), hidden_layers)
         return self.fetching.redeem(session, ticket_id, layers, self.promotion)
 
     def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:

@@ -17,7 +17,7 @@ from kvstore.controller.promotion import Loading, Promotion
 from kvstore.controller.reservation import Entry, Reservation
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import FetchResult, Resident
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.spec import MissReason, StoreState, Tier
 from kvstore.telemetry import Counters
 
@@ -91,11 +91,22 @@ class Joining:
         self._promotion = promotion
         self._counters = counters
 
-    def fetch(self, session: Session, reservation: Reservation, layers: frozenset[int]) -> FetchResult:
-        """The chunks of a store in flight, and those that were there before, under a lease. Raises Exhausted where
-        what is cold finds no room."""
-        count = self._chunk_count(reservation)
-        entries = reservation.entries[: count * reservation.part_count]
+    def fetch(
+        self, session: Session, reservation: Reservation, layers: frozenset[int], hidden_layers: tuple[int, ...]
+    ) -> FetchResult:
+        """The chunks of a store in flight, and those that were there before, under a lease: its KV part, and the hidden
+        layers that are named. Raises InvalidRequest for one that it does not store; Exhausted where what is cold finds
+        no room."""
+        parts = _parts(reservation, hidden_layers)
+        every = [
+            reservation.entries[start + place]
+            for start in range(0, len(reservation.entries), reservation.part_count)
+            for place in parts
+        ]
+        for entry in every:
+            self._hold_if_stored(entry)
+        count = self._chunk_count(every, len(parts))
+        entries = every[: count * len(parts)]
         rows = [entry.held for entry in entries if entry.held is not None]
         found, reason = self._promotion.begin(rows, frozenset(rows), layers)
         if len(found) < len(rows):
@@ -104,7 +115,7 @@ class Joining:
         chunks: list[Resident] = []
         fillings: list[Filling] = []
         for number, entry in enumerate(entries):
-            index, part = divmod(number, reservation.part_count)
+            index, part = divmod(number, len(parts))
             chunks.append(self._resident(entry, index, part, loadings, fillings))
         chunks.sort(key=lambda chunk: (chunk.part, chunk.chain_index))
         lease = self._fetching.lease(session, tuple(rows), tuple(chunks))
@@ -113,13 +124,19 @@ class Joining:
         self._counters.add("fetch_joined_stores")
         return FetchResult(lease.lease_id, count, Tier.DRAM, MissReason.NONE, tuple(chunks), ())
 
-    def _chunk_count(self, reservation: Reservation) -> int:
+    def _hold_if_stored(self, entry: Entry) -> None:
+        """What another store was writing may be there by now."""
+        row = entry.namespace.index.get(entry.digest)
+        if entry.state is StoreState.PENDING and entry.held is None and row is not None:
+            self._catalog.table.hold(row)
+            entry.held, entry.state = row, StoreState.PRESENT
+
+    def _chunk_count(self, entries: list[Entry], parts: int) -> int:
         """Leading chunks that are there or being written."""
-        parts = reservation.part_count
-        for start in range(0, len(reservation.entries), parts):
-            if not all(self._source(entry) for entry in reservation.entries[start : start + parts]):
+        for start in range(0, len(entries), parts):
+            if not all(self._source(entry) for entry in entries[start : start + parts]):
                 return start // parts
-        return len(reservation.entries) // parts
+        return len(entries) // parts
 
     def _source(self, entry: Entry) -> Entry | None:
         """Who writes the chunk, if anybody does or did."""
@@ -143,10 +160,19 @@ class Joining:
         if writer.filling is None:
             writer.filling = Filling(writer, writer.placement)
             writer.filling.write_header()
-            if not writer.moving:
+            if not writer.moving and not writer.failure:
                 writer.filling.moved()
         fillings.append(writer.filling)
         return Resident(index, part, writer.layout.token_count, writer.placement, writer.filling)
+
+
+def _parts(reservation: Reservation, hidden_layers: tuple[int, ...]) -> list[int]:
+    """Where among a chunk's entries the wanted parts are: the KV, then the hidden layers as they are named."""
+    layers = [entry.namespace.layer for entry in reservation.entries[: reservation.part_count]]
+    missing = [layer for layer in (None, *hidden_layers) if layer not in layers]
+    if missing:
+        raise InvalidRequest(f"this store has no {'KV' if missing[0] is None else f'hidden layer {missing[0]}'}")
+    return [layers.index(layer) for layer in (None, *hidden_layers)]
 
 
 def has_filling(chunks: Sequence[Resident]) -> bool:

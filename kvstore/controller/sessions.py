@@ -30,6 +30,8 @@ class Session:
     stagings: dict[int, Staging] = field(default_factory=dict)
     leased_bytes: int = 0
     stream_count: int = 0
+    claiming: int = 0
+    """Reservations that are being claimed."""
     is_open: bool = True
     watchers: set[Watcher] = field(default_factory=set)
 

@@ -140,7 +140,7 @@ class Storing:
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
         for entry in reservation.entries:
             if entry.state is StoreState.PENDING and others:
-                await asyncio.wait(others, timeout=self._deadline_s)
+                await asyncio.wait(others, timeout=self._deadline_s / 2)  # the caller's own deadline is no longer
                 others = set()
             if entry.moving:
                 await asyncio.wait(entry.moving, timeout=self._deadline_s)
@@ -193,6 +193,8 @@ class Storing:
         entry.held = row
         if entry.filling is not None:
             entry.filling.committed(self._catalog, row)
+        if entry.ended is not None and not entry.ended.done():
+            entry.ended.set_result(None)  # who waits for this chunk need not wait for the others
         self._writeback.add(row)
         for tail in superseded:
             if not self._catalog.table.is_needed(tail):
@@ -253,6 +255,7 @@ class Storing:
 
     def _end(self, reservation: Reservation) -> None:
         """Free what was not committed and wake who waited."""
+        assert not reservation.busy, "byte movers still write to it"
         reservation.ended.set()
         self._claiming.forget(reservation)
         for session in reservation.sessions:

@@ -57,7 +57,9 @@ class CacheService:
         session.stream_count += 1
         try:
             if request.ticket:
-                result = self._controller.redeem(session, request.ticket, tuple(request.layers))
+                result = self._controller.redeem(
+                    session, request.ticket, tuple(request.layers), tuple(request.query.hidden_layers)
+                )
             else:
                 result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
             yield render.render_fetch(result)

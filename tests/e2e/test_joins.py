@@ -245,3 +245,35 @@ def test_by_the_remote_plane_layers_come_with_the_commit() -> None:
             aborted.abort()
             with pytest.raises(KVStoreError):
                 transfer.wait(10.0)
+
+
+def test_a_chunk_of_another_store_that_was_committed_meanwhile(prefill: Client, decode: Client) -> None:
+    tokens, cache = fresh()
+    head = 2 * STEP
+    into = room()
+    first = prefill.start_store(SPEC, tokens[:head])
+    with prefill.start_store(SPEC, tokens) as writer:
+        for layer, (k, v) in enumerate(cache):
+            first.put_layer(layer, (k[:, :head], v[:, :head]))
+        assert first.commit().stored_token_count == head
+        transfer = decode.start_fetch(writer.ticket, into=into)
+        for layer in LAYERS:
+            writer.put_layer(layer, cache[layer])
+        assert writer.commit().stored_token_count == COUNT
+    transfer.wait(10.0)
+    for layer in LAYERS:
+        assert_layer(into, cache, layer)
+
+
+def test_a_store_with_hidden_states_is_joined_for_its_cache(prefill: Client, decode: Client) -> None:
+    tokens, cache = fresh()
+    into = room()
+    with prefill.start_store(SPEC, tokens, hidden_layers=[1]) as writer:
+        transfer = decode.start_fetch(writer.ticket, into=into)
+        for layer in LAYERS:
+            writer.put_layer(layer, cache[layer])
+        writer.put_hidden(1, np.zeros((COUNT, SPEC.hidden_size), np.uint16))
+        assert writer.commit().stored_token_count == COUNT
+    transfer.wait(10.0)
+    for layer in LAYERS:
+        assert_layer(into, cache, layer)

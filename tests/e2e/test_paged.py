@@ -117,3 +117,27 @@ def test_pages_that_do_not_fit_are_named(client: Client, change: dict[str, Any],
     given = {"layers": layers, "slots": np.arange(COUNT), "layout": "kv page slot head dim", **change}
     with pytest.raises(InvalidRequest, match=words):
         client.fetch(SPEC, tokens_of(COUNT), into=Paged(**given))
+
+
+def test_tokens_that_are_not_wanted_before_the_first_slot(client: Client) -> None:
+    """-1 and then slot 0 look like neighbours."""
+    skipped = 16
+    slots = np.concatenate([np.full(skipped, -1), np.arange(COUNT - skipped)])
+    pages = [np.full((2, 20, 4, 2, 8), 0xDBDB, np.uint16) for _ in range(2)]
+    cache = random_cache(SPEC, COUNT)
+    assert client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, slots)).token_count == COUNT
+    for layer in range(2):
+        for which in range(2):
+            got = pages[layer][which].reshape(80, 2, 8)[: COUNT - skipped]
+            assert (got == bits(cache[layer][which]).transpose(1, 0, 2)[skipped:]).all()
+
+
+@pytest.mark.parametrize("spoil", ["read-only", "backwards"])
+def test_pages_that_cannot_be_written_are_refused(client: Client, spoil: str) -> None:
+    pages = [np.zeros((2, 6, 16, 2, 8), np.uint16) for _ in range(2)]
+    if spoil == "read-only":
+        pages[1].flags.writeable = False
+    else:
+        pages[1] = pages[1][:, ::-1]
+    with pytest.raises(InvalidRequest, match=r"layers\[1\] is read-only"):
+        client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, np.arange(COUNT)))

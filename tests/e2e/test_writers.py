@@ -272,3 +272,31 @@ def test_ranks_that_disagree_are_told(sidecar: Sidecar, client: Client) -> None:
     client.store(SPEC, tokens_of(STEP, seed=77), random_cache(SPEC, STEP)).wait(5.0)  # after the abort
     with pytest.raises(InvalidRequest, match="was committed or aborted"):
         client.join_store(ticket, 1)
+
+
+def test_stores_that_wait_for_each_other_share_a_client(client: Client) -> None:
+    """The second has chunks that the first is still writing, and commits before it."""
+    tokens, cache = fresh()
+    longer = np.concatenate([tokens[: 2 * STEP], tokens_of(STEP, seed=4)])
+    first = client.start_store(SPEC, tokens)
+    second = client.start_store(SPEC, longer)
+    assert second.wanted_token_count == STEP
+    for layer, (k, v) in enumerate(cache):
+        second.put_layer(layer, (k[:, : 3 * STEP], v[:, : 3 * STEP]))
+    early = second.commit()
+    for layer, pair in enumerate(cache):
+        first.put_layer(layer, pair)
+    assert first.commit().stored_token_count == COUNT
+    assert early.stored_token_count == 3 * STEP
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_sidecar_that_dies_between_two_puts(shards: int) -> None:
+    tokens, cache = fresh()
+    with Sidecar("--capacity", "32 MiB") as sidecar, connect(sidecar.address) as client:
+        writer = client.start_store(SPEC, tokens, shards=shards)
+        writer.put_layer(0, cache[0])
+        sidecar.stop(kill=True)
+        time.sleep(0.2)
+        writer.put_layer(1, cache[1])
+        assert writer.commit().wait(30.0) is Durability.NONE

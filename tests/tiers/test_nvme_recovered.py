@@ -3,6 +3,7 @@ synced anew."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.config import PolicySettings
+from kvstore.errors import Unavailable
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
 from tests.tiers.service import DeviceService
 
@@ -155,5 +157,27 @@ def test_a_device_that_does_not_answer_holds_no_store_up(monkeypatch: pytest.Mon
         assert loop.monotonic() - before_s <= wait_s + 0.1
         assert set(done.states) == {StoreState.PRESENT}
         assert (await service.settled(1)).durability is Durability.MEMORY
+
+    service.run(scenario)
+
+
+def test_a_session_that_ends_while_its_store_is_claimed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        async def slow(*_: Any) -> None:
+            await service.clock.sleep(1.0)
+
+        monkeypatch.setattr(service.controller.scrub, "prove", slow)
+        session = service.controller.open_session(0)
+        storing = asyncio.ensure_future(service.reserve(session, 1, 2))
+        await service.clock.sleep(0.5)
+        assert not session.reservations, "nobody can fill or end what is not claimed yet"
+        await service.controller.close_session(session)
+        with pytest.raises(Unavailable, match="session ended"):
+            await storing
+        assert service.controller.claiming.reserved_bytes == 0
+        done = await service.store(service.session, 1, 2)
+        assert set(done.states) == {StoreState.COMMITTED}
 
     service.run(scenario)

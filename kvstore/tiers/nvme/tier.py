@@ -290,6 +290,9 @@ class NvmeTier:
                 except KVStoreError as error:
                     failure = error
                     self.regions.quarantine(residency)
+                except BaseException:
+                    self.doomed.append(residency)  # who waited for it went; the next one erases it
+                    raise
         if failure is not None:
             raise failure
 
