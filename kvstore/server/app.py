@@ -30,6 +30,7 @@ from kvstore.seams import (
     TenantKeys,
     WorkerThreads,
 )
+from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.metrics import start_metrics
@@ -76,7 +77,7 @@ def serve(loaded: LoadedSettings) -> int:
 async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
     settings = loaded.settings
     clock = SystemClock()
-    workers = WorkerThreads(MOVER_COUNT, "mover")
+    workers = WorkerThreads(MOVER_COUNT, "mover", nice=MOVER_NICE)
     background = WorkerThreads(1, "prefault", nice=19)
     faults = _faults()
     controller = _controller(loaded, clock, workers, faults)

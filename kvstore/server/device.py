@@ -6,6 +6,7 @@ import logging
 
 from kvstore.config import NvmeSettings
 from kvstore.seams import Clock, Disk, FaultPoints, WorkerThreads
+from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.spec import Encoding
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 
@@ -30,7 +31,7 @@ def open_nvme(settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoi
     )  # fmt: skip
     return NvmeTier(
         directory, regions, disk=disk, io=io, clock=clock, faults=faults,
-        readers=WorkerThreads(settings.reader_count, "nvme-read"),
-        writers=WorkerThreads(settings.writer_count, "nvme-write"),
+        readers=WorkerThreads(settings.reader_count, "nvme-read", nice=MOVER_NICE),
+        writers=WorkerThreads(settings.writer_count, "nvme-write", nice=MOVER_NICE),
         encoding=Encoding.LZ4 if settings.encoding == "lz4" else Encoding.RAW,
     )  # fmt: skip
