@@ -66,5 +66,6 @@ def test_the_remote_guide_runs_as_written(tmp_path: Path) -> None:
         said.seek(0)
         words = said.read()
     assert done.returncode == 0, words
+    words = "\n" + "\n".join(line for line in words.splitlines() if not line.startswith("{")) + "\n"  # without the log
     for line in ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"):
         assert line in words
