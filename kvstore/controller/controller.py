@@ -33,7 +33,7 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
@@ -166,7 +166,12 @@ class Controller:
         self.fetching.release(session, list(session.leases))
         for reservation in list(session.reservations.values()):
             self.counters.add("store_aborted_reservations")
-            await self.storing.abandon(reservation)
+            try:
+                await self.storing.abandon(reservation)
+            except DeadlineExceeded as error:  # its memory, and the session's staging, are its movers' still
+                _log.error("a store of an ended session stays", extra={"reason": error.message})
+        if session.reservations:
+            return
         for staging_id in list(session.stagings):
             self.close_staging(session, staging_id)
 
