@@ -52,10 +52,10 @@ check: $(STAMP) ## Format, lint, types, wire contract
 bench: $(STAMP) ## All benchmarks, quick
 	$(BIN)/kvstore bench all --quick
 
-proto: $(STAMP) ## Generate the stubs in kvstore/v1alpha from proto/
+proto: $(STAMP) ## Generate the stubs in kvstore/v1 and kvstore/v1alpha from proto/
 	$(BIN)/python -m kvstore_ops.contract generate
 
-proto-baseline: $(STAMP) ## Accept the contract as it stands as the one later changes may not break
+proto-baseline: $(STAMP) ## Accept what the contract adds; v1 never breaks, v1alpha may
 	$(BIN)/python -m kvstore_ops.contract baseline
 
 format: $(STAMP) ## Format and mend what ruff can

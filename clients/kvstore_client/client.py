@@ -11,8 +11,8 @@ from kvstore.keys import Extra
 from kvstore.seams import Clock, FaultPoints, SystemClock, WorkerThreads
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import ChunkState, Durability, Encoding, Exactness, MissReason, ModelSpec, Tier
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
-from kvstore.v1alpha import cache_pb2 as pb
 from kvstore_client.arrays import presented
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier, commit_beside

@@ -13,7 +13,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Un
 from kvstore.keys import fingerprint
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
 from kvstore_client.prefix import AnySession
 from kvstore_client.remote.place import Place

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkLayout, Part, slab_parts
 from kvstore.errors import InvalidRequest
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.paged import Pages

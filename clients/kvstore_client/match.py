@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.keys import ROOT_DIGEST, Extra, Tokens, tail_digest
 from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 
 
 class ChunkMatch(NamedTuple):

@@ -18,7 +18,7 @@ from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.remote.fetching import RemotePrefix, open_remote
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.session import Session

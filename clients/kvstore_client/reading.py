@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
 from kvstore_client.prefix import Prefix, open_prefix

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
 from kvstore.seams.memory import Bytes, map_read_only, map_writable, populate_read
 from kvstore.seams.scheduler import start_thread
-from kvstore.v1alpha import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from kvstore.v1 import cache_pb2, cache_pb2_grpc
+from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.arrays import readable
 from kvstore_client.calls import Calls

@@ -9,7 +9,7 @@ from functools import partial
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.seams import Workers
 from kvstore.spec import Durability, ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier

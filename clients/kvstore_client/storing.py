@@ -11,7 +11,7 @@ from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreE
 from kvstore.keys import token_digest
 from kvstore.seams import FaultPoints
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
 from kvstore_client.prefix import AnySession

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.spec import ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
 from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
 from kvstore_client.prefix import AnySession

@@ -22,7 +22,7 @@ from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.spec import Durability, ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import is_tensor
 from kvstore_client.copying import Copier
 from kvstore_client.session import Session

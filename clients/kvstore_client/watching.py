@@ -10,7 +10,7 @@ import grpc
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.spec import EventKind, MissReason, Tier
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.session import Session
 
 

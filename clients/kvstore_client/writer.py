@@ -11,7 +11,7 @@ from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.seams import Workers
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
 from kvstore_client.arrays import checked
 from kvstore_client.copying import Copier, commit_beside

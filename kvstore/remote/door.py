@@ -21,12 +21,12 @@ from kvstore.seams import WorkerThreads
 from kvstore.server.rpc import Context
 from kvstore.telemetry import Counters
 from kvstore.units import is_loopback, split_address
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import remote_pb2 as rpb
 
-PACKAGE = "kvstore.v1alpha."
+CACHE = "kvstore.v1.CacheService"
 FORWARDED = {
-    "CacheService": ("RegisterModel", "Lookup", "Store", "Release"),
-    "AdminService": ("Stats",),
+    CACHE: ("RegisterModel", "Lookup", "Store", "Release"),
+    "kvstore.v1alpha.AdminService": ("Stats",),
 }
 PROTOCOL_VERSION = 1
 OPTIONS = (
@@ -72,9 +72,9 @@ class Door:
 
     def _register(self) -> None:
         for service, methods in FORWARDED.items():
-            handlers = {name: self._unary(self._forward(f"/{PACKAGE}{service}/{name}"), name) for name in methods}
-            if service == "CacheService":
-                watch = guarded(self._forward_stream(f"/{PACKAGE}{service}/Watch"), "Watch", self._counters)
+            handlers = {name: self._unary(self._forward(f"/{service}/{name}"), name) for name in methods}
+            if service == CACHE:
+                watch = guarded(self._forward_stream(f"/{service}/Watch"), "Watch", self._counters)
                 handlers["Watch"] = grpc.unary_stream_rpc_method_handler(watch)
             self._add(service, handlers)
         own = {
@@ -82,13 +82,13 @@ class Door:
             "FetchBytes": grpc.unary_stream_rpc_method_handler(guarded(self._fetch, "FetchBytes", self._counters)),
             "StoreBytes": grpc.stream_unary_rpc_method_handler(guarded(self._store, "StoreBytes", self._counters)),
         }
-        self._add("RemoteService", own)
+        self._add("kvstore.v1.RemoteService", own)
 
     def _unary(self, function: Callable[..., Awaitable[bytes]], name: str) -> Any:
         return grpc.unary_unary_rpc_method_handler(guarded(function, name, self._counters))
 
     def _add(self, service: str, handlers: dict[str, Any]) -> None:
-        generic = grpc.method_handlers_generic_handler(PACKAGE + service, handlers)
+        generic = grpc.method_handlers_generic_handler(service, handlers)
         self.server.add_generic_rpc_handlers((generic,))
 
     # ------------------------------------------------------------ handlers

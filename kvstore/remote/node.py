@@ -14,10 +14,10 @@ from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_stat
 from kvstore.remote.session import Session
 from kvstore.seams.memory import Bytes, map_read_only, populate_read
 from kvstore.spec import ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 
-CACHE = "/kvstore.v1alpha.CacheService/"
+CACHE = "/kvstore.v1.CacheService/"
 POPULATE_BYTES = 16 << 20
 MESSAGE_BYTES_MAX = 64 << 20
 

@@ -12,8 +12,8 @@ import xxhash
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.remote.node import Node, translated
 from kvstore.remote.session import Segment, Session
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import split_message
 
 SEGMENT_BYTES = 4 << 20

@@ -20,8 +20,8 @@ from kvstore.remote.node import Node, translated
 from kvstore.remote.session import Session
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, ModelSpec
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message
 
 RELEASE_TIMEOUT_S = 5.0

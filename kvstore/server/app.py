@@ -43,7 +43,8 @@ from kvstore.telemetry import Counters, configure_logging
 from kvstore.tiers import TierStatistics
 from kvstore.tiers.nvme import FutureFormat
 from kvstore.units import format_bytes
-from kvstore.v1alpha import admin_pb2, cache_pb2
+from kvstore.v1 import cache_pb2
+from kvstore.v1alpha import admin_pb2
 
 MOVER_COUNT = 2
 EPOCH_BYTES = 8

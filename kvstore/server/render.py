@@ -24,8 +24,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.spec import Exactness
 from kvstore.tiers import TierStatistics
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
-from kvstore.v1alpha import cache_pb2 as pb
 
 POSITION_STOP = 1 << 63
 """Room for the longest chain behind it before a header's 64 bits end."""

@@ -11,8 +11,8 @@ from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.server.watching import render_news
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
-from kvstore.v1alpha import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION, spec_from_message
 
 

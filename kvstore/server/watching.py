@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.catalog import Event, News
 from kvstore.spec import EventKind
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 
 
 def render_news(news: News) -> pb.WatchResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 
 _KINDS = (LayerKind.FULL, LayerKind.SLIDING_WINDOW, LayerKind.RECURRENT, LayerKind.CROSS, LayerKind.NONE)
 

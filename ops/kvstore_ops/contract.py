@@ -2,8 +2,8 @@
 
 The baseline is a committed descriptor set (``proto/baseline.binpb``). A change breaks when it removes or renames
 a service, method, message, field, enum or enum value, or changes a field's number, type or label, or a method's
-types. A removed field's number and name must be ``reserved``. ``v1alpha`` may be rebased on purpose:
-``make proto-baseline``.
+types. A removed field's number and name must be ``reserved``. ``make proto-baseline`` takes what was added into the
+baseline; a break of ``v1alpha`` goes with it, one of ``v1`` (and every later version without a suffix) is refused.
 
     python -m kvstore_ops.contract generate | check | baseline
 """
@@ -23,8 +23,9 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "proto"
 BASELINE = PROTO / "baseline.binpb"
-STUBS = Path("kvstore/v1alpha")
+STUBS = (Path("kvstore/v1"), Path("kvstore/v1alpha"))
 
+_FROZEN = re.compile(r"\bkvstore\.v\d+\.")  # v1, and not v1alpha
 _PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -47,17 +48,23 @@ def _descriptors() -> descriptor_pb2.FileDescriptorSet:
 
 def generate(target: Path = ROOT) -> None:
     """Write the stubs under ``target``."""
-    (target / STUBS).mkdir(parents=True, exist_ok=True)
+    for stubs in STUBS:
+        (target / stubs).mkdir(parents=True, exist_ok=True)
     _protoc(f"--python_out={target}", f"--pyi_out={target}", f"--grpc_python_out={target}")
+
+
+def _stubs(root: Path) -> dict[Path, bytes]:
+    found = (path for stubs in STUBS for path in (root / stubs).glob("*_pb2*.py*"))
+    return {path.relative_to(root): path.read_bytes() for path in found}
 
 
 def stale_stubs() -> list[str]:
     """Committed stubs that differ from what the contract generates."""
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory))
-        fresh = {path.name: path.read_bytes() for path in (Path(directory) / STUBS).iterdir()}
-    held = {path.name: path.read_bytes() for path in (ROOT / STUBS).glob("*_pb2*.py*")}
-    return sorted(name for name in fresh.keys() | held.keys() if fresh.get(name) != held.get(name))
+        fresh = _stubs(Path(directory))
+    held = _stubs(ROOT)
+    return sorted(str(name) for name in fresh.keys() | held.keys() if fresh.get(name) != held.get(name))
 
 
 # ------------------------------------------------------------------ lint
@@ -174,13 +181,34 @@ def breaking(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.Fil
     return found
 
 
+def frozen(names: list[str]) -> list[str]:
+    """Of breaks that :func:`breaking` found, those of a version that is frozen: v1, v2 and so on."""
+    return [name for name in names if _FROZEN.search(name)]
+
+
+def _baseline() -> descriptor_pb2.FileDescriptorSet:
+    return descriptor_pb2.FileDescriptorSet.FromString(BASELINE.read_bytes())
+
+
+def rebase() -> int:
+    """Make the contract as it stands the baseline. 1, and nothing changed, when a frozen version would break."""
+    broken = frozen(breaking(_baseline(), _descriptors()))
+    if broken:
+        print("\n".join(f"frozen: {line}" for line in broken))
+        return 1
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory) / "set.binpb"
+        _protoc(f"--descriptor_set_out={target}")
+        shutil.copyfile(target, BASELINE)
+    return 0
+
+
 def check() -> int:
     """All findings on stdout; 0 when there are none."""
     files = _descriptors()
     found = lint(files)
-    found += [f"{STUBS / name} is stale: run `make proto`" for name in stale_stubs()]
-    baseline = descriptor_pb2.FileDescriptorSet.FromString(BASELINE.read_bytes())
-    found += [f"breaking: {line}" for line in breaking(baseline, files)]
+    found += [f"{name} is stale: run `make proto`" for name in stale_stubs()]
+    found += [f"breaking: {line}" for line in breaking(_baseline(), files)]
     print("\n".join(found) or f"contract: {len(_surface(files))} names, none broken")
     return 1 if found else 0
 
@@ -193,11 +221,7 @@ def main(arguments: list[str]) -> int:
         generate()
         return 0
     if arguments == ["baseline"]:
-        with tempfile.TemporaryDirectory() as directory:
-            target = Path(directory) / "set.binpb"
-            _protoc(f"--descriptor_set_out={target}")
-            shutil.copyfile(target, BASELINE)
-        return 0
+        return rebase()
     print(__doc__)
     return 2
 

@@ -37,7 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"controller"}),
     frozenset({"catalog", "policy", "tiers"}),
     frozenset({"arena", "chunk", "keys", "wire", "telemetry"}),
-    frozenset({"spec", "config", "v1alpha"}),
+    frozenset({"spec", "config", "v1", "v1alpha"}),
     frozenset({"errors", "units", "seams"}),
 )
 SAME_LAYER = {
@@ -46,7 +46,7 @@ SAME_LAYER = {
     ("seams", "errors"),
     ("units", "errors"),
 }
-CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "wire", "errors", "units", "seams", "v1alpha"}
+CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "wire", "errors", "units", "seams", "v1", "v1alpha"}
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
     for top in ("kvstore", "clients", "kernels", "ops", "tests"):
         for file in sorted((root / top).rglob("*.py")):
             path = file.relative_to(root).as_posix()
-            if not path.startswith("kvstore/v1alpha/"):
+            if not path.startswith(("kvstore/v1/", "kvstore/v1alpha/")):
                 found += check_source(path, file.read_text(encoding="utf-8"))
     return found
 

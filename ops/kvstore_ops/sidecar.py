@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,17 +18,18 @@ TOKEN = "the-token-of-a-sidecar-of-ones-own"  # noqa: S105 - guards a loopback p
 
 
 class Sidecar:
-    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it. ``nvme``: the size of its device tier,
-    like "1 GiB"; off by default, so that what is measured or tested is memory alone. ``environment`` may be changed
-    between a stop and the next start. ``plane``: "remote" has it listen on TCP, too, and ``address`` is that one; its
-    token is TOKEN."""
+    """Started on entry, stopped (SIGTERM) on exit; its directory goes with it, or with the object. ``nvme``: size of
+    its device tier, like "1 GiB"; off by default, so that what is measured or tested is memory alone. ``environment``
+    may be changed between a stop and the next start. ``plane``: "remote" has it listen on TCP, too, and ``address`` is
+    that one; its token is TOKEN."""
 
     def __init__(
         self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0", plane: str = "local"
     ) -> None:
         self._arguments = (*arguments, "--nvme", nvme)
         self.environment = environment
-        self.directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
+        self._place = tempfile.TemporaryDirectory(prefix="kvstore-", ignore_cleanup_errors=True)
+        self.directory = Path(self._place.name)
         self.process: subprocess.Popen[str] | None = None
         self._account = -1
         self.plane = plane
@@ -125,4 +125,4 @@ class Sidecar:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.stop()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._place.cleanup()

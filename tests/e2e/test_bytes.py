@@ -18,7 +18,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from tests.e2e.test_watch import store
 from tests.specs import small_spec, tokens_of
 

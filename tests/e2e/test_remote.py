@@ -20,18 +20,18 @@ from kvstore_ops.sidecar import TOKEN, Sidecar
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.keys import chain_digests, fingerprint
 from kvstore.spec import Durability, MissReason
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.v1alpha import admin_pb2
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import remote_pb2 as rpb
 from kvstore.wire import spec_to_message
 from kvstore.wire.data import data_message, split_message
 from tests.e2e.test_failures import CHUNKS, large_cache, large_spec, until
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
-SERVICE = "/kvstore.v1alpha.RemoteService/"
+SERVICE = "/kvstore.v1.RemoteService/"
 METHODS = [
-    *(f"/kvstore.v1alpha.CacheService/{name}" for name in ("RegisterModel", "Lookup", "Store", "Release")),
+    *(f"/kvstore.v1.CacheService/{name}" for name in ("RegisterModel", "Lookup", "Store", "Release")),
     "/kvstore.v1alpha.AdminService/Stats", SERVICE + "Connect", SERVICE + "FetchBytes", SERVICE + "StoreBytes",
 ]  # fmt: skip
 
@@ -93,7 +93,7 @@ class Peer:
             fingerprint=self.register(spec), digests=b"".join(chain_digests(tokens, spec.chunk_tokens))
         )
         step = pb.StoreRequest(reserve=pb.Reserve(query=query, token_digests=bytes(32 * chunks)))
-        reply = self.call("unary_unary", "/kvstore.v1alpha.CacheService/Store", step.SerializeToString(), timeout=10)
+        reply = self.call("unary_unary", "/kvstore.v1.CacheService/Store", step.SerializeToString(), timeout=10)
         return int(pb.StoreResponse.FromString(reply).reservation_id)
 
     def close(self) -> None:
@@ -456,7 +456,7 @@ def test_garbage_and_unknown_calls_are_refused(remote: Sidecar) -> None:
         assert status(call) == "INVALID_ARGUMENT"
         version = peer.call("unary_stream", "Connect", rpb.ConnectRequest(version=9).SerializeToString(), timeout=10)
         assert status(version) == "INVALID_ARGUMENT"
-        for method in ("/kvstore.v1alpha.CacheService/Fetch", "/grpc.health.v1.Health/Check", "/x/y"):
+        for method in ("/kvstore.v1.CacheService/Fetch", "/grpc.health.v1.Health/Check", "/x/y"):
             assert status(peer.call("unary_stream", method, b"", timeout=10)) == "UNIMPLEMENTED"
 
 

@@ -257,7 +257,7 @@ def test_threads_of_one_process_may_be_shards(client: Client) -> None:
 
 
 def test_ranks_that_disagree_are_told(sidecar: Sidecar, client: Client) -> None:
-    from kvstore.v1alpha import cache_pb2 as pb
+    from kvstore.v1 import cache_pb2 as pb
     from kvstore.wire import spec_to_message
 
     tokens, _ = fresh()

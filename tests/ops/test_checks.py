@@ -131,6 +131,11 @@ def test_each_breaking_change_is_named_and_only_it(change: str, named: str) -> N
     assert found[0].startswith(named)
 
 
+def test_a_frozen_version_is_never_rebased() -> None:
+    breaks = ["field kvstore.v1.A.b was removed", "field kvstore.v1alpha.A.b was removed", "enum kvstore.v2.E changed"]
+    assert contract.frozen(breaks) == [breaks[0], breaks[2]]
+
+
 def test_what_peers_survive_is_not_breaking() -> None:
     assert contract.breaking(one_file(), one_file("drop field, reserve both")) == []
     assert contract.breaking(one_file("drop message"), one_file()) == []

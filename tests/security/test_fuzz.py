@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_SESSION, spec_to_message
 from tests.server.raw import Handoff, Raw, eventually
 from tests.specs import odd_spec, small_spec, tokens_of
@@ -56,7 +56,7 @@ def name(raw: Raw) -> bytes:
 
 
 def status_of_bytes(raw: Raw, method: str, data: bytes) -> str:
-    call = raw.channel.unary_unary(f"/kvstore.v1alpha.CacheService/{method}")
+    call = raw.channel.unary_unary(f"/kvstore.v1.CacheService/{method}")
     try:
         call(data, timeout=5, metadata=((METADATA_SESSION, raw.secret),))
     except grpc.RpcError as error:

@@ -14,7 +14,7 @@ import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.chunk import layout_of, parse_header, strip_seeds, verify_slab
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from tests.server.raw import Raw
 from tests.specs import small_spec, tokens_of
 

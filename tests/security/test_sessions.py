@@ -14,7 +14,7 @@ import grpc
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
 from tests.server.raw import Raw, eventually
 from tests.specs import small_spec, tokens_of
@@ -46,8 +46,8 @@ def test_every_call_needs_a_live_secret(owner: Raw, method: str, request_: Any) 
 
 @pytest.mark.parametrize(("method", "request_"), CALLS)
 def test_no_call_goes_without_a_session(owner: Raw, method: str, request_: Any) -> None:
-    service = "AdminService" if method == "Stats" else "CacheService"
-    call = owner.channel.unary_unary(f"/kvstore.v1alpha.{service}/{method}")
+    service = "v1alpha.AdminService" if method == "Stats" else "v1.CacheService"
+    call = owner.channel.unary_unary(f"/kvstore.{service}/{method}")
     with pytest.raises(grpc.RpcError) as caught:
         call(request_.SerializeToString(), timeout=10)
     assert caught.value.code().name == "UNAUTHENTICATED"

@@ -20,8 +20,9 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.chunk import layout_of
 from kvstore.keys import chain_digests, token_digest
 from kvstore.spec import ModelSpec
-from kvstore.v1alpha import admin_pb2, admin_pb2_grpc, cache_pb2_grpc
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import cache_pb2_grpc
+from kvstore.v1alpha import admin_pb2, admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION, spec_to_message
 from tests.specs import tokens_of
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
 from tests.server.raw import Raw, eventually
 from tests.specs import small_spec, tokens_of

@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.spec import ChunkState, Durability, Encoding, EventKind, MissReason, StoreState, Tier
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR, spec_from_message, spec_to_message
 from tests.server.raw import Raw, eventually
 from tests.specs import odd_spec, small_spec, tokens_of
 
-SERVICES = ("kvstore.v1alpha.CacheService", "kvstore.v1alpha.AdminService")
+SERVICES = ("kvstore.v1.CacheService", "kvstore.v1alpha.AdminService")
 
 
 @pytest.fixture

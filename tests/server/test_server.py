@@ -23,8 +23,8 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.spec import ChunkState, Durability, MissReason, StoreState, Tier
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import cache_pb2_grpc
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import cache_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -44,13 +44,13 @@ def still_serves(sidecar: Sidecar) -> None:
 
 def test_health_and_reflection_need_no_session(channel: Any) -> None:
     health = health_pb2_grpc.HealthStub(channel)
-    for service in ("", "kvstore.v1alpha.CacheService"):
+    for service in ("", "kvstore.v1.CacheService"):
         reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     reply = next(iter(stub.ServerReflectionInfo(iter([request]), timeout=5)))
-    assert "kvstore.v1alpha.CacheService" in {each.name for each in reply.list_services_response.service}
+    assert "kvstore.v1.CacheService" in {each.name for each in reply.list_services_response.service}
 
 
 @pytest.mark.parametrize("secret", [None, b"", b"x" * 32, os.urandom(32)])
@@ -86,7 +86,7 @@ def test_garbage_on_the_wire_is_the_callers_fault(sidecar: Sidecar, channel: Any
         whole = pb.StoreRequest(reserve=pb.Reserve(query=pb.ChainQuery(digests=b"d" * 64))).SerializeToString()
         codes = set()
         for name in ("Lookup", "Store", "Release", "RegisterModel"):
-            call = channel.unary_unary(f"/kvstore.v1alpha.CacheService/{name}")
+            call = channel.unary_unary(f"/kvstore.v1.CacheService/{name}")
             payloads = [random.bytes(int(size)) for size in random.integers(1, 300, 30)]
             payloads += [whole[:cut] for cut in range(0, len(whole), 7)]
             for payload in payloads:
@@ -95,7 +95,7 @@ def test_garbage_on_the_wire_is_the_callers_fault(sidecar: Sidecar, channel: Any
                 except grpc.RpcError as error:
                     codes.add(error.code())
         assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
-        oversized = channel.unary_unary("/kvstore.v1alpha.CacheService/Lookup")
+        oversized = channel.unary_unary("/kvstore.v1.CacheService/Lookup")
         with pytest.raises(grpc.RpcError) as caught:
             oversized(bytes(17 << 20), timeout=10, metadata=metadata)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -19,8 +19,8 @@ from kvstore.keys import fingerprint
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
 from kvstore_client.copying import Copier, wait_all
 from kvstore_client.remote.session import RemoteSession

@@ -11,14 +11,15 @@ import numpy as np
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
-from kvstore.v1alpha import admin_pb2_grpc, cache_pb2_grpc
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import cache_pb2_grpc
+from kvstore.v1 import remote_pb2 as rpb
+from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore_client.calls import Calls
 from kvstore_client.remote.staging import PrivatePool
 
 PROTOCOL_VERSION = 1
-SERVICE = "/kvstore.v1alpha.RemoteService/"
+SERVICE = "/kvstore.v1.RemoteService/"
 MESSAGE_BYTES_MAX = 64 << 20
 LARGE_BYTES = 31 << 20
 """Just below the largest block from which glibc learns."""

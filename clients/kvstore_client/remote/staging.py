@@ -13,8 +13,8 @@ import xxhash
 
 from kvstore.errors import Unavailable
 from kvstore.seams.memory import Bytes
-from kvstore.v1alpha import cache_pb2 as pb
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_message
 from kvstore_client.staging import PAGE_BYTES, Run
 

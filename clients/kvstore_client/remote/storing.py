@@ -16,7 +16,7 @@ from kvstore.chunk import slab_parts
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.spec import Durability
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
 from kvstore_client.copying import Copier, copy, plane_run, raw

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore_client import ModelSpec
 
 from kvstore.keys import chain_digests, fingerprint
-from kvstore.v1alpha import cache_pb2 as pb
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result, quartiles, show
 

@@ -18,7 +18,7 @@ from kvstore_client import connect
 from kvstore_client.remote.session import OPTIONS
 
 from kvstore.remote.door import OPTIONS as SERVER_OPTIONS
-from kvstore.v1alpha import remote_pb2 as rpb
+from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import data_message, split_message
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.result import Result, quartiles, show

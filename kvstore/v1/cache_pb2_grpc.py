@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from kvstore.v1alpha import cache_pb2 as kvstore_dot_v1alpha_dot_cache__pb2
+from kvstore.v1 import cache_pb2 as kvstore_dot_v1_dot_cache__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in kvstore/v1alpha/cache_pb2_grpc.py depends on'
+        + ' but the generated code in kvstore/v1/cache_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -35,34 +35,34 @@ class CacheServiceStub:
             channel: A grpc.Channel.
         """
         self.RegisterModel = channel.unary_unary(
-                '/kvstore.v1alpha.CacheService/RegisterModel',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelResponse.FromString,
+                '/kvstore.v1.CacheService/RegisterModel',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.RegisterModelRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.RegisterModelResponse.FromString,
                 _registered_method=True)
         self.Lookup = channel.unary_unary(
-                '/kvstore.v1alpha.CacheService/Lookup',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.LookupRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.LookupResponse.FromString,
+                '/kvstore.v1.CacheService/Lookup',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.LookupResponse.FromString,
                 _registered_method=True)
         self.Store = channel.unary_unary(
-                '/kvstore.v1alpha.CacheService/Store',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.StoreRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.StoreResponse.FromString,
+                '/kvstore.v1.CacheService/Store',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.StoreResponse.FromString,
                 _registered_method=True)
         self.Fetch = channel.unary_stream(
-                '/kvstore.v1alpha.CacheService/Fetch',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.FetchRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.FetchResponse.FromString,
+                '/kvstore.v1.CacheService/Fetch',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.FetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.FetchResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
-                '/kvstore.v1alpha.CacheService/Release',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.FromString,
+                '/kvstore.v1.CacheService/Release',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
-                '/kvstore.v1alpha.CacheService/Watch',
-                request_serializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.FromString,
+                '/kvstore.v1.CacheService/Watch',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.WatchResponse.FromString,
                 _registered_method=True)
 
 
@@ -117,39 +117,39 @@ def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'RegisterModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterModel,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.RegisterModelRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.RegisterModelResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.LookupRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.LookupResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.LookupRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.LookupResponse.SerializeToString,
             ),
             'Store': grpc.unary_unary_rpc_method_handler(
                     servicer.Store,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.StoreRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.StoreResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.StoreRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.StoreResponse.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.FetchRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.FetchResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.FetchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.FetchResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.ReleaseResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.WatchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvstore.v1alpha.CacheService', rpc_method_handlers)
+            'kvstore.v1.CacheService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvstore.v1alpha.CacheService', rpc_method_handlers)
+    server.add_registered_method_handlers('kvstore.v1.CacheService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -170,9 +170,9 @@ class CacheService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/RegisterModel',
-            kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.RegisterModelResponse.FromString,
+            '/kvstore.v1.CacheService/RegisterModel',
+            kvstore_dot_v1_dot_cache__pb2.RegisterModelRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.RegisterModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,9 +197,9 @@ class CacheService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/Lookup',
-            kvstore_dot_v1alpha_dot_cache__pb2.LookupRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.LookupResponse.FromString,
+            '/kvstore.v1.CacheService/Lookup',
+            kvstore_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.LookupResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,9 +224,9 @@ class CacheService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/Store',
-            kvstore_dot_v1alpha_dot_cache__pb2.StoreRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.StoreResponse.FromString,
+            '/kvstore.v1.CacheService/Store',
+            kvstore_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.StoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -251,9 +251,9 @@ class CacheService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/Fetch',
-            kvstore_dot_v1alpha_dot_cache__pb2.FetchRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.FetchResponse.FromString,
+            '/kvstore.v1.CacheService/Fetch',
+            kvstore_dot_v1_dot_cache__pb2.FetchRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -278,9 +278,9 @@ class CacheService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/Release',
-            kvstore_dot_v1alpha_dot_cache__pb2.ReleaseRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.ReleaseResponse.FromString,
+            '/kvstore.v1.CacheService/Release',
+            kvstore_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -305,9 +305,9 @@ class CacheService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvstore.v1alpha.CacheService/Watch',
-            kvstore_dot_v1alpha_dot_cache__pb2.WatchRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_cache__pb2.WatchResponse.FromString,
+            '/kvstore.v1.CacheService/Watch',
+            kvstore_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

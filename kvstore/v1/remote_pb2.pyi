@@ -1,4 +1,4 @@
-from kvstore.v1alpha import cache_pb2 as _cache_pb2
+from kvstore.v1 import cache_pb2 as _cache_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

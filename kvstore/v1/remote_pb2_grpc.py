@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from kvstore.v1alpha import remote_pb2 as kvstore_dot_v1alpha_dot_remote__pb2
+from kvstore.v1 import remote_pb2 as kvstore_dot_v1_dot_remote__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in kvstore/v1alpha/remote_pb2_grpc.py depends on'
+        + ' but the generated code in kvstore/v1/remote_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -35,19 +35,19 @@ class RemoteServiceStub:
             channel: A grpc.Channel.
         """
         self.Connect = channel.unary_stream(
-                '/kvstore.v1alpha.RemoteService/Connect',
-                request_serializer=kvstore_dot_v1alpha_dot_remote__pb2.ConnectRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.ConnectResponse.FromString,
+                '/kvstore.v1.RemoteService/Connect',
+                request_serializer=kvstore_dot_v1_dot_remote__pb2.ConnectRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_remote__pb2.ConnectResponse.FromString,
                 _registered_method=True)
         self.FetchBytes = channel.unary_stream(
-                '/kvstore.v1alpha.RemoteService/FetchBytes',
-                request_serializer=kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesResponse.FromString,
+                '/kvstore.v1.RemoteService/FetchBytes',
+                request_serializer=kvstore_dot_v1_dot_remote__pb2.FetchBytesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_remote__pb2.FetchBytesResponse.FromString,
                 _registered_method=True)
         self.StoreBytes = channel.stream_unary(
-                '/kvstore.v1alpha.RemoteService/StoreBytes',
-                request_serializer=kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesResponse.FromString,
+                '/kvstore.v1.RemoteService/StoreBytes',
+                request_serializer=kvstore_dot_v1_dot_remote__pb2.StoreBytesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_remote__pb2.StoreBytesResponse.FromString,
                 _registered_method=True)
 
 
@@ -82,24 +82,24 @@ def add_RemoteServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Connect': grpc.unary_stream_rpc_method_handler(
                     servicer.Connect,
-                    request_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.ConnectRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_remote__pb2.ConnectResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_remote__pb2.ConnectRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_remote__pb2.ConnectResponse.SerializeToString,
             ),
             'FetchBytes': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchBytes,
-                    request_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_remote__pb2.FetchBytesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_remote__pb2.FetchBytesResponse.SerializeToString,
             ),
             'StoreBytes': grpc.stream_unary_rpc_method_handler(
                     servicer.StoreBytes,
-                    request_deserializer=kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesRequest.FromString,
-                    response_serializer=kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesResponse.SerializeToString,
+                    request_deserializer=kvstore_dot_v1_dot_remote__pb2.StoreBytesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_remote__pb2.StoreBytesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvstore.v1alpha.RemoteService', rpc_method_handlers)
+            'kvstore.v1.RemoteService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvstore.v1alpha.RemoteService', rpc_method_handlers)
+    server.add_registered_method_handlers('kvstore.v1.RemoteService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -120,9 +120,9 @@ class RemoteService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvstore.v1alpha.RemoteService/Connect',
-            kvstore_dot_v1alpha_dot_remote__pb2.ConnectRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_remote__pb2.ConnectResponse.FromString,
+            '/kvstore.v1.RemoteService/Connect',
+            kvstore_dot_v1_dot_remote__pb2.ConnectRequest.SerializeToString,
+            kvstore_dot_v1_dot_remote__pb2.ConnectResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -147,9 +147,9 @@ class RemoteService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvstore.v1alpha.RemoteService/FetchBytes',
-            kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_remote__pb2.FetchBytesResponse.FromString,
+            '/kvstore.v1.RemoteService/FetchBytes',
+            kvstore_dot_v1_dot_remote__pb2.FetchBytesRequest.SerializeToString,
+            kvstore_dot_v1_dot_remote__pb2.FetchBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -174,9 +174,9 @@ class RemoteService:
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/kvstore.v1alpha.RemoteService/StoreBytes',
-            kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesRequest.SerializeToString,
-            kvstore_dot_v1alpha_dot_remote__pb2.StoreBytesResponse.FromString,
+            '/kvstore.v1.RemoteService/StoreBytes',
+            kvstore_dot_v1_dot_remote__pb2.StoreBytesRequest.SerializeToString,
+            kvstore_dot_v1_dot_remote__pb2.StoreBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,
