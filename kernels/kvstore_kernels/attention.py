@@ -1,0 +1,124 @@
+"""Attention of selected rows: queries at any positions over all merged KV, masked by absolute position.
+
+A query sees the keys whose position is not above its own and, with a window, less than ``window`` below it; where rows
+and keys stand in their tensors says nothing. A query that sees no key gets zeros.
+
+Source: CacheBlend (EuroSys '25), section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvstore.errors import InvalidRequest
+
+BLOCK_ROWS = 256
+SUFFIX_BLOCK_ROWS = 16
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    *,
+    window: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention output of the given rows, [heads, rows, v_dim], of ``q``'s dtype.
+
+    Shapes: ``q`` [heads, rows, dim], ``k`` [kv_heads, tokens, dim], ``v`` [kv_heads, tokens, v_dim], heads a multiple
+    of kv_heads; positions int64 [rows] and [tokens], both ascending. ``window`` 0: none; ``scale``: dim ** -0.5.
+    Memory: a mask of 256 rows by the keys they can see, 1 byte and one of ``q``'s dtype each; keys and values are not
+    repeated for their groups. Cost: keys beyond a block's last position (and before its window) are not touched.
+    Raises: InvalidRequest for shapes that do not fit.
+    """
+    _check(q, k, v, q_positions, k_positions)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    for start in range(0, q.shape[1], BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        seen = _seen(q_positions[rows], k_positions, window)
+        mask = visible(q_positions[rows], k_positions[seen], window)
+        query = _by_group(q[:, rows], k.shape[0])
+        key, value = (_grouped(plane[:, seen], query.shape[1]) for plane in (k, v))
+        result = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        out[:, rows] = torch.where(mask.any(1)[:, None], result.flatten(0, 1), 0)
+    return out
+
+
+def attend_with_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    *,
+    suffix_rows: int,
+    window: int = 0,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``attend``, and the attention that the last ``suffix_rows`` rows give each key, summed over them and over the
+    heads: fp32 [tokens]. Scores, softmax and sums of those rows are fp32.
+
+    Memory: as ``attend``; for the suffix also fp32 scores of up to 16 rows of all heads over all tokens at a time.
+    """
+    _check(q, k, v, q_positions, k_positions)
+    split = q.shape[1] - suffix_rows
+    if not 0 <= suffix_rows <= q.shape[1]:
+        raise InvalidRequest(f"suffix_rows {suffix_rows} must be in 0..{q.shape[1]}")
+    mass = torch.zeros(k.shape[1], dtype=torch.float32, device=q.device)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    out[:, :split] = attend(q[:, :split], k, v, q_positions[:split], k_positions, window=window, scale=scale)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    key, value = k.float(), v.float()
+    for start in range(split, q.shape[1], SUFFIX_BLOCK_ROWS):
+        rows = slice(start, start + SUFFIX_BLOCK_ROWS)
+        mask = visible(q_positions[rows], k_positions, window)
+        query = _by_group(q[:, rows].float(), k.shape[0])
+        scores = torch.einsum("ghrd,gtd->ghrt", query, key).mul_(factor).masked_fill_(~mask, -math.inf)
+        weights = torch.where(mask, scores.softmax(-1), 0)
+        mass += weights.sum(dim=(0, 1, 2))
+        out[:, rows] = torch.einsum("ghrt,gtd->ghrd", weights, value).flatten(0, 1).to(q.dtype)
+    return out, mass
+
+
+def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Which keys each query sees, by position: bool [rows, tokens]."""
+    distance = q_positions[:, None] - k_positions[None, :]
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _seen(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int) -> slice:
+    """The run of keys that any of these queries sees; one key at least."""
+    stop = int(torch.searchsorted(k_positions, q_positions[-1:], right=True))
+    start = int(torch.searchsorted(k_positions, q_positions[:1] - window, right=True)) if window else 0
+    return slice(min(start, len(k_positions) - 1), max(stop, start + 1))
+
+
+def _by_group(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[kv_heads, group, rows, dim]."""
+    return q.reshape(kv_heads, -1, *q.shape[1:])
+
+
+def _grouped(plane: torch.Tensor, group: int) -> torch.Tensor:
+    """[kv_heads, group, tokens, dim] without a copy."""
+    return plane[:, None].expand(-1, group, -1, -1)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor
+) -> None:
+    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or q.shape[0] % k.shape[0]:
+        raise InvalidRequest(f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if q_positions.shape != (q.shape[1],) or k_positions.shape != (k.shape[1],):
+        raise InvalidRequest(
+            f"q_positions and k_positions have shapes {tuple(q_positions.shape)} and {tuple(k_positions.shape)}, "
+            f"expected {(q.shape[1],)} and {(k.shape[1],)}"
+        )
+    for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
+        if bool((positions.diff() < 0).any()):
+            raise InvalidRequest(f"{name} must ascend")

@@ -1,0 +1,61 @@
+"""KV deviation: how far a token's cached KV lies from what the receiver computes now, at the same positions.
+
+Source: CacheBlend (EuroSys '25), section 4.2. Both K are compared after their rotation to the same position; either
+plane alone, as some implementations take it, is a choice here and named.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+
+from kvstore.errors import InvalidRequest
+
+BLOCK_TOKENS = 512
+
+
+class Metric(StrEnum):
+    """Which planes count."""
+
+    K = "k"
+    V = "v"
+    BOTH = "both"
+
+
+def deviation_of(
+    fresh: tuple[torch.Tensor, torch.Tensor],
+    cached: tuple[torch.Tensor, torch.Tensor],
+    metric: Metric = Metric.BOTH,
+) -> torch.Tensor:
+    """Squared L2 distance per token, summed over heads and dims: fp32 [tokens].
+
+    Shapes: (K, V) of one layer each, [kv_heads, tokens, dim]. Cost: one fp32 temporary of 512 tokens per plane.
+    Raises: InvalidRequest for planes of different shapes.
+    """
+    planes = {Metric.K: (0,), Metric.V: (1,), Metric.BOTH: (0, 1)}[metric]
+    for which in planes:
+        if fresh[which].shape != cached[which].shape:
+            raise InvalidRequest(
+                f"fresh {'KV'[which]} has shape {tuple(fresh[which].shape)}, cached {tuple(cached[which].shape)}"
+            )
+    total = torch.zeros(fresh[0].shape[1], dtype=torch.float32, device=fresh[0].device)
+    for which in planes:
+        for start in range(0, len(total), BLOCK_TOKENS):
+            rows = slice(start, start + BLOCK_TOKENS)
+            difference = fresh[which][:, rows].float() - cached[which][:, rows].float()
+            total[rows] += difference.square_().sum(dim=(0, 2))
+    return total
+
+
+def normalised(scores: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """Scores over their document's mean, so that one document far off does not take all the rows: fp32 [tokens].
+
+    Shapes: ``scores`` [tokens]; ``documents`` int64 [tokens], each token's document, counted from 0. A document whose
+    scores are all 0 keeps them.
+    """
+    count = int(documents.max()) + 1 if len(documents) else 0
+    sums = torch.zeros(count, dtype=torch.float32, device=scores.device).index_add_(0, documents, scores.float())
+    sizes = torch.bincount(documents, minlength=count)
+    means = sums / sizes.clamp(min=1)
+    return scores.float() / torch.where(means > 0, means, 1.0)[documents]

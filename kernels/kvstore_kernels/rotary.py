@@ -1,0 +1,174 @@
+"""Rotary position embedding: a model's frequencies, and moving keys from where they were computed to where they stand.
+
+A key at position p is R(p) k; R(p + o) = R(o) R(p), so a key moves by its position difference and nothing else of it is
+needed. Values carry no position. Dims pair up as (i, i + rotary_dim / 2) (NeoX's halves: Llama, Mistral, Qwen).
+
+Source: Su et al., RoFormer (2021); llama3 and yarn (Peng et al., 2023) as the transformers library computes them, to
+the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import RopeSpec
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """A model's rotation. ``frequencies``: fp32 [pairs], radians per position; ``scaling``: what yarn multiplies
+    rotated queries and keys by, 1 elsewhere. A key that moves has it already."""
+
+    frequencies: torch.Tensor
+    scaling: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading dims of a head rotate."""
+        return 2 * self.frequencies.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """How far each token of a run turns. ``cos``, ``sin``: fp32 [tokens, pairs], or [1, pairs] for all alike."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def slice(self, start: int, stop: int) -> Rotation:
+        """The tokens ``start`` to ``stop``. A view."""
+        if self.cos.shape[0] == 1:
+            return self
+        return Rotation(self.cos[start:stop], self.sin[start:stop])
+
+
+@lru_cache(maxsize=64)
+def rotary_of(rope: RopeSpec) -> Rotary:
+    """The rotation a spec names, on the CPU.
+
+    Raises: InvalidRequest for a kind that depends on the prompt's length or is unknown, for M-RoPE, for a model that
+    does not rotate, and for a factor that is missing or no finite number of the right sign.
+    """
+    if rope.kind not in KINDS:
+        raise InvalidRequest(f"rope kind {rope.kind!r} cannot be moved to another position; known: {', '.join(KINDS)}")
+    if rope.mrope:
+        raise InvalidRequest("rope.mrope: positions of several axes (M-RoPE) cannot be moved yet")
+    if rope.rotary_dim <= 0:
+        raise InvalidRequest("rope.rotary_dim is 0: the model's keys carry no rotation, so they cannot be moved")
+    periods = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
+    plain = 1.0 / periods
+    if rope.kind == "default":
+        return Rotary(plain)
+    factors = _Factors(rope)
+    if rope.kind == "linear":
+        return Rotary(plain / factors.positive("factor"))
+    if rope.kind == "llama3":
+        return Rotary(_llama3(plain, factors))
+    return Rotary(_yarn(rope, periods, factors), _yarn_scaling(factors))
+
+
+def rotation(rotary: Rotary, target: int | torch.Tensor, source: int | torch.Tensor = 0) -> Rotation:
+    """The turn that takes keys rotated for ``source`` positions to ``target`` positions.
+
+    Shapes: each one whole number or int64 [tokens]; two numbers give one turn for all tokens. ``source`` 0: the plain
+    rotation, without yarn's scaling. Angles are rounded to fp32 as the model rounds them and only then subtracted, in
+    fp64: far from 0, a key that moved is nearer to one the model computed there than a turn by the difference is.
+    """
+    angles = _angles(rotary, target) - _angles(rotary, source)
+    return Rotation(angles.cos().float(), angles.sin().float())
+
+
+def rotate(x: torch.Tensor, turn: Rotation, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Turn keys (or queries). Dims beyond the turn's pairs pass unchanged.
+
+    Shapes: ``x`` [..., tokens, dim] and ``out`` alike; computed in fp32, rounded once to ``out``'s dtype (default
+    ``x``'s). ``out`` may be ``x``.
+    Raises: InvalidRequest for shapes that do not fit.
+    """
+    pairs = turn.cos.shape[-1]
+    if 2 * pairs > x.shape[-1]:
+        raise InvalidRequest(f"x has {x.shape[-1]} dims per head, the rotation turns {2 * pairs}")
+    if turn.cos.shape[0] not in (1, x.shape[-2]):
+        raise InvalidRequest(f"x has {x.shape[-2]} tokens, the rotation is for {turn.cos.shape[0]}")
+    if out is None:
+        out = torch.empty_like(x)
+    first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+    turned = first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin
+    out[..., :pairs], out[..., pairs : 2 * pairs] = turned
+    out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out
+
+
+def _angles(rotary: Rotary, positions: int | torch.Tensor) -> torch.Tensor:
+    """fp64 [tokens, pairs], each the fp32 number the model itself gets."""
+    device = positions.device if isinstance(positions, torch.Tensor) else None
+    column = torch.as_tensor(positions, device=device).reshape(-1, 1).float()
+    return (column * rotary.frequencies.to(column.device)).double()
+
+
+class _Factors:
+    """The scaling's parameters by name."""
+
+    def __init__(self, rope: RopeSpec) -> None:
+        self._kind = rope.kind
+        self._values = dict(rope.factors)
+
+    def get(self, name: str) -> float | None:
+        return self._values.get(name)
+
+    def positive(self, name: str) -> float:
+        value = self._values.get(name)
+        if value is None or not math.isfinite(value) or value <= 0:
+            raise InvalidRequest(f"rope.factors: {self._kind} needs {name!r}, a positive number, not {value}")
+        return value
+
+
+def _llama3(plain: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    """Long waves stretched by the factor, short ones kept, those between blended."""
+    factor, low, high = (factors.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise InvalidRequest(f"rope.factors: high_freq_factor {high} must be above low_freq_factor {low}")
+    context = factors.positive("original_max_position_embeddings")
+    waves = 2 * math.pi / plain
+    share = (context / waves - low) / (high - low)
+    blended = (1 - share) * plain / factor + share * plain
+    stretched = torch.where(waves > context / low, plain / factor, blended)
+    return torch.where(waves < context / high, plain, stretched)
+
+
+def _yarn(rope: RopeSpec, periods: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    """Fast dims keep their frequency, slow ones are interpolated, a ramp between the two."""
+    factor, context = factors.positive("factor"), factors.positive("original_max_position_embeddings")
+
+    def dim_of(rotations: float) -> float:
+        """The pair that turns so many times over the original context."""
+        return (rope.rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(factors.get("beta_fast") or 32), dim_of(factors.get("beta_slow") or 1)
+    if factors.get("truncate") != 0:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(len(periods), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _yarn_scaling(factors: _Factors) -> float:
+    given = factors.get("attention_factor")
+    if given is not None:
+        return given
+    factor, numerator, denominator = factors.positive("factor"), factors.get("mscale"), factors.get("mscale_all_dim")
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return magnitude(numerator) / magnitude(denominator) if numerator and denominator else magnitude(1)

@@ -1,0 +1,111 @@
+"""Selection: which rows are recomputed. A selector gives each context token a score, the highest are taken; the suffix
+is always in.
+
+Ties go to the earlier token, and a score that is no number counts as the highest, so that one input has one answer.
+Sources: deviation and gradual filtering, CacheBlend (EuroSys '25); first tokens of each chunk, EPIC (2024); deviation
+times the suffix's attention, as ProphetKV and A3 weigh it.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import torch
+
+from kvstore.errors import InvalidRequest
+
+
+class Selector(StrEnum):
+    """What a token is chosen by. RANDOM is a control."""
+
+    DEVIATION = "deviation"
+    SUFFIX_ATTENTION = "suffix_attention"
+    PRODUCT = "product"
+    FIRST = "first"
+    RANDOM = "random"
+
+
+def scores_of(
+    selector: Selector,
+    *,
+    deviation: torch.Tensor | None = None,
+    attention: torch.Tensor | None = None,
+    chunk_starts: torch.Tensor | None = None,
+    token_count: int = 0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """One fp32 score per context token, the higher the sooner taken.
+
+    Shapes: ``deviation`` and ``attention`` (the suffix's attention mass) [tokens], needed by those that use them.
+    FIRST: ``chunk_starts`` int64, ascending from 0, and ``token_count``; RANDOM: ``token_count`` and ``seed``.
+    Raises: InvalidRequest naming what the selector needs.
+    """
+    if selector is Selector.DEVIATION:
+        return _needed(deviation, "deviation", selector).float()
+    if selector is Selector.SUFFIX_ATTENTION:
+        return _needed(attention, "attention", selector).float()
+    if selector is Selector.PRODUCT:
+        return _needed(deviation, "deviation", selector).float() * _needed(attention, "attention", selector).float()
+    if selector is Selector.FIRST:
+        return _first_scores(_needed(chunk_starts, "chunk_starts", selector), token_count)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(token_count, generator=generator).float()
+
+
+def row_count(ratio: float, token_count: int) -> int:
+    """How many of ``token_count`` context tokens a ratio is: rounded up, so that only 0 is none.
+
+    Raises: InvalidRequest for a ratio outside [0, 1].
+    """
+    if not 0.0 <= ratio <= 1.0:
+        raise InvalidRequest(f"ratio {ratio} must be in 0..1")
+    return min(token_count, math.ceil(ratio * token_count - 1e-9))
+
+
+def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
+    """The ``count`` tokens of the highest scores: int64, ascending.
+
+    Shapes: ``scores`` [tokens], one per token, or one per entry of ``among`` (int64, ascending: the survivors of an
+    earlier choice), whose entries are then returned.
+    Raises: InvalidRequest when there are fewer.
+    """
+    if among is not None and scores.shape != among.shape:
+        raise InvalidRequest(f"scores has shape {tuple(scores.shape)}, among {tuple(among.shape)}")
+    if not 0 <= count <= len(scores):
+        raise InvalidRequest(f"count {count} must be in 0..{len(scores)}")
+    ranked = torch.where(scores.isnan(), math.inf, scores.float())
+    chosen = torch.sort(ranked, descending=True, stable=True).indices[:count].sort().values
+    return chosen if among is None else among[chosen]
+
+
+def with_suffix(chosen: torch.Tensor, context_count: int, token_count: int) -> torch.Tensor:
+    """The rows to compute: the chosen context tokens and the whole suffix, int64, ascending."""
+    if len(chosen) and int(chosen[-1]) >= context_count:
+        raise InvalidRequest(f"chosen reaches to {int(chosen[-1])}, the context has 0..{context_count - 1}")
+    return torch.cat([chosen, torch.arange(context_count, token_count, device=chosen.device)])
+
+
+def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[float]:
+    """Ratios of gradual filtering, one per layer: from ``ratio`` (1 + ``excess``) at the check layer down to ``ratio``
+    (1 - ``excess``) at the last, in equal steps, so that their mean is ``ratio``; none above 1."""
+    row_count(ratio, 0)
+    if layer_count <= 1:
+        return [ratio] * layer_count
+    steps = (1 + excess - 2 * excess * index / (layer_count - 1) for index in range(layer_count))
+    return [min(1.0, ratio * step) for step in steps]
+
+
+def _first_scores(chunk_starts: torch.Tensor, token_count: int) -> torch.Tensor:
+    """Minus each token's place in its chunk: the first tokens of all chunks come before any second."""
+    if not len(chunk_starts) or int(chunk_starts[0]) != 0 or bool((chunk_starts.diff() <= 0).any()):
+        raise InvalidRequest("chunk_starts must ascend from 0")
+    tokens = torch.arange(token_count, device=chunk_starts.device)
+    chunk = torch.searchsorted(chunk_starts, tokens, right=True) - 1
+    return (chunk_starts[chunk] - tokens).float()
+
+
+def _needed(value: torch.Tensor | None, name: str, selector: Selector) -> torch.Tensor:
+    if value is None:
+        raise InvalidRequest(f"selector {selector.value!r} needs {name}")
+    return value

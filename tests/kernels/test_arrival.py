@@ -1,0 +1,102 @@
+"""Arrival and gather: everything asked for is written, nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvstore_kernels.arrival import arrive, arrive_pages
+from kvstore_kernels.gather import gather_pages
+from kvstore_kernels.rotary import rotary_of, rotation
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import RopeSpec
+from tests.kernels.reference import DIMS, DTYPES, HEADS, PAGE_SIZES, TOKENS, close, plane, rotated, wide
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def slots_of(tokens: int, page_size: int, pages: int, seed: int) -> torch.Tensor:
+    """Whole pages in random order from a random place of the first page on, as an engine's block table has them."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(pages, generator=generator)
+    rows = (order[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+    start = int(torch.randint(page_size, (1,), generator=generator))
+    return rows[start : start + tokens]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_arrival_in_a_dense_cache(heads: int, dim: int, dtype: torch.dtype) -> None:
+    rotary = rotary_of(RopeSpec(rotary_dim=dim // 2 if heads == 2 else dim))
+    frequencies = rotary.frequencies.double().numpy()
+    for tokens in TOKENS:
+        source = plane(heads, tokens, dim, dtype, tokens)
+        for turned in (False, True):
+            cache = poisoned(heads, tokens + 9, dim, dtype=dtype)
+            target = torch.arange(tokens) + 40
+            turn = rotation(rotary, target, torch.arange(tokens)) if turned else None
+            arrive(source, cache[:, 4 : 4 + tokens], turn=turn)
+            assert cache[:, :4].isnan().all()
+            assert cache[:, 4 + tokens :].isnan().all()
+            if turned:
+                close(cache[:, 4 : 4 + tokens], rotated(wide(source), frequencies, torch.tensor(40).numpy()), dtype, 2)
+            else:
+                assert torch.equal(cache[:, 4 : 4 + tokens], source)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", ["page slot head dim", "page head slot dim"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_arrival_in_pages_and_back(tokens: int, page_size: int, layout: str) -> None:
+    number = TOKENS.index(tokens) + PAGE_SIZES.index(page_size)
+    heads, dim, dtype = HEADS[number % 4], DIMS[(number + tokens) % 4], DTYPES[number % 3]
+    rotary = rotary_of(RopeSpec(rotary_dim=dim))
+    page_count = (tokens + page_size) // page_size + 3
+    slots = slots_of(tokens, page_size, page_count, tokens)
+    source = plane(heads, tokens, dim, dtype, tokens)
+    turned = rotated(wide(source), rotary.frequencies.double().numpy(), torch.tensor(-3).numpy())
+    for turn in (None, rotation(rotary, -3)):
+        if layout == "page slot head dim":
+            pages = poisoned(page_count, page_size, heads, dim, dtype=dtype)
+        else:
+            pages = poisoned(page_count, heads, page_size, dim, dtype=dtype).transpose(1, 2)
+        arrive_pages(source, pages, slots, turn=turn)
+        out = poisoned(heads, tokens, dim, dtype=dtype)
+        assert gather_pages(pages, slots, out=out) is out
+        if turn is None:
+            assert torch.equal(out, source)
+        else:
+            close(out, turned, dtype, 2)
+        rows = pages.reshape(page_count * page_size, heads, dim)
+        untouched = torch.ones(len(rows), dtype=torch.bool)
+        untouched[slots] = False
+        assert rows[untouched].isnan().all()
+        assert not rows[slots].isnan().any()
+
+
+def test_a_scaled_fp8_source_is_decoded_on_arrival() -> None:
+    rotary = rotary_of(RopeSpec(rotary_dim=64))
+    source = plane(2, 17, 64, torch.float32).to(torch.float8_e4m3fn)
+    cache = poisoned(2, 17, 64, dtype=torch.bfloat16)
+    arrive(source, cache, scale=0.25)
+    assert torch.equal(cache, (source.float() * 0.25).to(torch.bfloat16))
+    pages = poisoned(2, 16, 2, 64, dtype=torch.bfloat16)
+    slots = torch.arange(17)
+    arrive_pages(source, pages, slots, turn=rotation(rotary, 5), scale=0.25)
+    expected = rotated(wide(source.float()) * 0.25, rotary.frequencies.double().numpy(), torch.tensor(5).numpy())
+    close(gather_pages(pages, slots), expected, torch.bfloat16, 2)
+
+
+def test_slots_outside_the_pages_and_shapes_that_differ_are_refused() -> None:
+    source, pages = plane(2, 3, 64, torch.float32), poisoned(2, 4, 2, 64, dtype=torch.float32)
+    for slots in (torch.tensor([0, 1, 8]), torch.tensor([-1, 0, 1]), torch.tensor([0, 1])):
+        with pytest.raises(InvalidRequest, match="slots"):
+            arrive_pages(source, pages, slots)
+    with pytest.raises(InvalidRequest, match="slots"):
+        gather_pages(pages, torch.tensor([8]))
+    with pytest.raises(InvalidRequest, match="shape"):
+        arrive(source, pages[0])
+    assert pages.isnan().all()
