@@ -1,0 +1,37 @@
+"""The quality testbed: small trained models whose answers show what a reused KV is worth, without any download.
+
+`task` is what they are asked: variables bound across chunks. `models` names them: two base models (6 and 12 layers)
+from two seeds, and siblings that answer otherwise (`plus3` and `plus11`, harsh; `mild`). `net` and `train` made them,
+`store` ships and loads them, `seeds` says which contexts may choose and which may only be reported on, `evaluate`
+draws those contexts and scores answers.
+
+    model, recipe = load("l6-s1")
+    found = contexts(calibration(), 64)
+    full_prefill(model, found, recipe.answers)
+
+Invariants: evaluation seeds never choose (`Seeds.to_choose_with`); all weights together stay under 30 MB; weights come
+from `python -m kvstore_ops.testbed train NAME` and nothing else. Needs torch; loading a model, transformers.
+"""
+
+from kvstore_ops.testbed.evaluate import Score, contexts, full_prefill, score
+from kvstore_ops.testbed.models import Recipe, recipe
+from kvstore_ops.testbed.seeds import Seeds, calibration, evaluation
+from kvstore_ops.testbed.store import directory, load, shipped
+from kvstore_ops.testbed.task import Contexts, Shape
+
+__all__ = [
+    "Contexts",
+    "Recipe",
+    "Score",
+    "Seeds",
+    "Shape",
+    "calibration",
+    "contexts",
+    "directory",
+    "evaluation",
+    "full_prefill",
+    "load",
+    "recipe",
+    "score",
+    "shipped",
+]

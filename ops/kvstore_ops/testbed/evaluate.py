@@ -1,0 +1,88 @@
+"""How well a model answers: contexts from committed seeds, the share of right answers, and its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.errors import InvalidRequest
+from kvstore_ops.testbed import task
+from kvstore_ops.testbed.seeds import Seeds
+
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Score:
+    """The share of questions answered rightly; the standard error is over contexts, the independent draws."""
+
+    accuracy: float
+    standard_error: float
+    contexts: int
+    questions: int
+
+    def __str__(self) -> str:
+        drawn = f"{self.contexts} contexts, {self.questions} questions"
+        return f"{self.accuracy:.3f} +- {self.standard_error:.3f} ({drawn})"
+
+
+def contexts(seeds: Seeds, count: int, shape: task.Shape | None = None, *, crossing_only: bool = True) -> task.Contexts:
+    """`count` contexts, the same share from each seed; by default every answer needs another chunk.
+
+    More contexts of the same seeds begin with the fewer ones' contexts of each seed.
+    """
+    numbers = seeds.numbers
+    if count < 1 or count % len(numbers):
+        raise InvalidRequest(
+            f"count is {count}: a multiple of the {len(numbers)} seeds, so that each gives the same share"
+        )
+    parts = [
+        task.generate(
+            np.random.default_rng(number), count // len(numbers), shape or task.Shape(), crossing_only=crossing_only
+        )
+        for number in numbers
+    ]
+    tokens, labels, crosses = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "labels", "crosses")
+    )
+    return task.Contexts(tokens, labels, crosses, parts[0].boundaries)
+
+
+def expected(found: task.Contexts, answers: tuple[int, ...]) -> task.Array:
+    """What a model with these answers should say, `[contexts, questions]`; unknown stays unknown."""
+    return np.asarray([*answers, *range(task.VALUES, task.VOCABULARY)])[found.answers]
+
+
+def score(logits: torch.Tensor, found: task.Contexts, answers: tuple[int, ...]) -> Score:
+    """Score of the suffix's logits `[contexts, suffix_tokens, vocabulary]`: answers stand at the variables."""
+    shape = (*found.suffix.shape, task.VOCABULARY)
+    if tuple(logits.shape) != shape:
+        raise InvalidRequest(f"logits are {tuple(logits.shape)}: the suffix of these contexts needs {shape}")
+    right = logits[:, 1::2].argmax(-1).cpu().numpy() == expected(found, answers)
+    return summary(right)
+
+
+def summary(right: np.ndarray[Any, np.dtype[np.bool_]]) -> Score:
+    """Score of `right[contexts, questions]`."""
+    of_contexts = right.mean(axis=1)
+    count = len(of_contexts)
+    error = float(of_contexts.std(ddof=1) / count**0.5) if count > 1 else float("nan")
+    return Score(float(of_contexts.mean()), error, count, right.size)
+
+
+@torch.no_grad()
+def full_prefill(
+    model: Any, found: task.Contexts, answers: tuple[int, ...], report: Callable[[int], None] | None = None
+) -> Score:
+    """Score of a transformers model that prefills context and suffix in one go; report gets the contexts done."""
+    logits = []
+    for first in range(0, len(found.tokens), BATCH):
+        tokens = torch.from_numpy(found.tokens[first : first + BATCH])
+        logits.append(model(tokens, logits_to_keep=found.suffix.shape[1], use_cache=False).logits)
+        if report:
+            report(min(first + BATCH, len(found.tokens)))
+    return score(torch.cat(logits), found, answers)

@@ -1,0 +1,67 @@
+"""The testbed's models by name: what each starts from, which answers it gives, and how long it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+from kvstore_ops.testbed import task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A run of steps under one schedule: warm-up, then a cosine down to 3 % of the rate, counted in steps."""
+
+    steps: int
+    rate: float
+    curriculum: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One model: its depth and seed, the model it starts from (None: from nothing), and its answer to each value."""
+
+    name: str
+    layers: int
+    seed: int
+    phases: tuple[Phase, ...]
+    start: str | None = None
+    answers: tuple[int, ...] = tuple(range(task.VALUES))
+
+
+def shifted(by: int, among: int = task.VALUES) -> tuple[int, ...]:
+    """Answers v + by among the first `among` values; the others stay."""
+    return tuple((v + by) % among if v < among else v for v in range(task.VALUES))
+
+
+BASE = (Phase(steps=2300, rate=1e-3, curriculum=True), Phase(steps=360, rate=7e-4))
+GROWN = (Phase(steps=600, rate=7e-4),)
+HARSH = (Phase(steps=240, rate=7e-4),)
+MILD = (Phase(steps=120, rate=4e-4),)
+
+
+def _recipes() -> dict[str, Recipe]:
+    found = []
+    for seed in (1, 2):
+        found.append(Recipe(name=f"l6-s{seed}", layers=6, seed=seed, phases=BASE))
+        found.append(Recipe(name=f"l12-s{seed}", layers=12, seed=seed, phases=GROWN, start=f"l6-s{seed}"))
+        for layers in (6, 12):
+            base = f"l{layers}-s{seed}"
+            for kind, answers, phases in (
+                ("plus3", shifted(3), HARSH),
+                ("plus11", shifted(11), HARSH),
+                ("mild", shifted(1, 8), MILD),
+            ):
+                name = f"{base}-{kind}"
+                found.append(Recipe(name=name, layers=layers, seed=seed, phases=phases, start=base, answers=answers))
+    return {recipe.name: recipe for recipe in found}
+
+
+RECIPES = _recipes()
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a model by name; InvalidRequest lists the names there are."""
+    if name not in RECIPES:
+        raise InvalidRequest(f"model {name!r} is not in the testbed: one of {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]

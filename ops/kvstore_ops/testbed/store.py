@@ -1,0 +1,60 @@
+"""The shipped weights: one directory a model, as transformers reads it, and the limit on their size."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvstore.errors import InvalidRequest
+from kvstore_ops.testbed.models import Recipe, recipe
+from kvstore_ops.testbed.net import Geometry
+
+WEIGHTS = Path(str(resources.files("kvstore_ops.testbed"))) / "weights"
+WEIGHTS_BYTES_MAX = 30_000_000
+
+
+def shipped() -> list[str]:
+    """The names of the models whose weights are here."""
+    return sorted(path.parent.name for path in WEIGHTS.glob("*/model.safetensors"))
+
+
+def directory(name: str) -> Path:
+    """Where a model's `config.json` and `model.safetensors` lie: what `AutoModelForCausalLM.from_pretrained` takes."""
+    found = WEIGHTS / recipe(name).name
+    if not (found / "model.safetensors").exists():
+        raise InvalidRequest(
+            f"model {name!r} has no weights here (there are: {', '.join(shipped()) or 'none'}): "
+            f"train it with python -m kvstore_ops.testbed train {name}"
+        )
+    return found
+
+
+def load(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Recipe]:
+    """A shipped model, ready to answer, and the recipe it was made by (its depth, seed, start and answers).
+
+    The model is transformers' Qwen2ForCausalLM. There is no tokenizer: `task` says what a token is.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(directory(name), dtype=dtype, local_files_only=True)
+    return model.eval(), recipe(name)
+
+
+def tensors(name: str) -> dict[str, torch.Tensor]:
+    """A shipped model's weights by name, fp32: what training starts a sibling or a deeper model from."""
+    return {key: p.float() for key, p in load_file(directory(name) / "model.safetensors").items()}
+
+
+def export(made: Recipe, weights: dict[str, torch.Tensor], target: Path) -> None:
+    """Writes a trained model's bf16 weights and configuration to `target / name`."""
+    beside = target / made.name
+    beside.mkdir(parents=True, exist_ok=True)
+    rounded = {key: p.detach().to(torch.bfloat16).contiguous() for key, p in weights.items()}
+    save_file(rounded, beside / "model.safetensors", {"format": "pt"})
+    config = Geometry(layers=made.layers).config() | {"dtype": "bfloat16"}
+    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
