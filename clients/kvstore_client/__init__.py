@@ -28,6 +28,7 @@ from kvstore_client.client import Client, connect
 from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
+from kvstore_client.prompt import PageHashes
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
 from kvstore_client.transfer import Transfer
@@ -53,6 +54,7 @@ __all__ = [
     "Match",
     "MissReason",
     "ModelSpec",
+    "PageHashes",
     "Paged",
     "Receipt",
     "RopeSpec",

@@ -104,16 +104,17 @@ class Client(Watching, OpaqueCalls):
     ) -> Match:
         """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, and holds nothing unless asked to:
         with ``hold`` the match has a ticket, and what hit stays for ``readers`` fetches by it, from any process of
-        the user, until the ticket expires (limits.ticket_age_s_max). Raises: InvalidRequest, Exhausted."""
+        the user, until the ticket expires (limits.ticket_age_s_max). ``tokens``: here and elsewhere also PageHashes.
+        Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         if not prompt.digests:
             return Match(0, ())
         return self._connection.or_gone(
-            lambda: self._lookup(prompt, readers if hold else 0), lambda _: unavailable(spec, prompt.tokens.size)
+            lambda: self._lookup(prompt, readers if hold else 0), lambda _: unavailable(spec, prompt.token_count)
         )
 
     def _lookup(self, prompt: Prompt, readers: int) -> Match:
-        step, count = prompt.spec.chunk_tokens, prompt.tokens.size
+        step, count = prompt.spec.chunk_tokens, prompt.token_count
         reply = self._ask(prompt, prompt.digests, readers)
         chunks: list[ChunkMatch] = []
         for run in reply.runs:
@@ -123,7 +124,7 @@ class Client(Watching, OpaqueCalls):
                 chunks.append(ChunkMatch(start, min(start + step, count), *states))
         hits, ticket = reply.hit_count, reply.ticket
         prefix = min(hits * step, count)
-        tail = matching_tail(prompt.tokens, prefix, prompt.digests, hits, reply.tails, prompt.extras)
+        tail = matching_tail(prompt, prefix, hits, reply.tails)
         digests = prompt.digests[:hits]
         if tail and readers:
             longer = self._ask(prompt, [*digests, tail[1]], readers)
@@ -203,12 +204,11 @@ class Client(Watching, OpaqueCalls):
         """The cache of the longest stored prefix, in owned memory or ``into`` the caller's tensors.
 
         Shapes: per layer (K, V), each [kv_heads, token_count, head_dim]; ``into`` has room for the whole prompt;
-        ``Paged`` pages get it where
-        their slots say, and the list has their views.
+        ``Paged`` pages get it where their slots say, and the list has their views.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
         """
         prompt = Prompt.of(spec, tokens, extras, exactness)
-        wanted = Wanted.of(spec, layers, heads, hidden_layers, verify)
+        wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
         given = given_places(wanted, into)
         if not prompt.digests:
             return self._gather(wanted, None, MissReason.NONE, given)
@@ -240,7 +240,7 @@ class Client(Watching, OpaqueCalls):
         digests = prompt.digests
         prefix = open_prefix(session, wanted, name, digests, prompt.exactness, self._timeout_s)
         hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
-        tail = matching_tail(prompt.tokens, prefix.token_count, digests, hits, prefix.tails, prompt.extras)
+        tail = matching_tail(prompt, prefix.token_count, hits, prefix.tails)
         if tail is None:
             return prefix
         # The tail's digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
@@ -281,7 +281,7 @@ class Client(Watching, OpaqueCalls):
     ) -> LayerStream:
         """Like ``fetch``, layer by layer: (layer, (K, V)) as each lands while the next are copied."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
-        wanted = Wanted.of(spec, layers, heads, (), verify)
+        wanted = Wanted.of(prompt.spec, layers, heads, (), verify)
         given = given_places(wanted, into)
 
         def missed(reason: MissReason) -> LayerStream:
@@ -328,10 +328,10 @@ class Client(Watching, OpaqueCalls):
         prompt = Prompt.of(spec, tokens, extras, exactness)
         if not prompt.digests:
             raise InvalidRequest("tokens is empty: there is nothing to store")
-        source = Source.of(spec, int(prompt.tokens.size), kv, hidden)
+        source = Source.of(prompt.spec, prompt.token_count, kv, hidden)
 
         def run() -> Receipt:
-            session, name = self._ready(spec)
+            session, name = self._ready(prompt.spec)
             store = store_of(session, source, self._copier, self.faults, self._timeout_s)
             store.stage(name, prompt)
             settle = None if durability is Durability.MEMORY else self._means().settle(prompt, source.hidden_layers)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.keys import ROOT_DIGEST, Extra, Tokens, tail_digest
+from kvstore.keys import ROOT_DIGEST
 from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.prompt import Prompt
 
 
 class ChunkMatch(NamedTuple):
@@ -44,19 +45,14 @@ def unavailable(spec: ModelSpec, token_count: int) -> Match:
 
 
 def matching_tail(
-    tokens: Tokens,
-    prefix: int,
-    digests: list[bytes],
-    hits: int,
-    tails: Sequence[pb.PartialTail],
-    extras: Sequence[Extra],
-) -> tuple[int, bytes] | None:
+    prompt: Prompt, prefix: int, hits: int, tails: Sequence[pb.PartialTail]
+) -> tuple[int, bytes] | None:  # fmt: skip
     """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
-    parent = digests[hits - 1] if hits else ROOT_DIGEST
+    parent = prompt.digests[hits - 1] if hits else ROOT_DIGEST
     best: tuple[int, bytes] | None = None
     for tail in tails:
         stop = prefix + tail.token_count
-        if stop <= tokens.size and (best is None or tail.token_count > best[0]):
-            if tail_digest(tokens, prefix, stop, parent, extras) == tail.digest:
+        if stop <= prompt.token_count and (best is None or tail.token_count > best[0]):
+            if prompt.tail_digest(prefix, stop, parent) == tail.digest:
                 best = (tail.token_count, tail.digest)
     return best

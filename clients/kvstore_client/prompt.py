@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from kvstore.errors import InvalidRequest
-from kvstore.keys import Extra, Tokens, chain_digests, token_array
+from kvstore.keys import DIGEST_BYTES, Extra, Tokens, chain_digests, tail_digest, token_array, token_digest
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.arrays import is_tensor
 
 _EXACTNESS = {Exactness.EXACT: 1, Exactness.DERIVED: 2}
+_SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class PageHashes:
+    """A prompt by its engine's own hashes, in the place of its tokens: ``hashes[i]``, 32 bytes, names all that the
+    cache of the first ``i + 1`` pages depends on. They become the chain digests, a chunk's being its last page's.
+
+    ``scheme`` says how they were made ("vllm-sha256_cbor"). It is part of the namespace (the model's id, after a #), so
+    that digests of two schemes, or an engine's and our own, never meet. ``tokens``: all of them; only a store needs
+    them. Who makes the hashes vouches that they cover the tokens and whatever else the cache depends on beside the
+    model. Raises: InvalidRequest.
+    """
+
+    scheme: str
+    page_tokens: int
+    hashes: Sequence[bytes]
+    tokens: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        if not _SCHEME.fullmatch(self.scheme):
+            raise InvalidRequest(f"scheme {self.scheme!r:.80} must be 1..64 of a-z, 0-9 and . _ -")
+        if self.page_tokens < 1 or any(len(each) != DIGEST_BYTES for each in self.hashes):
+            raise InvalidRequest(f"hashes must be {DIGEST_BYTES} bytes each, of pages of 1 token or more")
+        if self.tokens is not None and len(self.tokens) != self.size:
+            raise InvalidRequest(f"{len(self.tokens)} tokens are not {len(self.hashes)} pages of {self.page_tokens}")
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return len(self.hashes) * self.page_tokens
+
+    def spec_of(self, spec: ModelSpec) -> ModelSpec:
+        """The model's, named by these hashes."""
+        if spec.chunk_tokens % self.page_tokens:
+            raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide chunks of {spec.chunk_tokens}")
+        return replace(spec, model_id=f"{spec.model_id}#{self.scheme}")
+
+    def digest(self, stop: int) -> bytes:
+        """Of the first ``stop`` tokens; empty when no page ends there."""
+        return b"" if stop % self.page_tokens else self.hashes[stop // self.page_tokens - 1]
 
 
 @dataclass(frozen=True)
@@ -21,15 +61,17 @@ class Prompt:
     """Tokens, the digests of their chunks, and what else their cache depends on."""
 
     spec: ModelSpec
-    tokens: Tokens
+    tokens: Tokens | None
     digests: list[bytes]
     extras: tuple[Extra, ...]
     exactness: int
     """The wire's number."""
+    hashes: PageHashes | None = None
 
     @staticmethod
     def of(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness) -> Prompt:
-        """Tokens may be a list, an array or a tensor on any device. Raises InvalidRequest naming what is wrong."""
+        """Tokens may be a list, an array, a tensor on any device, or PageHashes. Raises InvalidRequest naming what is
+        wrong."""
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
         if not spec.layers:
@@ -38,6 +80,8 @@ class Prompt:
             raise InvalidRequest("extras must be a sequence of Extra(position, data)")
         if exactness not in _EXACTNESS:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
+        if isinstance(tokens, PageHashes):
+            return _by_hashes(spec, tokens, extras, exactness)
         array = _checked_tokens(tokens, spec.vocab_size)
         digests = chain_digests(array, spec.chunk_tokens, extras)
         return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness])
@@ -45,7 +89,34 @@ class Prompt:
     @staticmethod
     def known(spec: ModelSpec, digests: list[bytes], exactness: int) -> Prompt:
         """One that another process made, of which only the digests are known here."""
-        return Prompt(spec, np.zeros(0, np.uint32), digests, (), exactness)
+        return Prompt(spec, None, digests, (), exactness)
+
+    @property
+    def token_count(self) -> int:
+        return self.hashes.size if self.hashes is not None else 0 if self.tokens is None else int(self.tokens.size)
+
+    def tail_digest(self, start: int, stop: int, parent: bytes) -> bytes:
+        """The digest of the partial chunk ``start .. stop`` after ``parent``; empty when it has none."""
+        if self.hashes is not None:
+            return self.hashes.digest(stop)
+        assert self.tokens is not None
+        return tail_digest(self.tokens, start, stop, parent, self.extras)
+
+    def token_digests(self) -> list[bytes]:
+        """One per chunk. Raises InvalidRequest when the tokens are not known."""
+        if self.tokens is None:
+            raise InvalidRequest("a store needs the tokens beside their hashes: PageHashes(..., tokens=...)")
+        step = self.spec.chunk_tokens
+        return [token_digest(self.tokens[start : start + step]) for start in range(0, self.tokens.size, step)]
+
+
+def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exactness: Exactness) -> Prompt:
+    if extras:
+        raise InvalidRequest("extras must be empty beside PageHashes: their engine's hashes cover what they stand for")
+    named = hashes.spec_of(spec)
+    tokens = None if hashes.tokens is None else _checked_tokens(hashes.tokens, spec.vocab_size)
+    stops = [*range(spec.chunk_tokens, hashes.size, spec.chunk_tokens), *([hashes.size] if hashes.size else [])]
+    return Prompt(named, tokens, [hashes.digest(stop) for stop in stops], (), _EXACTNESS[exactness], hashes)
 
 
 def _checked_tokens(tokens: Any, vocab_size: int) -> Tokens:

@@ -64,7 +64,7 @@ class Means:
             )
             return reply
 
-        plan = Plan(prompt.spec, prompt.digests, prompt.exactness, int(prompt.tokens.size), hidden, shards)
+        plan = Plan(prompt.spec, prompt.digests, prompt.exactness, prompt.token_count, hidden, shards)
         try:
             return self._writer(plan, 0, prompt, durability, ask)
         except Exhausted as error:

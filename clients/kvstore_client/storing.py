@@ -8,7 +8,6 @@ from typing import Any
 
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError
-from kvstore.keys import token_digest
 from kvstore.seams import FaultPoints
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
@@ -137,7 +136,7 @@ class Store:
         self._reservation_id = response.reservation_id
         self.waits = StoreState.PENDING in response.states
         try:
-            self._copy_all(self._units(list(response.states), prompt.tokens.size))
+            self._copy_all(self._units(list(response.states), prompt.token_count))
         except BaseException:
             self.abort()
             raise
@@ -248,15 +247,14 @@ class Store:
 
 def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], shards: int = 1) -> pb.StoreRequest:
     """Ask for room for a prompt's chunks."""
-    step, tokens = prompt.spec.chunk_tokens, prompt.tokens
     return pb.StoreRequest(
         reserve=pb.Reserve(
             query=pb.ChainQuery(
                 fingerprint=name, digests=b"".join(prompt.digests), hidden_layers=hidden_layers,
                 exactness=prompt.exactness,  # type: ignore[arg-type]
             ),
-            token_digests=b"".join(token_digest(tokens[start : start + step]) for start in range(0, tokens.size, step)),
-            tail_token_count=tokens.size % step,
+            token_digests=b"".join(prompt.token_digests()),
+            tail_token_count=prompt.token_count % prompt.spec.chunk_tokens,
             shards=shards,
         )
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import connect
+from kvstore_client.engines.vllm.hashes import block_hashes
 from kvstore_ops.sidecar import Sidecar
 
 from tests.vllm.engine import Engine
@@ -84,6 +85,24 @@ def test_saved_in_one_process_hit_in_another(
         assert outputs == plain[name]
         assert second.ask(LONG, salt="tenant")[1] == [0]  # a salt keeps its prompts apart
         assert second.ask(LONG, salt="tenant") == (plain[name][:1], [288])
+    assert leases_of(durable) == (0, 0)
+
+
+def test_chunks_by_vllms_own_hashes(models: dict[str, Path], plain: dict[str, Any], durable: Sidecar) -> None:
+    """Who has vLLM's hashes of a prompt's blocks knows its chunks by them; engines share as they do otherwise."""
+    own = {"extra": {**CHUNK, "digests": "vllm"}, "prefix_caching_hash_algo": "sha256_cbor"}
+    own["enable_prefix_caching"] = False
+    hashes = block_hashes(LONG, 32)
+    with connect(durable.address) as client, client.watch() as events:
+        with Engine(models["llama"], durable.address, **own) as engine:
+            assert engine.ask(LONG) == (plain["llama"][:1], [0])  # what others call otherwise is not found
+            stored = [next(events) for _ in range(5)]
+        assert [each.digest for each in stored] == [*hashes[1::2], hashes[8]]  # four chunks of 64 and a tail of 32
+        assert {each.model_id.partition("#")[2] for each in stored} == {"vllm-sha256_cbor-9bd96a48"}
+        with Engine(models["llama"], durable.address, **own) as engine:
+            assert engine.ask(*PROMPTS) == (plain["llama"], [288, 0, 192])
+            assert engine.ask(LONG, salt="tenant") == (plain["llama"][:1], [0])
+            assert engine.ask(LONG, salt="tenant")[1] == [288]
     assert leases_of(durable) == (0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.vllm import KVStoreConnector
+from kvstore_client.engines.vllm.hashes import block_hashes, seed_of_process
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
-from kvstore_client.engines.vllm.scheduler import extras_of
+from kvstore_client.engines.vllm.naming import Naming, extras_of
 from kvstore_client.engines.vllm.settings import Settings
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -147,6 +151,57 @@ def test_adapters_and_extras_of_vllms_own_requests(configured: VllmConfig, tmp_p
     assert [(each.position, each.data) for each in extras_of(asked)] == [(0, b"salt\0s"), (3, b"mm\0cat\x005")]
 
 
+def test_hashes_made_here_are_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own functions: a salt, an adapter, images within and across blocks, and another seed."""
+    cat, dog = (
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=name, mm_position=PlaceholderRange(offset=offset, length=length)
+        )
+        for name, offset, length in (("cat", 3, 5), ("dog", 30, 40))
+    )
+    tokens = [(7 * each) ** 3 % 100_000 for each in range(100)]
+    algorithm = get_hash_fn_by_name("sha256_cbor")
+    for seed in (None, "0"):
+        if seed is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        init_none_hash(algorithm)
+        for more in ({}, {"cache_salt": "s"}, {"lora_request": LoRARequest("fine", 1, "/a/b")}):
+            asked = Request(
+                "a", tokens, SamplingParams(max_tokens=1), None, mm_features=[cat, dog],
+                block_hasher=get_request_block_hasher(32, algorithm), **more,
+            )  # fmt: skip
+            lora = ("fine", "/a/b") if "lora_request" in more else None
+            given = {"salt": more.get("cache_salt"), "lora": lora, "seed": seed_of_process()}
+            items = [(3, 5, "cat"), (30, 40, "dog")]
+            assert asked.block_hashes == block_hashes(tokens, 32, items=items, **given)
+            assert Naming("vllm", 32).can_name(asked)
+    monkeypatch.undo()
+    init_none_hash(algorithm)
+    assert not Naming("vllm", 32).can_name(asked)  # of another seed
+
+
+def test_what_becomes_of_an_image_counts(configured: VllmConfig, tmp_path: Path, models: dict[str, Path]) -> None:
+    """Settings and files of the processor, which vLLM's identifiers of images do not have."""
+    model = configured.model_config
+    copy = tmp_path / "model"
+    shutil.copytree(models["llama"], copy)
+
+    def digest(settings: Any, **extra: Any) -> str:
+        shadow = changed(configured, "model_config", multimodal_config=settings, model=str(copy))
+        shadow.model_config.get_hidden_size = model.get_hidden_size
+        shadow.model_config.get_vocab_size = model.get_vocab_size
+        return str(spec_for(shadow, caches(FULL), **extra).weights_digest)
+
+    found = [digest(None), digest(MultiModalConfig())]
+    found.append(digest(MultiModalConfig(mm_processor_kwargs={"do_normalize": False})))
+    (copy / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}')
+    found += [digest(MultiModalConfig()), digest(MultiModalConfig(), weights_digest="unverified:a")]
+    (copy / "preprocessor_config.json").write_text('{"image_mean": [1, 0, 0]}')
+    found += [digest(MultiModalConfig()), digest(MultiModalConfig(), weights_digest="unverified:a")]
+    assert len(set(found)) == len(found)
+    assert digest(None) == found[0]  # nothing of it matters to a model of text
+
+
 # ---------------------------------------------------------------- what is refused, and what to set
 
 
@@ -206,6 +261,12 @@ def test_a_connector_is_made_by_vllms_factory(configured: VllmConfig) -> None:
     assert type(made) is KVStoreConnector
     assert made.requires_kv_delivery is False
     made.shutdown()
+
+
+def test_hashes_that_cannot_be_names_are_refused(configured: VllmConfig) -> None:
+    shadow = changed(configured, "kv_transfer_config", kv_connector_extra_config={"digests": "vllm"})
+    with pytest.raises(InvalidRequest, match="--prefix-caching-hash-algo sha256_cbor, not sha256"):
+        KVStoreConnector(shadow, KVConnectorRole.WORKER, caches(FULL))
 
 
 def test_a_failure_policy_that_fails_requests_is_refused(configured: VllmConfig) -> None:

@@ -4,9 +4,9 @@
         "kv_connector_module_path": "kvstore_client.engines.vllm", "kv_load_failure_policy": "recompute"}'
 
 ``connector`` is what vLLM loads and the only module that imports it; ``scheduler`` decides what is loaded and kept,
-``worker`` moves it, ``identity`` says whose cache it is, ``pages`` how it lies in memory, ``step`` is what the
-scheduler tells the workers, ``patience`` when a stalled sidecar is left alone, ``settings`` what may be configured,
-``versions`` which vLLM this was written for.
+``worker`` moves it, ``identity`` says whose cache it is, ``naming`` and ``hashes`` what of it, ``pages`` how it lies
+in memory, ``step`` is what the scheduler tells the workers, ``patience`` when a stalled sidecar is left alone,
+``settings`` what may be configured, ``versions`` which vLLM this was written for.
 
 Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
 before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does.

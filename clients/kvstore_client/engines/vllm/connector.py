@@ -11,6 +11,7 @@ from vllm.version import __version__ as vllm_version
 from kvstore.errors import InvalidRequest
 from kvstore_client.client import connect
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
+from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel
 from kvstore_client.engines.vllm.scheduler import SchedulerSide
 from kvstore_client.engines.vllm.settings import Settings
@@ -40,6 +41,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a sidecar that goes away would fail "
                 'requests; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
             )
+        check_algorithm(self._settings.digests, str(vllm_config.cache_config.prefix_caching_hash_algo))
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._layer_of = {name: index for index, name in enumerate(self._geometry.layer_names)}
         self._config = vllm_config

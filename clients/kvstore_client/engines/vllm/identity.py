@@ -17,6 +17,11 @@ from kvstore.spec.from_transformers import rope_of
 from kvstore_client.engines.vllm.settings import Settings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+OF_ITEMS = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
+"""vLLM's settings that decide what an encoder makes of an image or a sound."""
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
 
@@ -130,7 +135,7 @@ def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_di
     sections = _rope_parameters(model.hf_text_config).get("mrope_section") or ()
     return ModelSpec(
         model_id=Path(str(model.model)).name or "model",
-        weights_digest=weights_digest or settings.weights_digest or _digest_of_files(vllm_config),
+        weights_digest=weights_digest or identity_of(vllm_config, settings),
         layers=geometry.layers,
         hidden_size=int(model.get_hidden_size()),
         vocab_size=int(model.get_vocab_size()),
@@ -148,6 +153,34 @@ def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_di
 def _rope_parameters(hf: Any) -> dict[str, Any]:
     found = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     return dict(found)
+
+
+def identity_of(vllm_config: Any, settings: Settings) -> str:
+    """Whose weights these are, and what a model of images or sounds makes of them before it computes."""
+    weights = settings.weights_digest or _digest_of_files(vllm_config)
+    processor = _processor_digest(vllm_config.model_config)
+    if not processor:
+        return weights
+    if weights.startswith("unverified:"):
+        return f"{weights}/{processor}"
+    return str(blake3(f"kvstore/vllm/items/1\0{weights}\0{processor}".encode()).hexdigest())
+
+
+def _processor_digest(model: Any) -> str:
+    """Settings and files by which images and sounds become the encoder's input, of which vLLM's identifiers have only
+    those that a request gives. Empty for a model of text."""
+    settings = getattr(model, "multimodal_config", None)
+    if settings is None:
+        return ""
+    hasher = blake3(b"kvstore/vllm/processor/1\0")
+    told = {name: getattr(settings, name, None) for name in OF_ITEMS}
+    hasher.update(json.dumps(told, sort_keys=True, default=str).encode() + b"\0")
+    try:
+        path = _directory(model)
+    except InvalidRequest:  # not on this machine: weights_digest vouches for it
+        return str(hasher.hexdigest(16))
+    _add_files(hasher, sorted((path.parent if path.is_file() else path).glob("*processor_config.json")))
+    return str(hasher.hexdigest(16))
 
 
 def _digest_of_files(vllm_config: Any) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from kvstore.errors import KVStoreError
-from kvstore.keys import Extra, Tokens
+from kvstore.keys import Extra
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.patience import Patience
 from kvstore_client.engines.vllm.settings import Settings
 from kvstore_client.engines.vllm.step import Load, Save, Step
@@ -60,6 +59,7 @@ class SchedulerSide:
         self._adapters = adapters
         self._settings = settings
         self._block_tokens = block_tokens
+        self._naming = Naming(settings.digests, block_tokens)
         self._does_load, self._does_save = loads, saves
         self._ranks = ranks
         self._clock = clock or SystemClock()
@@ -93,10 +93,10 @@ class SchedulerSide:
         tracked = self._track(request)
         if tracked is None or tracked.has_failed or self._patience.is_spent:
             return None
-        tokens = _tokens(request, self._whole(request.num_tokens))
+        prompt = self._naming.prompt(request, self._whole(request.num_tokens))
         try:
             with self._patience.watch():
-                match = self._client.lookup(tracked.spec, tokens, hold=True, readers=self._ranks, extras=tracked.extras)
+                match = self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             return None
@@ -105,15 +105,15 @@ class SchedulerSide:
         return found
 
     def _track(self, request: Any) -> _Tracked | None:
-        """None for a request whose cache its tokens do not tell."""
+        """None for a request whose cache cannot be named."""
         name = str(request.request_id)
         tracked = self._tracked.get(name)
         if tracked is None:
-            if getattr(request, "prompt_embeds", None) is not None:
+            if not self._naming.can_name(request):
                 return None
             try:
                 spec = self._adapters.spec_for(getattr(request, "lora_request", None))
-                tracked = _Tracked(request, spec, extras_of(request))
+                tracked = _Tracked(request, spec, self._naming.extras(request))
             except (KVStoreError, OSError) as error:
                 _log.warning("kvstore: %s; this request is neither loaded nor kept", error)
                 return None
@@ -163,7 +163,7 @@ class SchedulerSide:
             return None
         tracked.kept = until
         blocks = tracked.block_ids[: until // self._block_tokens]
-        save = Save(str(request.request_id), tracked.spec, _tokens(request, until), tracked.extras, blocks)
+        save = Save(str(request.request_id), tracked.spec, self._naming.prompt(request, until), tracked.extras, blocks)
         return save if self._ranks == 1 else self._shared(save)
 
     def _shared(self, save: Save) -> Save | None:
@@ -220,22 +220,6 @@ class SchedulerSide:
         for request_id in list(self._found):
             self._forget(request_id)
         self._client.close()
-
-
-def _tokens(request: Any, count: int) -> Tokens:
-    return np.asarray(request.all_token_ids[:count], np.uint32)
-
-
-def extras_of(request: Any) -> tuple[Extra, ...]:
-    """What the request's cache depends on beside its tokens: its salt, its images and sounds where they stand."""
-    extras = []
-    salt = getattr(request, "cache_salt", None)
-    if salt:
-        extras.append(Extra(0, b"salt\0" + str(salt).encode()))
-    for each in getattr(request, "mm_features", None) or ():
-        place = each.mm_position
-        extras.append(Extra(int(place.offset), f"mm\0{each.identifier}\0{int(place.length)}".encode()))
-    return tuple(extras)
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, list[int], bool, int]]:

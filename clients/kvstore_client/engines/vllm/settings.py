@@ -10,6 +10,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 
 LOADS = ("async", "layerwise")
+DIGESTS = ("kvstore", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +19,14 @@ class Settings:
 
     ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
     layer while those before it compute. ``weights_digest``: whose weights these are, when they should not or cannot be
-    digested from their files. ``timeout_s`` bounds each call to the sidecar.
+    digested from their files. ``timeout_s`` bounds each call to the sidecar. ``digests``: ``vllm`` names chunks by
+    vLLM's own block hashes, for who routes by these (see ``hashes``).
     """
 
     address: str | None = None
     chunk_tokens: int = 256
     load: str = "async"
+    digests: str = "kvstore"
     weights_digest: str | None = None
     timeout_s: float = 5.0
     save_output: bool = False
@@ -31,15 +34,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         kinds: dict[str, type | tuple[type, ...]] = {
-            "address": (str, type(None)), "chunk_tokens": int, "load": str, "weights_digest": (str, type(None)),
-            "timeout_s": (int, float), "save_output": bool, "allow_unknown_version": bool,
+            "address": (str, type(None)), "chunk_tokens": int, "load": str, "digests": str,
+            "weights_digest": (str, type(None)), "timeout_s": (int, float), "save_output": bool,
+            "allow_unknown_version": bool,
         }  # fmt: skip
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise InvalidRequest(f"kv_connector_extra_config: {name} cannot be {value!r}")
-        if self.load not in LOADS:
-            raise InvalidRequest(f"kv_connector_extra_config: load {self.load!r} must be one of {', '.join(LOADS)}")
+        for name, values in (("load", LOADS), ("digests", DIGESTS)):
+            if getattr(self, name) not in values:
+                raise InvalidRequest(
+                    f"kv_connector_extra_config: {name} {getattr(self, name)!r} must be one of {', '.join(values)}"
+                )
         if not 0 < self.timeout_s <= 600:
             raise InvalidRequest(f"kv_connector_extra_config: timeout_s {self.timeout_s} must be in 0..600 seconds")
         digest = self.weights_digest

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.keys import Extra, Tokens
 from kvstore.spec import ModelSpec
+from kvstore_client.prompt import PageHashes
 
 
 def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -44,12 +45,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Keep a request's leading tokens, which this step completes. ``ticket``: of the store that several ranks join;
-    empty for one."""
+    """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes. ``ticket``:
+    of the store that several ranks join; empty for one."""
 
     request_id: str
     spec: ModelSpec
-    tokens: Tokens
+    tokens: Tokens | PageHashes
     extras: tuple[Extra, ...]
     block_ids: list[int]
     ticket: bytes = b""

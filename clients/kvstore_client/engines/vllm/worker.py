@@ -150,7 +150,7 @@ class WorkerSide:
         with writer, self._patience.watch(COPY_S_MAX):
             if is_doubtful or not writer.wanted_token_count:
                 return  # for the other ranks, too
-            slots = slots_of(save.block_ids, self._block_tokens, 0, int(save.tokens.size))
+            slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
             for layer, views in enumerate(self._pages.views):
                 writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=self._pages.heads)
             writer.commit()

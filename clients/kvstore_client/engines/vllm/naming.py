@@ -1,0 +1,93 @@
+"""What names a request's cache: its tokens and what else it depends on, or vLLM's hashes of both."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Extra, Tokens
+from kvstore_client.engines.vllm.hashes import ALGORITHM, DEFAULT_SEED, block_hashes, page_hashes, seed_of_process
+from kvstore_client.prompt import PageHashes
+
+_log = logging.getLogger("kvstore.vllm")
+
+
+def check_algorithm(digests: str, algorithm: str) -> None:
+    """Raises InvalidRequest for hashes that cannot be names: pickled ones differ between Pythons, xxhash's collide."""
+    if digests == "vllm" and algorithm != ALGORITHM:
+        raise InvalidRequest(
+            f'"digests": "vllm" needs --prefix-caching-hash-algo {ALGORITHM}, not {algorithm}: others are not the same '
+            'everywhere, or can be made to collide; set it, or leave "digests" out of kv_connector_extra_config'
+        )
+
+
+class Naming:
+    """How one scheduler names what requests have computed."""
+
+    def __init__(self, digests: str, block_tokens: int) -> None:
+        self._by_hashes = digests == "vllm"
+        self._block_tokens = block_tokens
+        self._seed = seed_of_process()
+        self._has_told = False
+        if self._by_hashes and self._seed != DEFAULT_SEED:
+            _log.warning(
+                "kvstore: PYTHONHASHSEED=%s seeds vLLM's block hashes: engines and routers with another seed, or none, "
+                "share nothing with this one",
+                self._seed,
+            )
+
+    def can_name(self, request: Any) -> bool:
+        """Whether all that the request's cache depends on is named. With vLLM's hashes each request's first one is made
+        again, so that a vLLM that hashes otherwise is found out."""
+        if getattr(request, "prompt_embeds", None) is not None:
+            return False
+        step = self._block_tokens
+        if not self._by_hashes or request.num_tokens < step:
+            return True
+        lora = getattr(request, "lora_request", None)
+        wanted = block_hashes(
+            request.all_token_ids[:step], step, seed=self._seed, salt=getattr(request, "cache_salt", None),
+            lora=(lora.lora_name, lora.lora_path) if lora else None,
+            items=items_of(request),
+        )  # fmt: skip
+        found = request.block_hashes
+        is_known = bool(len(found) == request.num_tokens // step and found[0] == wanted[0])
+        if not is_known and not self._has_told:
+            self._has_told = True
+            _log.error(
+                "kvstore: vLLM's block hashes are not those of %s with blocks of %d tokens and the seed %r: nothing is "
+                'loaded or kept; leave "digests" out of kv_connector_extra_config',
+                ALGORITHM, step, self._seed,
+            )  # fmt: skip
+        return is_known
+
+    def prompt(self, request: Any, token_count: int) -> Tokens | PageHashes:
+        """The request's leading tokens, whole blocks, as the client takes them."""
+        tokens = np.asarray(request.all_token_ids[:token_count], np.uint32)
+        if not self._by_hashes:
+            return tokens
+        hashes = list(request.block_hashes[: token_count // self._block_tokens])
+        return page_hashes(hashes, self._block_tokens, tokens, self._seed)
+
+    def extras(self, request: Any) -> tuple[Extra, ...]:
+        """What the request's cache depends on beside its tokens. vLLM's hashes have it in them."""
+        return () if self._by_hashes else extras_of(request)
+
+
+def items_of(request: Any) -> list[tuple[int, int, str]]:
+    """(first token, token count, identifier) of the request's images and sounds."""
+    features = getattr(request, "mm_features", None) or ()
+    return [(int(each.mm_position.offset), int(each.mm_position.length), str(each.identifier)) for each in features]
+
+
+def extras_of(request: Any) -> tuple[Extra, ...]:
+    """A request's salt, its images and sounds where they stand."""
+    extras = []
+    salt = getattr(request, "cache_salt", None)
+    if salt:
+        extras.append(Extra(0, b"salt\0" + str(salt).encode()))
+    extras += [Extra(offset, f"mm\0{name}\0{length}".encode()) for offset, length, name in items_of(request)]
+    return tuple(extras)
