@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
-from kvstore.spec.model import LayerSpec, ModelSpec, RopeSpec
+from kvstore.spec.model import LayerKind, LayerSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _digests: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], str]] = weakref.WeakKeyDictionary()
 
 
@@ -21,19 +22,34 @@ def spec_from_transformers(config: Any, weights: Any, chunk_tokens: int = 256, a
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
     dtype = _dtype_of(config, weights)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer = LayerSpec(kv_heads=config.num_key_value_heads, k_dim=head_dim, v_dim=head_dim)
+    rope = rope_of(config, head_dim)
+    if rope.kind == "default":
+        rope = replace(rope, rotary_dim=head_dim)  # these families' plain rotation does not look at the partial factor
     return ModelSpec(
         model_id=config.name_or_path or config.model_type,
         weights_digest=weights if isinstance(weights, str) else weights_digest(weights),
-        layers=(layer,) * config.num_hidden_layers,
+        layers=_layers_of(config, head_dim),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         cache_dtype=dtype,
         hidden_dtype=dtype,
-        rope=rope_of(config, head_dim),
+        rope=rope,
         chunk_tokens=chunk_tokens,
         adapter_id=adapter_id,
     )
+
+
+def _layers_of(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
+    """One per layer: Mistral has a window on all or none of them, Qwen says of each whether it has one."""
+    kv_heads, window = config.num_key_value_heads, getattr(config, "sliding_window", None)
+    count = int(config.num_hidden_layers)
+    full = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
+    if not window:
+        return (full,) * count
+    narrow = LayerSpec(kind=LayerKind.SLIDING_WINDOW, kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, window=window)
+    if config.model_type == "mistral":
+        return (narrow,) * count
+    return tuple(narrow if kind == "sliding_attention" else full for kind in config.layer_types)
 
 
 def _dtype_of(config: Any, weights: Any) -> str:

@@ -10,10 +10,11 @@ import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel
 from kvstore_ops.sidecar import Sidecar
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
+from tests.recompute.models import model_of as family_of
 
 STEP = 32
 
@@ -69,6 +70,19 @@ def test_the_tokens_are_plain_transformers_tokens(client: Client) -> None:
     torch.manual_seed(3)
     output = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=12, do_sample=True, top_k=20)
     assert torch.equal(output.sequences, sampled)
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2-windows", "qwen3-windows-yarn"])
+def test_windows_biases_and_norms_are_remembered_alike(client: Client, family: str) -> None:
+    model, ids = family_of(family), prompt(STEP * 3 + 5, 83) % 96
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    cold, first = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    first.wait_stored(10.0)
+    warm, second = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    assert second.reused_token_count == STEP * 3
+    assert torch.equal(cold, warm)
+    output = CachedModel(model, client, chunk_tokens=STEP).generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(output.sequences, plain)
 
 
 def test_a_longer_prompt_reuses_what_it_shares(client: Client) -> None:
@@ -142,5 +156,5 @@ def test_a_chunk_lost_under_the_copy_is_recomputed(client: Client) -> None:
 
 
 def test_an_unknown_family_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="qwen2"):
-        ModelSpec.from_transformers(Qwen2Config(), "ab" * 32)
+    with pytest.raises(InvalidRequest, match="gpt2"):
+        ModelSpec.from_transformers(GPT2Config(), "ab" * 32)

@@ -25,10 +25,13 @@ from transformers.cache_utils import DynamicLayer
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
-from kvstore_client.arrays import as_tensor, carve, destination
 from kvstore_client.client import Client
+from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.fetching import LayerStream
 from kvstore_client.receipt import Receipt
+from kvstore_client.recompute import dense_planes
+
+__all__ = ["CachedModel", "Generated", "Report", "TransformersRunner"]
 
 _log = logging.getLogger("kvstore.client")
 _UNSUPPORTED = (
@@ -281,28 +284,11 @@ class CachedModel:
         return int(limit) + 1
 
     def _layers(self, capacity: int, arrivals: _Arrivals) -> list[_Layer]:
-        """Memory for the whole generation, in one run on the host, or as the device's own tensors."""
-        spec, device = self.spec, self.model.device
-        dtype = getattr(torch, spec.cache_dtype)
-        shapes = [
-            (1, spec.layers[layer].kv_heads, capacity, dim)
-            for layer in range(spec.layer_count)
-            for dim in (spec.layers[layer].k_dim, spec.layers[layer].v_dim)
-        ]
-        if device.type == "cpu":
-            sizes = [shape[1] * shape[2] * shape[3] * spec.item_size for shape in shapes]
-            sizes = [-(-size // 64) * 64 for size in sizes]
-            memory = destination(sum(sizes))
-            offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-            planes = [
-                as_tensor(carve(memory, offset, shape, spec.item_size), spec.cache_dtype)
-                for offset, shape in zip(offsets, shapes, strict=True)
-            ]
-        else:
-            planes = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        """Memory for the whole generation."""
+        planes = dense_planes(self.spec, capacity, self.model.device)
         return [
-            _Layer(planes[2 * layer], planes[2 * layer + 1], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
-            for layer in range(spec.layer_count)
+            _Layer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
+            for layer, (k, v) in enumerate(planes)
         ]
 
     def _reuse(self, tokens: Any, layers: list[_Layer], arrivals: _Arrivals, report: Report, started_s: float) -> int:

@@ -1,0 +1,119 @@
+"""Hugging Face transformers, one layer of any rows at a time: the ``ModelRunner`` of Llama, Mistral, Qwen2 and Qwen3.
+
+The model's own modules do the work, so that biases, norms of queries and keys, adapters and quantised weights are what
+they are in its forward pass; only attention is the caller's. Loops run over layers, never over tokens or heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvstore_kernels import Rotary, rotary_of
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class TransformersRunner:
+    """A causal language model of transformers, layer by layer.
+
+    ``spec``: default, ``ModelSpec.from_transformers`` of it, which digests the weights. Runs in inference mode, in the
+    model's dtype and on its device. Raises: InvalidRequest for a family without a runner, a rotation that depends on
+    the prompt's length, and a spec that is not this model's.
+    """
+
+    def __init__(self, model: Any, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
+        config = model.config
+        if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
+            raise InvalidRequest(
+                f"{type(model).__name__} (model_type {config.model_type!r}) has no runner: recompute needs one, exact "
+                f"reuse does not. Known: causal language models of {', '.join(FAMILIES)}"
+            )
+        self.model = model
+        self.spec = spec or ModelSpec.from_transformers(config, model, chunk_tokens)
+        self._base = model.base_model
+        self._layers = list(self._base.layers)
+        self._head_dim = int(self._layers[0].self_attn.head_dim)
+        self.rotary = _rotary_of(self._base.rotary_emb, self.spec)
+        _check_spec(self.spec, config, self._head_dim, len(self._layers))
+        if self.spec.cache_dtype != str(model.dtype).removeprefix("torch."):
+            raise InvalidRequest(f"spec.cache_dtype is {self.spec.cache_dtype}, the model's is {model.dtype}")
+        self.scale = float(self._layers[0].self_attn.scaling)
+        self.device: torch.device = model.device
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self._base.embed_tokens(tokens.to(self.device))
+        return hidden
+
+    @torch.inference_mode()
+    def project(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self._layers[layer]
+        attention, rows = block.self_attn, hidden.shape[0]
+        x = block.input_layernorm(hidden)
+        q, k, v = (
+            linear(x).view(rows, -1, self._head_dim)
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if self.model.config.model_type == "qwen3":
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        cos, sin = self._rotations(positions, hidden)
+        return _rotated(q.transpose(0, 1), cos, sin), _rotated(k.transpose(0, 1), cos, sin), v.transpose(0, 1)
+
+    @torch.inference_mode()
+    def finish(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        block = self._layers[layer]
+        hidden = hidden + block.self_attn.o_proj(attention.transpose(0, 1).reshape(hidden.shape[0], -1))
+        out: torch.Tensor = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return out
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model.lm_head(self._base.norm(hidden))
+        return out
+
+    def _rotations(self, positions: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by doubling."""
+        stop = int(positions[-1]) + 1 if len(positions) else 0
+        if self._tables is None or len(self._tables[0]) < stop:
+            size = 1 << max(8, (stop - 1).bit_length())
+            every = torch.arange(size, device=self.device)[None]
+            cos, sin = self._base.rotary_emb(hidden, every)
+            self._tables = cos[0], sin[0]
+        cos, sin = self._tables
+        return cos[positions], sin[positions]
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As the model rotates, and rounds: [heads, rows, dim], of which the first dims turn, in halves."""
+    turned = x[..., : cos.shape[-1]]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if cos.shape[-1] == x.shape[-1] else torch.cat((turned, x[..., cos.shape[-1] :]), dim=-1)
+
+
+def _rotary_of(module: Any, spec: ModelSpec) -> Rotary:
+    """The frequencies the model itself has: a model cast to bfloat16 has lost some of their bits."""
+    named = rotary_of(spec.rope)
+    rotary = Rotary(module.inv_freq.float(), float(module.attention_scaling))
+    same = rotary.frequencies.shape == named.frequencies.shape
+    if not same or not torch.allclose(rotary.frequencies.cpu(), named.frequencies, rtol=2**-7):
+        raise InvalidRequest(f"spec.rope ({spec.rope.kind}, rotary_dim {spec.rope.rotary_dim}) is not the model's")
+    return rotary
+
+
+def _check_spec(spec: ModelSpec, config: Any, head_dim: int, layer_count: int) -> None:
+    found = (layer_count, config.num_key_value_heads, head_dim, config.hidden_size, config.vocab_size)
+    for index, layer in enumerate(spec.layers):
+        named = (spec.layer_count, layer.kv_heads, layer.k_dim, spec.hidden_size, spec.vocab_size)
+        if named != found or layer.v_dim != head_dim or spec.mla:
+            raise InvalidRequest(
+                f"spec.layers[{index}]: layers, kv_heads, head_dim, hidden_size, vocab_size are {named} in the spec "
+                f"and {found} in the model"
+            )

@@ -1,0 +1,30 @@
+"""Recompute: reuse where exact prefixes end. The same text at another position, the cache of a sibling model, or both:
+what is there is merged into one cache, what is wrong with it is computed again, as far as a ``Recompute`` setting says.
+
+    from kvstore_client.recompute import GivenKV, Run, recompute
+    result = recompute(runner, tokens, [Run(0, 512, GivenKV(kv), rotated_from=0)], Recompute(0, 2, 0.15))
+    result.kv, result.logits, result.exactness, result.share
+
+Needs torch, and of an engine a ``ModelRunner``. What is built on KV that was not exact is DERIVED; a full prefill,
+r = 1 from the embeddings and an exact prefix are EXACT. Cost: (layers of the group + the ratio of the rest) of a
+prefill of the context, and the suffix; loading overlaps, for a layer's bytes are waited for when it is computed.
+"""
+
+from kvstore_client.recompute.fused import recompute
+from kvstore_client.recompute.merged import dense_planes
+from kvstore_client.recompute.result import LayerTime, Recomputed, Timeline
+from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.recompute.runs import GivenKV, Run, Source, check_sender
+
+__all__ = [
+    "GivenKV",
+    "LayerTime",
+    "ModelRunner",
+    "Recomputed",
+    "Run",
+    "Source",
+    "Timeline",
+    "check_sender",
+    "dense_planes",
+    "recompute",
+]

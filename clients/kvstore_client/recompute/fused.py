@@ -1,0 +1,230 @@
+"""Fused recompute: CacheBlend, DroidSpeak, exact reuse and full prefill are settings of one pass over the layers.
+
+A layer's rows write their K and V into the merged cache and attend over all of it by absolute position. Which rows
+these are changes twice: at ``first_layer`` the context joins the suffix, from the embeddings or from E; at the check
+layer those leave that are not chosen. Departures from the papers: every row that enters the check layer (a later one,
+with gradual filtering) leaves its K and V there, since they are computed anyway; in the last layer only rows whose
+logits are wanted go on from K and V, since nothing reads what the others would give.
+
+Sources: CacheBlend (EuroSys '25), DroidSpeak (NSDI '26); asking the suffix, ProphetKV and A3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from kvstore_kernels import Rotation, attend, attend_with_mass, rotation
+
+from kvstore.errors import InvalidRequest
+from kvstore.seams import Clock, SystemClock
+from kvstore.spec import Exactness
+from kvstore_client.recompute.choosing import Choosing
+from kvstore_client.recompute.merged import dense_planes
+from kvstore_client.recompute.result import LayerTime, Recomputed, Timeline
+from kvstore_client.recompute.rows import Rows, Split
+from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.recompute.runs import Run, check_runs
+from kvstore_client.setting import Recompute
+
+
+@torch.inference_mode()
+def recompute(
+    runner: ModelRunner,
+    tokens: Any,
+    runs: Sequence[Run],
+    setting: Recompute,
+    *,
+    logit_count: int = 1,
+    hidden_layers: Sequence[int] = (),
+    kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    clock: Clock | None = None,
+) -> Recomputed:
+    """The cache and the last logits of a prompt of which runs are there.
+
+    Shapes: ``tokens`` one run of whole numbers; ``runs`` in order, each waited for layer by layer, when its layer is
+    needed; tokens of no run are always computed. ``logit_count``: of how many last tokens logits are wanted.
+    ``hidden_layers``: E to hand back as well, of a prompt without runs. ``kv``: memory to merge in, as ``dense_planes``
+    makes it, in which runs may already be landing.
+    Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
+    inside for 512 of them. Raises: InvalidRequest for arguments that do not fit; KVStoreError when a run does not
+    come: then the cache is worth nothing.
+    """
+    known = torch.as_tensor(tokens).to(runner.device, torch.int64)
+    if known.ndim != 1 or not len(known):
+        raise InvalidRequest(f"tokens must be one run of whole numbers, not of shape {tuple(known.shape)}")
+    setting.check(runner.spec.layer_count)
+    check_runs(runs, len(known), runner.spec, logit_count)
+    if hidden_layers and runs:
+        raise InvalidRequest("hidden_layers: E of a prompt that is computed alone, without runs")
+    planes = kv or dense_planes(runner.spec, len(known), runner.device)
+    return _Pass(runner, known, runs, setting, planes, clock or SystemClock()).run(logit_count, tuple(hidden_layers))
+
+
+class _Pass:
+    """One prompt on its way through the layers."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokens: torch.Tensor,
+        runs: Sequence[Run],
+        setting: Recompute,
+        planes: list[tuple[torch.Tensor, torch.Tensor]],
+        clock: Clock,
+    ) -> None:
+        self._runner, self._tokens, self._runs, self._setting, self._planes = runner, tokens, runs, setting, planes
+        self._clock = clock
+        self._layer_count = runner.spec.layer_count
+        self._split = Split.of(runs, len(tokens), tokens.device)
+        self._every = torch.arange(len(tokens), device=tokens.device)
+        self._loaded = frozenset(setting.loaded_layers(self._layer_count))
+        self._landed: set[int] = set()
+        self._turns = [_turn(runner, run, tokens.device) for run in runs]
+        self._choosing = Choosing(setting, self._split, self._layer_count)
+        self._is_context = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        self._is_context[self._split.context] = True
+        self._times: list[LayerTime] = []
+        self._carried = 0
+        self._chosen: dict[int, torch.Tensor] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
+
+    def run(self, logit_count: int, hidden_layers: Sequence[int]) -> Recomputed:
+        started_s = self._clock.monotonic()
+        first, rows = 0, self._embedded(self._split.suffix)
+        if self._setting.looks_ahead and len(self._split.context) and self._setting.check_layer < self._layer_count:
+            first, rows = self._look_ahead(rows)
+        for layer in range(first, self._layer_count):
+            if layer in hidden_layers:
+                self._hidden[layer] = rows.hidden
+            rows = self._layer(layer, rows, logit_count)
+        logits = self._runner.logits(rows.hidden)
+        spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
+        covered = sum(run.token_count for run in self._runs) * self._layer_count
+        return Recomputed(
+            kv=self._planes,
+            logits=logits,
+            exactness=Exactness.EXACT if spared else Exactness.DERIVED,
+            share=self._carried / covered if covered else 1.0,
+            timeline=Timeline(self._clock.monotonic() - started_s, tuple(self._times)),
+            chosen=self._chosen,
+            hidden=self._hidden,
+        )
+
+    # ------------------------------------------------------------ one layer
+
+    def _layer(self, layer: int, rows: Rows, logit_count: int) -> Rows:
+        setting = self._setting
+        if layer == setting.first_layer:
+            rows = rows.joined(self._context())
+        if layer == setting.check_layer and not setting.ratio:
+            rows = rows.kept(~self._is_context[rows.positions])
+        before_s = self._clock.monotonic()
+        self._land(layer)
+        landed_s = self._clock.monotonic()
+        chooses = self._choosing.at(layer) and bool(len(self._split.context))
+        q = self._enter(layer, rows, compares=chooses and self._choosing.needs_deviation)
+        entered, entered_s = self._portion(rows), self._clock.monotonic()
+        if chooses:
+            keep = ~self._is_context
+            self._chosen[layer] = self._choosing.choose(layer)
+            keep[self._chosen[layer]] = True
+            mask = keep[rows.positions]
+            rows, q = rows.kept(mask), q if bool(mask.all()) else q[:, mask]
+        carried = int(self._is_context[rows.positions].sum())
+        self._carried += carried
+        row_count, portion = len(rows), self._portion(rows)
+        if layer == self._layer_count - 1:
+            rows, q = rows.last(logit_count), q[:, len(rows) - logit_count :]
+        rows = self._attend(layer, rows, q)
+        left_s = self._clock.monotonic()
+        context_s = (entered_s - landed_s) * entered + (left_s - entered_s) * portion
+        suffix_s = left_s - landed_s - context_s
+        self._times.append(LayerTime(layer, landed_s - before_s, context_s, suffix_s, row_count))
+        return rows
+
+    def _land(self, layer: int) -> None:
+        """Wait for the layer of every run that it is needed of."""
+        if layer in self._landed:
+            return
+        self._landed.add(layer)
+        k, v = self._planes[layer]
+        for run, turn in zip(self._runs, self._turns, strict=True):
+            if run.is_exact or layer in self._loaded:
+                place = slice(run.token_start, run.token_stop)
+                run.source.land(layer, k[:, place], v[:, place], turn)
+
+    def _enter(self, layer: int, rows: Rows, *, compares: bool) -> torch.Tensor:
+        """K and V of the rows into the cache, step by step. Returns their queries, [heads, rows, dim]."""
+        k, v = self._planes[layer]
+        queries = []
+        for step in rows.steps():
+            places = rows.positions[step]
+            q, fresh_k, fresh_v = self._runner.project(layer, rows.hidden[step], places)
+            if compares:
+                self._choosing.compare(places, (fresh_k, fresh_v), (k[:, places], v[:, places]))
+            k[:, places], v[:, places] = fresh_k, fresh_v
+            queries.append(q)
+        return queries[0] if len(queries) == 1 else torch.cat(queries, dim=1)
+
+    def _attend(self, layer: int, rows: Rows, q: torch.Tensor) -> Rows:
+        """Attention over everything merged, and the rest of the layer, step by step."""
+        k, v = self._planes[layer]
+        window, out = self._runner.spec.layers[layer].window, torch.empty_like(rows.hidden)
+        for step in rows.steps():
+            seen = attend(
+                q[:, step], k, v, rows.positions[step], self._every, window=window, scale=self._runner.scale
+            )  # fmt: skip
+            out[step] = self._runner.finish(layer, rows.hidden[step], seen)
+        return Rows(rows.positions, out)
+
+    # ------------------------------------------------------------ the rows
+
+    def _embedded(self, positions: torch.Tensor) -> Rows:
+        return Rows(positions, self._runner.embed(self._tokens[positions]))
+
+    def _context(self) -> Rows:
+        """The context's rows as they enter the first layer that computes them."""
+        setting, context = self._setting, self._split.context
+        nothing = not setting.ratio and setting.last_layer < setting.first_layer
+        if nothing or not len(context):
+            return Rows(context[:0], self._runner.embed(self._tokens[:0]))
+        if not setting.needs_hidden:
+            return self._embedded(context)
+        return Rows(context, torch.cat([run.source.hidden() for run in self._runs if not run.is_exact]))
+
+    def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
+        """The suffix over everything as it was reused: how much attention it gives each token, over all layers and
+        heads. Returns the layer to start from, and the suffix as it enters that: what lies before stays as it is."""
+        mass = torch.zeros(len(self._tokens), dtype=torch.float32, device=self._tokens.device)
+        resumed = rows
+        for layer in range(self._layer_count):
+            if layer == self._setting.first_layer:
+                resumed = rows
+            before_s = self._clock.monotonic()
+            self._land(layer)
+            landed_s = self._clock.monotonic()
+            q = self._enter(layer, rows, compares=False)
+            seen, given = attend_with_mass(
+                q, *self._planes[layer], rows.positions, self._every, suffix_rows=self._split.tail_count,
+                window=self._runner.spec.layers[layer].window, scale=self._runner.scale,
+            )  # fmt: skip
+            mass += given
+            rows = Rows(rows.positions, self._runner.finish(layer, rows.hidden, seen))
+            suffix_s = self._clock.monotonic() - landed_s
+            self._times.append(LayerTime(layer, landed_s - before_s, 0.0, suffix_s, len(rows)))
+        self._choosing = Choosing(self._setting, self._split, self._layer_count, mass[self._split.context])
+        return self._setting.first_layer, resumed
+
+    def _portion(self, rows: Rows) -> float:
+        """The part of rows that are the context's."""
+        return float(self._is_context[rows.positions].float().mean())
+
+
+def _turn(runner: ModelRunner, run: Run, device: torch.device) -> Rotation | None:
+    """From where its keys were rotated for to where they stand; None when that is the same."""
+    if run.rotated_from == run.token_start:
+        return None
+    target = torch.arange(run.token_start, run.token_stop, device=device)
+    return rotation(runner.rotary, target, target - run.token_start + run.rotated_from)

@@ -1,0 +1,63 @@
+"""What a recompute hands back: the cache to decode from, and the account of how it came about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvstore.spec import Exactness
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer of one pass. ``load_s``: the wait for its bytes; ``recompute_s`` and ``suffix_s``: its computation,
+    divided by the rows of each that took part; seconds. ``row_count``: all of these rows that left it."""
+
+    layer: int
+    load_s: float
+    recompute_s: float
+    suffix_s: float
+    row_count: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Where the time went, in seconds. ``layers``: in the order they were computed; the suffix's look ahead first."""
+
+    total_s: float = 0.0
+    layers: tuple[LayerTime, ...] = ()
+
+    @property
+    def load_s(self) -> float:
+        """Waiting for bytes; what came while something was computed took no time."""
+        return sum(layer.load_s for layer in self.layers)
+
+    @property
+    def recompute_s(self) -> float:
+        return sum(layer.recompute_s for layer in self.layers)
+
+    @property
+    def suffix_s(self) -> float:
+        return sum(layer.suffix_s for layer in self.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """A prompt's cache.
+
+    Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, dim]; ``logits`` [logit_count, vocab_size], of the last
+    tokens; ``hidden`` {layer: [tokens, hidden_size]}.
+    ``chosen``: {layer: int64 positions}, ascending, of the tokens carried beyond each layer that chose.
+    ``share``: f, the share of compute over the reused tokens: rows times layers they were carried through, of all; 1
+    when nothing was reused. Papers' formula: (group + (layers - check layer) * ratio) / layers.
+    ``exactness``: EXACT only if every row is what the model computes by itself; to be given to ``store``.
+    """
+
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+    logits: torch.Tensor
+    exactness: Exactness
+    share: float
+    timeline: Timeline
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,74 @@
+"""Rows: the tokens that are being computed, and the residual stream each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvstore_client.recompute.runs import Run
+
+STEP_ROWS = 512
+"""Rows that a layer computes at a time: what bounds its inner activations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """``positions`` int64 [rows], ascending; ``hidden`` [rows, hidden_size], what enters the next layer."""
+
+    positions: torch.Tensor
+    hidden: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def kept(self, keep: torch.Tensor) -> Rows:
+        """Those for which ``keep``, bool [rows], is true."""
+        return self if bool(keep.all()) else Rows(self.positions[keep], self.hidden[keep])
+
+    def joined(self, other: Rows) -> Rows:
+        """Both, in order."""
+        if not len(other):
+            return self
+        positions, order = torch.cat((self.positions, other.positions)).sort()
+        return Rows(positions, torch.cat((self.hidden, other.hidden))[order])
+
+    def last(self, count: int) -> Rows:
+        return Rows(self.positions[len(self) - count :], self.hidden[len(self) - count :])
+
+    def steps(self) -> Iterator[slice]:
+        for start in range(0, len(self), STEP_ROWS):
+            yield slice(start, start + STEP_ROWS)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A prompt cut by what is known of its tokens; positions int64, ascending.
+
+    ``context``: of runs that are not exact, which may be computed again. ``suffix``: of no run, which always are; the
+    last ``tail_count`` of them lie behind all runs. ``run_starts``: where in ``context`` each run begins.
+    """
+
+    context: torch.Tensor
+    suffix: torch.Tensor
+    tail_count: int
+    run_starts: torch.Tensor
+
+    @staticmethod
+    def of(runs: Sequence[Run], token_count: int, device: torch.device) -> Split:
+        covered = torch.zeros(token_count, dtype=torch.bool, device=device)
+        inexact = torch.zeros_like(covered)
+        starts, count = [], 0
+        for run in runs:
+            covered[run.token_start : run.token_stop] = True
+            if not run.is_exact:
+                inexact[run.token_start : run.token_stop] = True
+                starts.append(count)
+                count += run.token_count
+        return Split(
+            context=inexact.nonzero().flatten(),
+            suffix=(~covered).nonzero().flatten(),
+            tail_count=token_count - (runs[-1].token_stop if runs else 0),
+            run_starts=torch.tensor(starts, dtype=torch.int64, device=device),
+        )

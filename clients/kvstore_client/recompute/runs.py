@@ -1,0 +1,114 @@
+"""Runs: the parts of a prompt whose cache is there, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from kvstore_kernels import Rotation, arrive
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+
+
+class Source(Protocol):
+    """A run's cache, layer by layer."""
+
+    def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
+        """Return when the layer is in its place: views of the merged cache, [kv_heads, token_count, dim]. K is turned
+        on the way, unless ``turn`` is None. Called at most once per layer, in ascending order. Raises: KVStoreError
+        when it does not come."""
+
+    def hidden(self) -> torch.Tensor:
+        """E that enters the transition layer, [token_count, hidden_size]. Raises: KVStoreError when there is none."""
+
+
+class GivenKV:
+    """A source over tensors: per layer (K, V), each [kv_heads, token_count, dim]; None for a layer that is not
+    loaded. ``hidden``: E of the transition layer."""
+
+    def __init__(
+        self, kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None], hidden: torch.Tensor | None = None
+    ) -> None:
+        self._kv = kv
+        self._hidden = hidden
+
+    def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
+        pair = self._kv[layer]
+        if pair is None:
+            raise InvalidRequest(f"kv[{layer}] is None, and this setting loads layer {layer}")
+        arrive(pair[0], k, turn=turn)
+        arrive(pair[1], v)
+
+    def hidden(self) -> torch.Tensor:
+        if self._hidden is None:
+            raise InvalidRequest("hidden is missing: this setting starts from E of its first layer")
+        return self._hidden
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive tokens of the prompt whose cache is there.
+
+    ``rotated_from``: the position that K of its first token was rotated for. ``sender``: whose cache it is when it is
+    not the model's own. ``is_exact``: it is what the model itself computes here, so that nothing of it is computed
+    again; such a run begins the prompt.
+    """
+
+    token_start: int
+    token_count: int
+    source: Source
+    rotated_from: int = 0
+    sender: ModelSpec | None = None
+    is_exact: bool = False
+
+    @property
+    def token_stop(self) -> int:
+        return self.token_start + self.token_count
+
+
+def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_count: int) -> None:
+    """Raises: InvalidRequest for runs out of order, or that overlap, leave the prompt or cover tokens whose logits are
+    wanted; for an exact run that does not begin the prompt; for a sender of another architecture."""
+    last = 0
+    for index, run in enumerate(runs):
+        if run.token_start < last or run.token_count < 1 or run.rotated_from < 0:
+            raise InvalidRequest(f"runs[{index}] ({run.token_start}, {run.token_count}) must lie behind the one before")
+        last = run.token_stop
+        if run.is_exact and (run.token_start or run.rotated_from or run.sender is not None):
+            raise InvalidRequest(f"runs[{index}] is exact: it must begin the prompt, and be the model's own")
+        if run.sender is not None:
+            check_sender(spec, run.sender)
+    if not 1 <= logit_count <= token_count - last:
+        raise InvalidRequest(
+            f"the runs end at {last} of {token_count} tokens, logits of {logit_count} are wanted: these are computed, "
+            "so the last run must end before them"
+        )
+
+
+def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
+    """Whether a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
+
+    Raises: InvalidRequest naming the first field that differs.
+    """
+    pairs = [
+        (name, getattr(receiver, name), getattr(sender, name))
+        for name in ("layer_count", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype", "mla", "scales")
+    ]
+    pairs += [
+        (f"layers[{index}].{name}", getattr(ours, name), getattr(theirs, name))
+        for index, (ours, theirs) in enumerate(zip(receiver.layers, sender.layers, strict=False))
+        for name in ("kind", "kv_heads", "k_dim", "v_dim", "window")
+    ]
+    pairs += [
+        (f"rope.{name}", getattr(receiver.rope, name), getattr(sender.rope, name))
+        for name in ("kind", "theta", "rotary_dim", "factors", "mrope")
+    ]
+    for name, ours, theirs in pairs:
+        if ours != theirs:
+            raise InvalidRequest(
+                f"sender {sender.model_id!r} has {name} {theirs}, the receiver {ours}: only models of one "
+                "architecture, rope regime and vocabulary share caches"
+            )

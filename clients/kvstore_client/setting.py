@@ -1,0 +1,128 @@
+"""Recompute: how much of a cache that is not exact is computed again. A value; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+
+SELECTORS = ("deviation", "suffix_attention", "product", "first", "random")
+METRICS = ("k", "v", "both")
+LOOKING_AHEAD = ("suffix_attention", "product")
+"""Selectors that ask the suffix first: it runs once over everything as it was reused."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Compute layers ``first_layer`` to ``last_layer`` for every reused token that is not exact; at the check layer
+    after them choose the share ``ratio`` of those tokens, and carry only these (and the suffix) through the rest.
+
+    Before ``first_layer`` caches are reused as they are; above 0 it is the transition layer, whose E is needed.
+    ``last_layer = first_layer - 1``: no layer is computed for all. ``ratio`` 0: nothing is checked nor carried.
+    ``selector``: what a token is chosen by: how far its cached K and V lie from fresh ones ("deviation"), the attention
+    the suffix gives it ("suffix_attention"), their "product", its place in its run ("first"), or "random", by ``seed``,
+    as a control. ``metric``: the planes whose deviation counts, "k", "v" or "both".
+    ``gradual``: 0, or the spread of gradual filtering: from ratio (1 + gradual) at the check layer down to
+    ratio (1 - gradual) at the last, each layer choosing among the survivors.
+
+    Raises: InvalidRequest naming the argument that is wrong.
+    Source: CacheBlend (EuroSys '25) and DroidSpeak (NSDI '26), as one algorithm.
+    """
+
+    first_layer: int
+    last_layer: int
+    ratio: float = 0.0
+    selector: str = "deviation"
+    metric: str = "both"
+    gradual: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("first_layer", "last_layer", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InvalidRequest(f"{name} must be a whole number, not {value!r:.80}")
+        if self.first_layer < 0 or self.last_layer < self.first_layer - 1:
+            raise InvalidRequest(
+                f"first_layer {self.first_layer} must be 0 or more, and last_layer {self.last_layer} at least one less"
+            )
+        for name in ("ratio", "gradual"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+                raise InvalidRequest(f"{name} {value!r:.80} must be in 0..1")
+        if self.selector not in SELECTORS:
+            raise InvalidRequest(f"selector {self.selector!r:.80} must be one of {', '.join(SELECTORS)}")
+        if self.metric not in METRICS:
+            raise InvalidRequest(f"metric {self.metric!r:.80} must be one of {', '.join(METRICS)}")
+
+    @classmethod
+    def cacheblend(
+        cls, check_layer: int, ratio: float, *, selector: str = "deviation", metric: str = "both"
+    ) -> Recompute:
+        """Every layer before the check layer in full, then the chosen tokens: (0, check_layer - 1, ratio)."""
+        return cls(0, check_layer - 1, ratio, selector, metric)
+
+    @classmethod
+    def droidspeak(cls, first_layer: int, last_layer: int) -> Recompute:
+        """A group of layers in full from the sender's E, everything else reused: (first_layer, last_layer, 0)."""
+        return cls(first_layer, last_layer)
+
+    @classmethod
+    def reuse(cls) -> Recompute:
+        """Nothing again: what is reused is taken as it is, moved to its position."""
+        return cls(0, -1)
+
+    @classmethod
+    def full(cls, layer_count: int) -> Recompute:
+        """Everything again, as a plain prefill: (0, layer_count - 1)."""
+        return cls(0, layer_count - 1)
+
+    @property
+    def check_layer(self) -> int:
+        """Where tokens are chosen, after the group."""
+        return self.last_layer + 1
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the E of ``first_layer`` is needed: something is computed, and not from the embeddings."""
+        return self.first_layer > 0 and (self.last_layer >= self.first_layer or self.ratio > 0)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some tokens are carried beyond the group and some are not."""
+        return self.ratio > 0 and not self.carries_all
+
+    @property
+    def carries_all(self) -> bool:
+        """Whether every token is."""
+        return self.ratio == 1 and self.gradual == 0
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the suffix is asked before anything is chosen: then every layer is loaded before it is computed."""
+        return self.chooses and self.selector in LOOKING_AHEAD
+
+    def check(self, layer_count: int) -> None:
+        """Raises: InvalidRequest for layers that a model of so many does not have."""
+        if self.last_layer >= layer_count or self.first_layer >= layer_count:
+            raise InvalidRequest(
+                f"first_layer {self.first_layer} and last_layer {self.last_layer} must be below the model's "
+                f"{layer_count} layers"
+            )
+
+    def computes_all(self, layer_count: int) -> bool:
+        """Whether nothing of what was reused is left in the end."""
+        return self.first_layer == 0 and (self.last_layer == layer_count - 1 or self.carries_all)
+
+    def loaded_layers(self, layer_count: int) -> tuple[int, ...]:
+        """The layers whose cached KV is used, of runs that are not exact. The others need not be fetched, nor stored.
+
+        At the check layer every token's K and V are computed, so that its cached ones serve the deviation alone."""
+        spared = range(self.first_layer, self.check_layer)
+        if self.carries_all:
+            spared = range(self.first_layer, layer_count)
+        elif self.looks_ahead and self.check_layer < layer_count:
+            spared = range(0)
+        elif self.chooses and self.selector != "deviation":
+            spared = range(self.first_layer, self.check_layer + 1)
+        return tuple(layer for layer in range(layer_count) if layer not in spared)
