@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.seams import FaultPoints, SystemRandom
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from kvstore.seams import Clock, FaultPoints, SystemRandom
 from kvstore.spec import Durability, ModelSpec
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
@@ -21,7 +21,18 @@ from kvstore_client.reading import Reader
 from kvstore_client.receipt import Receipt
 from kvstore_client.session import Session
 from kvstore_client.starting import Means, check_durability
-from kvstore_client.value import EXACT, Key, Pieces, Value, ValueStore, flat, namespace_spec, writable
+from kvstore_client.value import (
+    CHUNK_BYTES,
+    EXACT,
+    HEAD,
+    Key,
+    Pieces,
+    Value,
+    ValueStore,
+    flat,
+    namespace_spec,
+    writable,
+)
 
 
 class OpaqueCalls(EncoderCalls):
@@ -29,6 +40,7 @@ class OpaqueCalls(EncoderCalls):
 
     _connection: Connection
     _copier: Copier
+    _clock: Clock
     _timeout_s: float
     faults: FaultPoints
 
@@ -110,6 +122,27 @@ class OpaqueCalls(EncoderCalls):
         )
         return done
 
+    def put_each(
+        self, namespace: str, keys: Sequence[str | bytes], values: Sequence[Any], *, timeout_s: float = 30.0
+    ) -> list[bool]:
+        """Values of keys that have one value for ever: what is there is not sent again. Each value is a buffer, or a
+        list of buffers that are one run. Returns when all of them are stored, or ``timeout_s`` have passed: whether
+        each is there. ``values`` may be reused then. Raises: InvalidRequest."""
+        if len(keys) != len(values):
+            raise InvalidRequest(f"{len(keys)} keys and {len(values)} values: give one value for each key")
+        until_s = self._clock.monotonic() + timeout_s
+        receipts: list[Receipt | None] = []
+        for key, value in zip(keys, values, strict=True):
+            pieces = [flat(each) for each in (value if isinstance(value, list) else [value])]
+            is_large = sum(piece.nbytes for piece in pieces) > CHUNK_BYTES - HEAD.size
+            if self._clock.monotonic() > until_s:
+                receipts.append(Receipt.nothing("the time for these values is over"))
+            elif is_large and self.exists(namespace, key):
+                receipts.append(None)
+            else:
+                receipts.append(self.put_pieces(namespace, key, pieces, durability=Durability.MEMORY, replace=is_large))
+        return [each is None or _is_kept(each, until_s - self._clock.monotonic()) for each in receipts]
+
     def exists(self, namespace: str, keys: str | bytes | Sequence[str | bytes]) -> Any:
         """Whether a key has a value, or, of a sequence of keys, which of them have. Moves nothing that is of one chunk
         (4 MiB). Raises: InvalidRequest."""
@@ -133,6 +166,13 @@ class OpaqueCalls(EncoderCalls):
             return read(Reader(session, name, spec, self._copier, self._timeout_s, verify))
 
         return self._connection.or_gone(run, partial(_instead, otherwise))
+
+
+def _is_kept(receipt: Receipt, timeout_s: float) -> bool:
+    try:
+        return receipt.wait(max(0.0, timeout_s)) > Durability.NONE
+    except DeadlineExceeded:
+        return False
 
 
 def _instead(value: Any, _: str) -> Any:

@@ -239,6 +239,22 @@ def test_without_a_sidecar_nothing_is_there_and_nothing_fails(own_sidecar: Sidec
         assert client.put_bytes("n", "k", b"x").wait(10) is Durability.NONE
 
 
+def test_values_of_one_meaning_are_sent_once(client: Client) -> None:
+    small, large = np.full(1000, 1, np.uint8), np.full(5 << 20, 2, np.uint8)
+    assert client.put_each("once", ["small", "large"], [[small[:10], small[10:]], large]) == [True, True]
+    sent = client.stats().counters["store_committed_bytes"]
+    other = np.zeros(1000, np.uint8)
+    assert client.put_each("once", ["small", "large"], [other, large]) == [True, True]
+    assert client.stats().counters["store_committed_bytes"] == sent
+    found = client.get_bytes("once", "small")
+    assert found is not None
+    assert np.array_equal(found, small)
+    assert client.put_each("once", ["late"], [small], timeout_s=-1.0) == [False]
+    assert client.exists("once", ["large", "late"]) == [True, False]
+    with pytest.raises(InvalidRequest, match="1 keys and 2 values"):
+        client.put_each("once", ["small"], [small, small])
+
+
 def test_tensors_are_bytes_too() -> None:
     import torch
 

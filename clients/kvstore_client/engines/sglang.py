@@ -26,13 +26,10 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
-from kvstore.spec import Durability
 from kvstore_client.client import connect
-from kvstore_client.value import CHUNK_BYTES, HEAD
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")
-STORE_WAIT_S = 30.0
 
 
 def _interface() -> Any:
@@ -127,21 +124,9 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         if not keys:
             return []
         try:
-            return self._put(keys, self._pages(keys, host_indices))
+            return self._client.put_each(self._namespace, keys, self._pages(keys, host_indices))
         except KVStoreError as error:
             return self._none(keys, error)
-
-    def _put(self, keys: Sequence[str], pages: Sequence[Sequence[Any]]) -> list[bool]:
-        receipts: list[Any] = []
-        for key, page in zip(keys, pages, strict=True):
-            is_large = sum(map(byte_count, page)) > CHUNK_BYTES - HEAD.size
-            if is_large and self._client.exists(self._namespace, key):
-                receipts.append(None)
-                continue
-            receipts.append(
-                self._client.put_pieces(self._namespace, key, page, durability=Durability.MEMORY, replace=is_large)
-            )
-        return [receipt is None or receipt.wait(STORE_WAIT_S) > Durability.NONE for receipt in receipts]
 
     @staticmethod
     def _none(keys: Sequence[str], error: KVStoreError) -> list[bool]:
@@ -192,7 +177,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         try:
             if given is None or len(given) != len(keys):
                 raise InvalidRequest(f"{len(keys)} keys need as many tensors")
-            return all(self._put(keys, [[value] for value in given]))
+            return all(self._client.put_each(self._namespace, keys, list(given)))
         except KVStoreError as error:
             return all(self._none(keys, error)) and not keys
 
@@ -203,11 +188,6 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def get_stats(self) -> None:
         """The sidecar's own: ``kvstore status``, and its metrics page."""
         return
-
-
-def byte_count(buffer: Any) -> int:
-    """Of an array or a tensor."""
-    return int(buffer.nbytes)
 
 
 def _memory(address: int, size: int) -> NDArray[np.uint8]:

@@ -1,68 +1,101 @@
-"""What may be set in ``kv_connector_extra_config``."""
+"""What may be set in vLLM's configuration of the connector, the secondary tier and the encoder-cache connector."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from kvstore.errors import InvalidRequest
 
 LOADS = ("async", "layerwise")
 DIGESTS = ("kvstore", "vllm")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str, "str | None": (str, type(None)), "int": int, "float": (int, float), "bool": bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Raises InvalidRequest naming the setting that is wrong.
+class Common:
+    """What each of them has. Raises InvalidRequest naming the setting that is wrong.
 
-    ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
-    layer while those before it compute. ``weights_digest``: whose weights these are, when they should not or cannot be
-    digested from their files. ``timeout_s`` bounds each call to the sidecar. ``digests``: ``vllm`` names chunks by
-    vLLM's own block hashes, for who routes by these (see ``hashes``).
+    ``weights_digest``: whose weights these are, when they should not or cannot be digested from their files.
+    ``timeout_s`` bounds each call to the sidecar.
     """
 
+    WHERE: ClassVar[str]
     address: str | None = None
-    chunk_tokens: int = 256
-    load: str = "async"
-    digests: str = "kvstore"
     weights_digest: str | None = None
     timeout_s: float = 5.0
-    save_output: bool = False
     allow_unknown_version: bool = False
 
     def __post_init__(self) -> None:
-        kinds: dict[str, type | tuple[type, ...]] = {
-            "address": (str, type(None)), "chunk_tokens": int, "load": str, "digests": str,
-            "weights_digest": (str, type(None)), "timeout_s": (int, float), "save_output": bool,
-            "allow_unknown_version": bool,
-        }  # fmt: skip
-        for name, kind in kinds.items():
-            value = getattr(self, name)
+        for each in fields(self):
+            value, kind = getattr(self, each.name), _KINDS[str(each.type)]
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise InvalidRequest(f"kv_connector_extra_config: {name} cannot be {value!r}")
-        for name, values in (("load", LOADS), ("digests", DIGESTS)):
-            if getattr(self, name) not in values:
-                raise InvalidRequest(
-                    f"kv_connector_extra_config: {name} {getattr(self, name)!r} must be one of {', '.join(values)}"
-                )
+                raise InvalidRequest(f"{self.WHERE}: {each.name} cannot be {value!r}")
         if not 0 < self.timeout_s <= 600:
-            raise InvalidRequest(f"kv_connector_extra_config: timeout_s {self.timeout_s} must be in 0..600 seconds")
+            raise InvalidRequest(f"{self.WHERE}: timeout_s {self.timeout_s} must be in 0..600 seconds")
         digest = self.weights_digest
         if digest is not None and not re.fullmatch(r"[0-9a-f]{32,128}|unverified:.+", digest):
             raise InvalidRequest(
-                f"kv_connector_extra_config: weights_digest {digest[:40]!r} must be 32..128 lower-case hex digits, or "
+                f"{self.WHERE}: weights_digest {digest[:40]!r} must be 32..128 lower-case hex digits, or "
                 "'unverified:<name>'"
             )
 
-    @staticmethod
-    def of(extra: Mapping[str, Any]) -> Settings:
-        known = {each.name for each in fields(Settings)}
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Self:
+        known = {each.name for each in fields(cls)}
         unknown = sorted(set(extra) - known)
         if unknown:
             raise InvalidRequest(
-                f"kv_connector_extra_config: {', '.join(unknown)} is not a setting; the settings are "
-                f"{', '.join(sorted(known))}"
+                f"{cls.WHERE}: {', '.join(unknown)} is not a setting; the settings are {', '.join(sorted(known))}"
             )
-        return Settings(**extra)
+        return cls(**extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Common):
+    """The connector's.
+
+    ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
+    layer while those before it compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for who routes
+    by these (see ``hashes``).
+    """
+
+    WHERE: ClassVar[str] = "kv_connector_extra_config"
+    chunk_tokens: int = 256
+    load: str = "async"
+    digests: str = "kvstore"
+    save_output: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, values in (("load", LOADS), ("digests", DIGESTS)):
+            if getattr(self, name) not in values:
+                raise InvalidRequest(f"{self.WHERE}: {name} {getattr(self, name)!r} must be one of {', '.join(values)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings(Common):
+    """The secondary tier's. ``locality`` is vLLM's own: what its KV events say of the tier."""
+
+    WHERE: ClassVar[str] = "secondary_tiers"
+    locality: str = "LOCAL"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights_digest is None:
+            raise InvalidRequest(
+                f"{self.WHERE}: weights_digest is missing: vLLM tells a tier the model's path only, so name the "
+                "weights, and with them quantisation, overrides and attention backend where engines differ in these: "
+                "hex digits, or 'unverified:<name>'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings(Common):
+    """The encoder-cache connector's."""
+
+    WHERE: ClassVar[str] = "ec_connector_extra_config"

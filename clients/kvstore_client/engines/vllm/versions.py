@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -26,6 +27,29 @@ WANTED = {
     "shutdown": (),
 }
 """The methods this connector has, and what vLLM must pass them."""
+TIER = {
+    "lookup": ("key", "req_context"),
+    "submit_store": ("job_metadata",),
+    "submit_load": ("job_metadata",),
+    "get_finished_jobs": (),
+    "on_new_request": ("req_context",),
+    "on_request_finished": ("req_context",),
+    "on_schedule_end": ("context",),
+    "drain_jobs": (),
+    "shutdown": (),
+}
+"""Those of the secondary tier."""
+ENCODER = {
+    "has_cache_item": ("identifier",),
+    "update_state_after_alloc": ("request", "index"),
+    "build_connector_meta": ("scheduler_output",),
+    "start_load_caches": ("encoder_cache",),
+    "save_caches": ("encoder_cache", "mm_hash"),
+    "bind_connector_metadata": ("connector_metadata",),
+    "clear_connector_metadata": (),
+    "shutdown": (),
+}
+"""Those of the encoder-cache connector."""
 
 
 def known_versions() -> str:
@@ -42,10 +66,12 @@ def check_version(version: str, allow_unknown: bool) -> None:
     )
 
 
-def check_interface(base: type[Any], mine: type[Any], version: str) -> None:
-    """Raises InvalidRequest naming what vLLM's connector class lacks, passes otherwise, or wants beyond ours."""
+def check_interface(
+    base: type[Any], mine: type[Any], version: str, wanted_of: Mapping[str, tuple[str, ...]] = WANTED
+) -> None:
+    """Raises InvalidRequest naming what vLLM's class lacks, passes otherwise, or wants beyond ours."""
     wrong = []
-    for name, wanted in WANTED.items():
+    for name, wanted in wanted_of.items():
         method = getattr(base, name, None)
         if method is None:
             wrong.append(f"{name} is gone")
@@ -61,6 +87,6 @@ def check_interface(base: type[Any], mine: type[Any], version: str) -> None:
     wrong += [f"{name} is new and must be there" for name in missing]
     if wrong:
         raise InvalidRequest(
-            f"vLLM {version} has a connector interface that kvstore does not know: {'; '.join(wrong)}; known are "
-            f"{known_versions()}"
+            f"vLLM {version} has an interface of {base.__name__} that kvstore does not know: {'; '.join(wrong)}; known "
+            f"are {known_versions()}"
         )

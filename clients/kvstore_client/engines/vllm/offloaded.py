@@ -1,0 +1,102 @@
+"""What vLLM has offloaded, as opaque values: what names them, and how they come and go. Needs no vLLM.
+
+A value is one of vLLM's offloaded chunks, a row of its CPU cache, under vLLM's key of it, in a namespace that names all
+that its bytes depend on beside that key, as far as vLLM tells a tier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.seams import Clock, SystemClock
+from kvstore_client.client import Client
+from kvstore_client.engines.vllm.patience import Patience
+
+KEY_BYTES = 32 + 4
+"""A SHA-256 of a block and the number of its group."""
+PLAIN = ("float16", "bfloat16", "float32", "half", "float")
+STORE_S_MAX = 30.0
+COPY_S_MAX = 2.0
+"""What copying may take, beside waiting for the sidecar."""
+_PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_log = logging.getLogger("kvstore.vllm")
+
+
+def namespace_of(config: Any, row_bytes: int, weights_digest: str, version: str) -> str:
+    """Of one engine's offloaded chunks: ``config`` is vLLM's OffloadingConfig. Raises InvalidRequest."""
+    if config.model.dtype not in PLAIN:
+        raise InvalidRequest(
+            f"the cache is {config.model.dtype}, whose scales no tier is told: set --kv-cache-dtype auto"
+        )
+    facts = {
+        "weights": weights_digest, "vllm": version, "row_bytes": row_bytes, "dtype": config.model.dtype,
+        "groups": [(each.group_id, each.tokens_per_block, list(each.layer_names)) for each in config.groups],
+        "tokens_per_hash": config.cache.tokens_per_hash, "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block, "layout": config.kv_cache_layout,
+        "replicated": config.replicated_layout, "canonical": config.canonical_layout,
+        "parallel": {name: getattr(config.parallel, name) for name in _PARALLEL},
+    }  # fmt: skip
+    return f"vllm-offload/{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}"
+
+
+class Offloaded:
+    """The values of one engine. One thread each may look up, load and store. Nothing here raises for the sidecar's
+    sake: what cannot be had is missing."""
+
+    def __init__(self, client: Client, namespace: str, clock: Clock | None = None) -> None:
+        self._client = client
+        self._namespace = namespace
+        clock = clock or SystemClock()
+        self._looking, self._loading, self._storing = Patience(clock), Patience(clock), Patience(clock)
+        self._has_told = False
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of them are there."""
+        if not self._can_name(keys) or self._looking.is_spent:
+            return [False] * len(keys)
+        try:
+            with self._looking.watch():
+                found: list[bool] = self._client.exists(self._namespace, keys)
+            return found
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+        """Each into its row; the bytes of a row that is False mean nothing."""
+        if not self._can_name(keys) or self._loading.is_spent:
+            return [False] * len(keys)
+        try:
+            with self._loading.watch(COPY_S_MAX):
+                return self._client.get_each(self._namespace, keys, rows)
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+        """Keep the rows that are not there yet. Which of them are there now."""
+        if not self._can_name(keys) or self._storing.is_spent:
+            return [False] * len(keys)
+        try:
+            with self._storing.watch(COPY_S_MAX):
+                return self._client.put_each(self._namespace, keys, rows, timeout_s=STORE_S_MAX)
+        except KVStoreError as error:
+            return self._none(keys, error)
+
+    def _can_name(self, keys: Sequence[bytes]) -> bool:
+        is_known = all(len(key) == KEY_BYTES for key in keys)
+        if not is_known and not self._has_told:
+            self._has_told = True
+            _log.error(
+                "kvstore: vLLM's block hashes are not SHA-256, so different blocks may have one name: nothing is "
+                "offloaded here; set --prefix-caching-hash-algo sha256 or sha256_cbor"
+            )
+        return is_known
+
+    @staticmethod
+    def _none(keys: Sequence[bytes], error: KVStoreError) -> list[bool]:
+        _log.warning("kvstore: %s; these offloaded blocks count as missing", error.message)
+        return [False] * len(keys)
