@@ -127,10 +127,7 @@ class _Pass:
         q = self._enter(layer, rows, compares=chooses and self._choosing.needs_deviation)
         entered, entered_s = self._portion(rows), self._clock.monotonic()
         if chooses:
-            keep = ~self._is_context
-            self._chosen[layer] = self._choosing.choose(layer)
-            keep[self._chosen[layer]] = True
-            mask = keep[rows.positions]
+            mask = self._stay(layer)[rows.positions]
             rows, q = rows.kept(mask), q if bool(mask.all()) else q[:, mask]
         carried = int(self._is_context[rows.positions].sum())
         self._carried += carried
@@ -167,6 +164,13 @@ class _Pass:
             k[:, places], v[:, places] = fresh_k, fresh_v
             queries.append(q)
         return queries[0] if len(queries) == 1 else torch.cat(queries, dim=1)
+
+    def _stay(self, layer: int) -> torch.Tensor:
+        """Who leaves a layer that chooses: the chosen, and the suffix, always. Bool [tokens]."""
+        stay = ~self._is_context
+        self._chosen[layer] = self._choosing.choose(layer)
+        stay[self._chosen[layer]] = True
+        return stay
 
     def _attend(self, layer: int, rows: Rows, q: torch.Tensor) -> Rows:
         """Attention over everything merged, and the rest of the layer, step by step."""
