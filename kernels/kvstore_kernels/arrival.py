@@ -9,7 +9,12 @@ from __future__ import annotations
 import torch
 
 from kvstore.errors import InvalidRequest
-from kvstore_kernels.rotary import Rotation, rotate
+from kvstore_kernels.pages import by_page, check_slots, pieces, place_of, widest
+from kvstore_kernels.rotary import Rotation, check_turn, turn_into
+from kvstore_kernels.scratch import Scratch
+
+BLOCK_ELEMENTS = 1 << 20
+_decoded = Scratch()
 
 
 def arrive(source: torch.Tensor, target: torch.Tensor, *, turn: Rotation | None = None, scale: float = 1.0) -> None:
@@ -17,16 +22,13 @@ def arrive(source: torch.Tensor, target: torch.Tensor, *, turn: Rotation | None 
 
     Shapes: ``source`` and ``target`` [kv_heads, tokens, dim]; ``target`` is a view of the rows to write, of any
     strides and dtype. ``scale``: a scaled (fp8) source's value times this is what it stands for.
+    Cost: one copy; with a turn, as ``rotate``.
     Raises: InvalidRequest for shapes that differ.
     """
     if source.shape != target.shape:
         raise InvalidRequest(f"source has shape {tuple(source.shape)}, target {tuple(target.shape)}")
-    if scale != 1.0:
-        source = source.float() * scale
-    if turn is None:
-        target.copy_(source)
-    else:
-        rotate(source, turn, out=target)
+    with torch.no_grad():
+        _decode(source, target, turn, scale)
 
 
 def arrive_pages(
@@ -41,24 +43,37 @@ def arrive_pages(
 
     Shapes: ``source`` [kv_heads, tokens, dim]; ``pages`` a view [pages, page_size, kv_heads, dim] of any strides;
     ``slots`` int64 [tokens], page * page_size + place, each at most once.
-    Raises: InvalidRequest for shapes that do not fit and slots outside the pages.
+    Cost: as ``arrive``; what has to be decoded goes through a block of 2 MiB (bf16) that the calling thread keeps.
+    Raises: InvalidRequest for shapes that do not fit and slots outside the pages, before anything is written.
     """
     heads, tokens, dim = source.shape
-    if tuple(pages.shape[2:]) != (heads, dim):
-        raise InvalidRequest(f"pages have (heads, dim) {tuple(pages.shape[2:])}, source {(heads, dim)}")
+    if pages.dim() != 4 or tuple(pages.shape[2:]) != (heads, dim):
+        raise InvalidRequest(f"pages have shape {tuple(pages.shape)}, expected [pages, page_size, {heads}, {dim}]")
+    if turn is not None:
+        check_turn(source, turn)
+    plain = turn is None and scale == 1.0 and source.dtype == pages.dtype
+    step = max(1, tokens if plain else BLOCK_ELEMENTS // (heads * dim))
     check_slots(slots, tokens, pages)
-    if turn is not None or scale != 1.0:
-        decoded = torch.empty(source.shape, dtype=pages.dtype, device=source.device)
-        arrive(source, decoded, turn=turn, scale=scale)
-        source = decoded
-    page_size = pages.shape[1]
-    pages[slots // page_size, slots % page_size] = source.transpose(0, 1).to(pages.dtype)
+    with torch.no_grad():
+        for start in range(0, tokens, step):
+            stop = min(start + step, tokens)
+            run = source[:, start:stop]
+            if not plain:
+                decoded = _decoded.tensor(tuple(run.shape), pages.dtype, source.device)
+                _decode(run, decoded, turn and turn.of(start, stop), scale)
+                run = decoded
+            _scatter(run, pages, slots[start:stop])
 
 
-def check_slots(slots: torch.Tensor, tokens: int, pages: torch.Tensor) -> None:
-    """Raises InvalidRequest unless there is one slot per token, each within the pages."""
-    if slots.dtype != torch.int64 or tuple(slots.shape) != (tokens,):
-        raise InvalidRequest(f"slots must be int64 [{tokens}], not {slots.dtype} of shape {tuple(slots.shape)}")
-    room = pages.shape[0] * pages.shape[1]
-    if tokens and not (int(slots.min()) >= 0 and int(slots.max()) < room):
-        raise InvalidRequest(f"slots reach from {int(slots.min())} to {int(slots.max())}, the pages have 0..{room - 1}")
+def _scatter(run: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    target, rows = widest(pages, run)
+    for piece in pieces(slots, pages):
+        target[place_of(pages, slots, piece)] = by_page(rows[:, piece.start : piece.stop], piece)
+
+
+def _decode(source: torch.Tensor, target: torch.Tensor, turn: Rotation | None, scale: float) -> None:
+    if turn is not None:
+        check_turn(source, turn)
+        turn_into(target, source, turn, scale)
+    else:
+        target.copy_(source if scale == 1.0 else source.float() * scale)

@@ -77,6 +77,19 @@ def test_arrival_in_pages_and_back(tokens: int, page_size: int, layout: str) -> 
         assert not rows[slots].isnan().any()
 
 
+def test_slots_in_any_order() -> None:
+    """Whole pages are only a faster way: a page filled backwards, and slots all over, arrive where they should."""
+    orders = [torch.arange(31, -1, -1), torch.randperm(80, generator=torch.Generator().manual_seed(1))[:33]]
+    orders.append(torch.cat([torch.arange(16, 32), torch.arange(8, 16), torch.arange(48, 56)]))
+    for slots in orders:
+        source = plane(2, len(slots), 64, torch.bfloat16, 5)
+        pages = poisoned(5, 16, 2, 64, dtype=torch.bfloat16)
+        arrive_pages(source, pages, slots)
+        assert torch.equal(pages.view(80, 2, 64)[slots], source.transpose(0, 1))
+        assert int(pages.isnan().sum()) == (80 - len(slots)) * 128
+        assert torch.equal(gather_pages(pages, slots), source)
+
+
 def test_a_scaled_fp8_source_is_decoded_on_arrival() -> None:
     rotary = rotary_of(RopeSpec(rotary_dim=64))
     source = plane(2, 17, 64, torch.float32).to(torch.float8_e4m3fn)
@@ -88,6 +101,26 @@ def test_a_scaled_fp8_source_is_decoded_on_arrival() -> None:
     arrive_pages(source, pages, slots, turn=rotation(rotary, 5), scale=0.25)
     expected = rotated(wide(source.float()) * 0.25, rotary.frequencies.double().numpy(), torch.tensor(5).numpy())
     close(gather_pages(pages, slots), expected, torch.bfloat16, 2)
+
+
+def test_a_cache_may_be_turned_and_scaled_where_it_lies() -> None:
+    """Partial rotary, too: the dims that do not turn are scaled as well."""
+    rotary = rotary_of(RopeSpec(rotary_dim=32))
+    cache = plane(2, 17, 64, torch.float32)
+    expected = rotated(wide(cache) * 0.5, rotary.frequencies.double().numpy(), torch.tensor(9).numpy())
+    arrive(cache, cache, turn=rotation(rotary, 9), scale=0.5)
+    close(cache, expected, torch.float32)
+
+
+def test_scratch_serves_calls_in_and_out_of_inference_mode() -> None:
+    source, turn = plane(2, 257, 64, torch.bfloat16), rotation(rotary_of(RopeSpec(rotary_dim=64)), 3)
+    caches = [torch.zeros_like(source) for _ in range(3)]
+    for cache, inference in zip(caches, (True, False, True), strict=True):
+        with torch.inference_mode(inference):
+            arrive(source, cache, turn=turn)
+    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(caches[0], caches[2])
+    assert not torch.equal(caches[0], source)
 
 
 def test_slots_outside_the_pages_and_shapes_that_differ_are_refused() -> None:
