@@ -1,10 +1,12 @@
-"""A connector whose held prefixes are let go of before the workers fetch them."""
+"""Connectors that break, or tell what they do."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from kvstore_client.engines.vllm import KVStoreConnector
+from kvstore_client.engines.vllm.encoder import KVStoreECConnector
 
 
 class BreakingConnector(KVStoreConnector):
@@ -15,3 +17,16 @@ class BreakingConnector(KVStoreConnector):
         for load in metadata.step.loads:
             self._scheduler._client.release_ticket(load.ticket)
         return metadata
+
+
+class TellingECConnector(KVStoreECConnector):
+    """Writes what goes and comes to the engine's log."""
+
+    def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        super().start_load_caches(encoder_cache, **kwargs)
+        for _ in self._items().loads:
+            print("an item was loaded", file=sys.stderr, flush=True)
+
+    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+        super().save_caches(encoder_cache, mm_hash, **kwargs)
+        print("an item was encoded", file=sys.stderr, flush=True)

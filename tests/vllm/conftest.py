@@ -45,6 +45,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BLIP-2: images of 56 x 56 become 8 tokens before a prompt."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("seeing")
+    names = ["<pad>", "<s>", "</s>", "<image>", "<unk>", *(f"t{number}" for number in range(5, 512))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        additional_special_tokens=["<image>"],
+    )  # fmt: skip
+    images = transformers.BlipImageProcessorPil(size={"height": 56, "width": 56})
+    transformers.Blip2Processor(images, tokenizer, num_query_tokens=8).save_pretrained(directory)
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "initializer_range": 0.3}
+    config = transformers.Blip2Config(
+        vision_config={**small, "hidden_size": 64, "image_size": 56, "patch_size": 14},
+        qformer_config={**small, "hidden_size": 64, "vocab_size": 100, "encoder_hidden_size": 64},
+        text_config={
+            "model_type": "opt", "vocab_size": 512, "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 512, "word_embed_proj_dim": 128, "init_std": 0.3,
+        },
+        num_query_tokens=8, image_token_index=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Blip2ForConditionalGeneration(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two LoRA adapters of ``llama``."""
     return {name: _adapter(seed, tmp_path_factory.mktemp(name)) for name, seed in (("one", 1), ("two", 2))}

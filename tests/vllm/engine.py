@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, asked over a pipe: one JSON line in, one out.
 
-{"prompts": [[token, ...], ...], "max_tokens": 8}
+{"prompts": [[token, ...], ...], "max_tokens": 8, "images": [seed, ...]}
 {"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
 """
 
@@ -135,6 +135,13 @@ class Engine:
         return reply["outputs"], reply["cached"]
 
 
+def _picture(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
+
+
 def serve(options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -155,6 +162,8 @@ def serve(options: dict[str, Any]) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True)
         salt = {"cache_salt": query["salt"]} if query.get("salt") else {}
         prompts = [{"prompt_token_ids": each, **salt} for each in query["prompts"]]
+        for prompt, seed in zip(prompts, query.get("images", ()), strict=False):
+            prompt["multi_modal_data"] = {"image": _picture(seed)}
         lora = (
             LoRARequest(query["lora"], abs(hash(query["lora"])) % 1000 + 1, query["lora"])
             if query.get("lora")

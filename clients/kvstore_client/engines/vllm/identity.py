@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.spec.from_transformers import rope_of
-from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.settings import Common, Settings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 OF_ITEMS = (
@@ -155,7 +155,7 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def identity_of(vllm_config: Any, settings: Settings) -> str:
+def identity_of(vllm_config: Any, settings: Common) -> str:
     """Whose weights these are, and what a model of images or sounds makes of them before it computes."""
     weights = settings.weights_digest or _digest_of_files(vllm_config)
     processor = _processor_digest(vllm_config.model_config)
