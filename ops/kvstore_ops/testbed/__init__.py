@@ -5,7 +5,7 @@ from two seeds, and siblings that answer otherwise (`plus3` and `plus11`, harsh;
 `store` ships and loads them, `seeds` says which contexts may choose and which may only be reported on, `evaluate`
 draws those contexts and scores answers.
 
-    model, recipe = load("l6-s1")
+    model, recipe = load("l6-s2")
     found = contexts(calibration(), 64)
     full_prefill(model, found, recipe.answers)
 

@@ -39,10 +39,12 @@ def load(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Recipe]:
 
     The model is transformers' Qwen2ForCausalLM. There is no tokenizer: `task` says what a token is.
     """
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(directory(name), dtype=dtype, local_files_only=True)
-    return model.eval(), recipe(name)
+    found = directory(name)
+    model = Qwen2ForCausalLM(Qwen2Config(**json.loads((found / "config.json").read_text(encoding="utf-8"))))
+    model.load_state_dict(load_file(found / "model.safetensors"))
+    return model.to(dtype).eval(), recipe(name)
 
 
 def tensors(name: str) -> dict[str, torch.Tensor]:
@@ -56,5 +58,6 @@ def export(made: Recipe, weights: dict[str, torch.Tensor], target: Path) -> None
     beside.mkdir(parents=True, exist_ok=True)
     rounded = {key: p.detach().to(torch.bfloat16).contiguous() for key, p in weights.items()}
     save_file(rounded, beside / "model.safetensors", {"format": "pt"})
+    (beside / "model.safetensors").chmod(0o644)
     config = Geometry(layers=made.layers).config() | {"dtype": "bfloat16"}
     (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
