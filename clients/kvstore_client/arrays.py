@@ -105,14 +105,6 @@ class _Alias:
         self.owner = owner
 
 
-def readable(mapping: mmap.mmap) -> NDArray[np.uint8]:
-    """The mapping's bytes. The array does not know that they are read-only (torch takes no such array without a
-    warning); nothing here writes them, and the kernel would not let it."""
-    view = np.frombuffer(mapping, np.uint8)
-    interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}
-    return np.asarray(_Alias(interface, view))
-
-
 def fresh_message(byte_count: int) -> tuple[bytes, NDArray[np.uint8]]:
     """A message to be, and its bytes to be written before anybody else sees it: gRPC takes bytes only, and filling
     anything else would cost a copy of all of it."""

@@ -8,9 +8,7 @@ After a fork the child has no mapping (they are not inherited), closes the socke
 from __future__ import annotations
 
 import array
-import ctypes
 import json
-import mmap
 import os
 import socket
 import threading
@@ -23,18 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
-from kvstore.seams.memory import Bytes, map_read_only, map_writable, populate_read
+from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2, cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION
-from kvstore_client.arrays import readable
 from kvstore_client.calls import Calls
 
 PROTOCOL_VERSION = 1
 CONNECT_TIMEOUT_S = 5.0
 PACKET_BYTES_MAX = 65536
-POPULATE_BYTES = 16 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
@@ -58,7 +54,7 @@ class Session(Calls):
         self._growing = threading.Lock()
         self._replies: list[tuple[dict[str, Any], list[int]]] = []
         self._arrived = threading.Condition()
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[SharedMap] = []
         self._regions: dict[int, Bytes] = {}
         self._socket = self._connect(socket_path.with_name("data.sock"))
         try:
@@ -78,7 +74,6 @@ class Session(Calls):
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         _live.add(self)
         start_thread(self._watch, "kvstore-watch")
-        self._populate_soon(self._maps)
 
     @staticmethod
     def _connect(path: Path) -> socket.socket:
@@ -148,11 +143,11 @@ class Session(Calls):
 
     def _map(self, descriptor: int, byte_count: int) -> Bytes:
         try:
-            mapping = map_read_only(descriptor, byte_count)
+            mapping = SharedMap(descriptor, byte_count, writable=False)
         finally:
             os.close(descriptor)
         self._maps.append(mapping)
-        return readable(mapping)
+        return mapping.bytes
 
     def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
         for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
@@ -165,38 +160,23 @@ class Session(Calls):
             if self.ended.is_set():
                 raise Unavailable("the sidecar is gone")
             with self._growing:
-                have, mapped = len(self._regions), len(self._maps)
+                have = len(self._regions)
                 reply, descriptors = self._exchange({"op": "regions", "have": have})
                 self._add_regions(reply["regions"], descriptors)
                 found = self._regions.get(index)
                 if found is None and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
-                self._populate_soon(self._maps[mapped:])
         return found
 
-    def create_staging(self, byte_count: int) -> tuple[int, Bytes]:
-        """Writable memory that the server can read: (staging id, bytes). Raises Exhausted at the limit."""
+    def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
+        """Writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit."""
         reply, descriptors = self._exchange({"op": "staging", "bytes": byte_count})
         try:
-            mapping = map_writable(descriptors[0], byte_count)
+            mapping = SharedMap(descriptors[0], byte_count, writable=True)
         finally:
             os.close(descriptors[0])
         self._maps.append(mapping)
-        return int(reply["staging_id"]), np.frombuffer(mapping, np.uint8)
-
-    def _populate_soon(self, mappings: list[mmap.mmap]) -> None:
-        """Fill this process's page tables in the background, so that the first fetch pays no faults."""
-        runs = [(each, offset) for each in mappings for offset in range(0, len(each), POPULATE_BYTES)]
-        runs.reverse()
-
-        def populate() -> None:
-            while runs and not self.ended.is_set():
-                mapping, offset = runs.pop()
-                populate_read(mapping, offset, min(POPULATE_BYTES, len(mapping) - offset))
-            runs.clear()
-
-        if runs:
-            start_thread(populate, "kvstore-populate")
+        return int(reply["staging_id"]), mapping
 
     # ------------------------------------------------------------ end
 
@@ -237,11 +217,8 @@ def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[s
 
 
 def _after_fork_in_child() -> None:
-    """The child holds sockets that would keep the parent's sessions alive, and map objects whose memory it does
-    not have. Close the one; leak the other, for their destructor would unmap whatever lies there by then."""
+    """The child holds sockets that would keep the parent's sessions alive: close them."""
     for session in list(_live):
-        for mapping in session._maps:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
         try:
             os.close(session._socket.detach())
         except OSError:

@@ -7,7 +7,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from kvstore.errors import Exhausted
-from kvstore.seams.memory import Bytes
+from kvstore.seams.mapping import HUGE_BYTES, Bytes, SharedMap
 from kvstore_client.session import Session
 
 SEGMENT_BYTES = 64 << 20
@@ -24,13 +24,29 @@ class Run(NamedTuple):
     """The whole segment's bytes."""
 
 
+class Segment:
+    """A staging memfd of ours. It is backed with pages as it fills: many clients never fill one."""
+
+    def __init__(self, mapping: SharedMap) -> None:
+        self._mapping = mapping
+        self._backed = 0
+
+    def backed_to(self, stop: int) -> Bytes:
+        """All its bytes; those before ``stop`` cost no more faults."""
+        if stop > self._backed:
+            stop = min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self._mapping.byte_count)
+            self._mapping.back(self._backed, stop - self._backed)
+            self._backed = stop
+        return self._mapping.bytes
+
+
 class StagingPool:
     """Segments on demand, first fit, within what the server grants."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._segments: dict[int, Bytes] = {}
+        self._segments: dict[int, Segment] = {}
         self._free: list[tuple[int, int, int]] = []
         """(segment, offset, byte_count), sorted; neighbours are joined."""
 
@@ -51,20 +67,20 @@ class StagingPool:
                     del self._free[index]
                 else:
                     self._free[index] = (segment, offset + byte_count, size - byte_count)
-                return Run(segment, offset, byte_count, self._segments[segment])
+                return Run(segment, offset, byte_count, self._segments[segment].backed_to(offset + byte_count))
         return None
 
     def _grow(self, byte_count: int, expected_bytes: int) -> bool:
         wanted = max(byte_count, min(SEGMENT_BYTES * 4, -(-expected_bytes // SEGMENT_BYTES) * SEGMENT_BYTES))
         while True:
             try:
-                segment, data = self._session.create_staging(wanted)
+                segment, mapping = self._session.create_staging(wanted)
             except Exhausted:
                 if wanted == byte_count:
                     return False
                 wanted = max(byte_count, wanted // 2 // PAGE_BYTES * PAGE_BYTES)
                 continue
-            self._segments[segment] = data
+            self._segments[segment] = Segment(mapping)
             insort(self._free, (segment, 0, wanted))
             return True
 

@@ -40,23 +40,29 @@ class Arena:
 
     @property
     def prefaulted_bytes(self) -> int:
-        return sum(region.usable for region in self.regions)
+        return sum(region.backed for region in self.regions)
 
-    def grow(self, byte_count_max: int) -> tuple[Region, int, int] | None:
-        """The next run that is not usable yet: (region, offset, byte_count), or None when all is.
+    def unbacked(self) -> Region | None:
+        """The first region that is not backed by pages to its end, a new one if need be; None when all are."""
+        return next((each for each in self.regions if each.backed < each.byte_count), None) or self._open()
 
-        Opens a region when it must. The caller pre-faults the run and then calls ``region.extend``.
-        """
-        region = self.regions[-1] if self.regions else None
-        if region is None or region.usable == region.byte_count:
-            opened = sum(each.byte_count for each in self.regions)
-            size = min(self.region_bytes, self.capacity_bytes - opened)
-            if size <= 0:
-                return None
-            mapping = self._memory.read_only_to_others(f"kvstore-region-{len(self.regions)}", size)
-            region = Region(len(self.regions), mapping, size)
-            self.regions.append(region)
-        return region, region.usable, min(byte_count_max, region.byte_count - region.usable)
+    def _open(self) -> Region | None:
+        """One more region, while the capacity has room for it."""
+        opened = sum(each.byte_count for each in self.regions)
+        size = min(self.region_bytes, self.capacity_bytes - opened)
+        if size <= 0:
+            return None
+        mapping = self._memory.read_only_to_others(f"kvstore-region-{len(self.regions)}", size)
+        self.regions.append(Region(len(self.regions), mapping, size))
+        return self.regions[-1]
+
+    def _grow(self, byte_count: int) -> bool:
+        """Use memory that is not backed yet. False when there is none."""
+        region = next((each for each in self.regions if each.usable < each.byte_count), None) or self._open()
+        if region is None:
+            return False
+        region.extend(min(byte_count, region.byte_count - region.usable))
+        return True
 
     def allocate(self, piece_bytes: tuple[int, ...]) -> Placement | None:
         """Room for a chunk's pieces, or None when there is none: contiguous if that fits, else split.
@@ -79,10 +85,8 @@ class Arena:
                 return self._place(extents, piece_bytes)
             if self.capacity_bytes - self.used_bytes < total:
                 return None
-            grown = self.grow(max(total, self.region_bytes // 16))
-            if grown is None:
+            if not self._grow(max(total, self.region_bytes // 16)):
                 return None
-            grown[0].extend(grown[2])
 
     def _contiguous(self, total: int) -> list[Extent]:
         for region in self.regions:

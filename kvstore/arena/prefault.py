@@ -50,18 +50,19 @@ async def prefault(
         if available_bytes() * (1 - RESERVE_SHARE) < STEP_BYTES * 2:
             _log.warning("pre-faulting stopped: memory is short; lower arena.capacity_bytes", extra=_state(arena))
             return
-        step = arena.grow(STEP_BYTES)
-        if step is None:
+        region = arena.unbacked()
+        if region is None:
             _log.info("arena pre-faulted", extra=_state(arena))
             return
-        region, offset, byte_count = step
+        offset = region.backed
+        byte_count = min(STEP_BYTES, region.byte_count - offset)
         try:
             await asyncio.wrap_future(workers.submit(region.mapping.prefault, offset, byte_count))
         except Exhausted as error:
             _log.warning(error.message, extra=_state(arena))
             return
-        # An allocation may have taken the run meanwhile, not backed yet: then it is usable already.
-        missing = offset + byte_count - region.usable
+        region.backed = offset + byte_count
+        missing = region.backed - region.usable  # none where an allocation was here before
         if missing > 0:
             region.extend(missing)
         await clock.sleep(0)

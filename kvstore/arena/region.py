@@ -8,13 +8,14 @@ from kvstore.seams.memory import Mapping
 
 
 class Region:
-    """``usable`` bytes from its start may be handed out; the rest is not backed by pages yet."""
+    """``usable`` bytes from its start may be handed out; ``backed`` bytes from its start cost no faults any more."""
 
     def __init__(self, index: int, mapping: Mapping, byte_count: int) -> None:
         self.index = index
         self.mapping = mapping
         self.byte_count = byte_count
         self.usable = 0
+        self.backed = 0
         self.free_bytes = 0
         self._offsets: list[int] = []
         self._sizes: list[int] = []

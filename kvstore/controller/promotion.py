@@ -147,10 +147,18 @@ class Promotion:
     async def _load_all(self, batch: list[Loading]) -> None:
         """One fetch's cold chunks. Whatever happens, each of them ends."""
         chunks: list[tuple[Loading, StoredChunk]] = []
+
+        async def begin(loading: Loading) -> None:
+            stored = await self._open(loading)
+            if stored is not None:
+                chunks.append((loading, stored))
+                group.create_task(self._read(loading, stored, _groups(loading)[0]))  # while others are being opened
+
         try:
-            opened = await asyncio.gather(*(self._open(each) for each in batch))
-            chunks = [(each, stored) for each, stored in zip(batch, opened, strict=True) if stored is not None]
-            await asyncio.gather(*(self._read(each, stored, slabs) for each, stored, slabs in _by_layer(chunks)))
+            async with asyncio.TaskGroup() as group:
+                await asyncio.gather(*(begin(each) for each in batch))
+                for each, stored, slabs in _by_layer(chunks):
+                    group.create_task(self._read(each, stored, slabs))
             for each, stored in chunks:
                 if not each.lost:
                     await self._finish(each, stored)
@@ -232,10 +240,10 @@ class Promotion:
 def _by_layer(
     chunks: Sequence[tuple[Loading, StoredChunk]],
 ) -> Iterator[tuple[Loading, StoredChunk, range]]:
-    """The reads of a batch: the layers somebody waits for, of every chunk, before the others; in order, so that a
-    reader can begin with the first."""
+    """The reads of a batch after the first of each chunk: the layers somebody waits for, of every chunk, before the
+    others; in order, so that a reader can begin with the first."""
     groups = [_groups(each) for each, _ in chunks]
-    for position in range(max(map(len, groups), default=0)):
+    for position in range(1, max(map(len, groups), default=0)):
         for (each, stored), mine in zip(chunks, groups, strict=True):
             if position < len(mine):
                 yield each, stored, mine[position]

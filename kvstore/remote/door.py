@@ -17,7 +17,6 @@ from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
 from kvstore.remote.session import Session
 from kvstore.remote.tokens import Tokens
-from kvstore.seams import WorkerThreads
 from kvstore.server.rpc import Context
 from kvstore.telemetry import Counters
 from kvstore.units import is_loopback, split_address
@@ -53,7 +52,6 @@ class Door:
         self._stream_count_max = stream_count_max
         self._stall_s = stall_s
         self._counters = Counters()
-        self._threads = WorkerThreads(1, "populate", nice=19)
         self.server = grpc.aio.server(interceptors=(TokenInterceptor(self._guard),), options=OPTIONS)
         self._register()
 
@@ -138,7 +136,6 @@ class Door:
         session = await node.open_session()
         _log.info("session opened", extra={"session": session.session_id, "peer": context.peer()})
         try:
-            self._threads.submit(node.populate)
             opened = rpb.ConnectResponse(
                 secret=session.secret, session_id=session.session_id, server_pid=session.server_pid,
                 message_bytes=self._message_bytes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import numpy as np
 
 from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
 from kvstore.remote.session import Session
-from kvstore.seams.memory import Bytes, map_read_only, populate_read
+from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 
 CACHE = "/kvstore.v1.CacheService/"
-POPULATE_BYTES = 16 << 20
 MESSAGE_BYTES_MAX = 64 << 20
 
 
@@ -28,7 +26,7 @@ class Node:
     def __init__(self, tenant: str, socket_directory: Path) -> None:
         self.tenant = tenant
         self._sockets = socket_directory
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[SharedMap] = []
         self._regions: dict[int, Bytes] = {}
         self._growing = asyncio.Lock()
         self._sessions: dict[bytes, Session] = {}
@@ -78,11 +76,11 @@ class Node:
 
     def _map(self, descriptor: int, byte_count: int) -> Bytes:
         try:
-            mapping = map_read_only(descriptor, byte_count)
+            mapping = SharedMap(descriptor, byte_count, writable=False)
         finally:
             os.close(descriptor)
         self._maps.append(mapping)
-        return np.frombuffer(mapping, np.uint8)
+        return mapping.bytes
 
     def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
         for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
@@ -101,12 +99,6 @@ class Node:
                 if index not in self._regions and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
         return self._regions[index]
-
-    def populate(self) -> None:
-        """Fill this process's page tables for what is mapped, so that the first fetch pays no faults. Blocks."""
-        for mapping in list(self._maps):
-            for offset in range(0, len(mapping), POPULATE_BYTES):
-                populate_read(mapping, offset, min(POPULATE_BYTES, len(mapping) - offset))
 
     # ------------------------------------------------------------ models
 

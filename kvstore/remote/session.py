@@ -5,16 +5,13 @@ from __future__ import annotations
 import array
 import asyncio
 import json
-import mmap
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvstore.errors import Unavailable, from_status
-from kvstore.seams.memory import Bytes, map_writable
+from kvstore.seams.mapping import SharedMap
 from kvstore.wire import METADATA_SESSION
 
 PROTOCOL_VERSION = 1
@@ -25,9 +22,9 @@ EXCHANGE_TIMEOUT_S = 5.0
 class Segment:
     """Staging of a session, for one stream at a time."""
 
-    def __init__(self, staging_id: int, mapping: mmap.mmap) -> None:
+    def __init__(self, staging_id: int, mapping: SharedMap) -> None:
         self.staging_id = staging_id
-        self.bytes: Bytes = np.frombuffer(mapping, np.uint8)
+        self.bytes = mapping.bytes
 
 
 class Session:
@@ -115,7 +112,7 @@ class Session:
                 return segment
         reply, (descriptor,) = await self.exchange({"op": "staging", "bytes": byte_count})
         try:
-            return Segment(int(reply["staging_id"]), map_writable(descriptor, byte_count))
+            return Segment(int(reply["staging_id"]), SharedMap(descriptor, byte_count, writable=True))
         finally:
             os.close(descriptor)
 

@@ -8,18 +8,15 @@ write it, and cannot shrink it under the server's copy (which would end the serv
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.errors import Exhausted, Unavailable
-
-Bytes = NDArray[np.uint8]
+from kvstore.errors import Unavailable
+from kvstore.seams.mapping import Bytes as Bytes
+from kvstore.seams.mapping import SharedMap
 
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
@@ -31,8 +28,6 @@ F_SEAL_FUTURE_WRITE = 0x10
 READ_ONLY_SEALS = F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 FIXED_SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
 POISON = 0xDB
 
 
@@ -68,8 +63,7 @@ class _MemfdMapping:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, byte_count)
-            self._map = mmap.mmap(self.descriptor, byte_count, flags=mmap.MAP_SHARED)
-            self._map.madvise(mmap.MADV_DONTFORK)
+            self._map = SharedMap(self.descriptor, byte_count, writable=True)
             fcntl.fcntl(self.descriptor, F_ADD_SEALS, seals)
         except OSError as error:
             os.close(self.descriptor)
@@ -77,16 +71,10 @@ class _MemfdMapping:
                 f"cannot share {byte_count} bytes of memory ({error.strerror}); kvstore needs Linux 5.1 or newer",
                 name=name,
             ) from error
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self.bytes = self._map.bytes
 
     def prefault(self, offset: int, byte_count: int) -> None:
-        try:
-            self._map.madvise(MADV_POPULATE_WRITE, offset, byte_count)
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise Exhausted("no memory to pre-fault the arena; lower arena.capacity_bytes") from error
-            # Before Linux 5.14: read one byte of each page. A write could meet an early allocation's bytes.
-            self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
+        self._map.back(offset, byte_count)
 
     def forget(self, offset: int, byte_count: int) -> None:
         return None
@@ -97,11 +85,7 @@ class _MemfdMapping:
         os.close(self.descriptor)
         self.descriptor = -1
         self.bytes = np.empty(0, np.uint8)
-        try:
-            self._map.close()
-        except BufferError:
-            # Somebody still holds a view: the mapping ends with the last one.
-            pass
+        self._map.close()
 
 
 class SystemMemory:
@@ -138,28 +122,6 @@ class BytearrayMemory:
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping:
         return _BytearrayMapping(byte_count)
-
-
-def map_read_only(descriptor: int, byte_count: int) -> mmap.mmap:
-    """Map another process's region. Not inherited by forked children, which must connect on their own."""
-    mapping = mmap.mmap(descriptor, byte_count, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return mapping
-
-
-def map_writable(descriptor: int, byte_count: int) -> mmap.mmap:
-    """Map a staging memfd for writing. Not inherited by forked children."""
-    mapping = mmap.mmap(descriptor, byte_count, flags=mmap.MAP_SHARED)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return mapping
-
-
-def populate_read(mapping: mmap.mmap, offset: int, byte_count: int) -> None:
-    """Fill this process's page tables for the range, so that the first copy pays no faults."""
-    try:
-        mapping.madvise(MADV_POPULATE_READ, offset, byte_count)
-    except OSError:
-        return  # before Linux 5.14: the copy itself faults, slower and just as right
 
 
 def descriptor_count() -> int:

@@ -97,7 +97,7 @@ async def _run(loaded: LoadedSettings, disk: SystemDisk) -> None:
             tasks = [group.create_task(Handoff(controller, clock).serve(listener, group))]
             if server.add_insecure_port(f"unix:{sockets / GRPC_SOCKET}") == 0:
                 raise Unavailable(f"cannot listen on {sockets / GRPC_SOCKET}")
-            await _attach(controller, loaded, disk, clock, faults)
+            await _attach(controller, loaded, disk, clock, faults, workers)
             await server.start()
             await _report_healthy(health_service)
             os.chmod(sockets / GRPC_SOCKET, 0o600)
@@ -168,7 +168,12 @@ def _controller(loaded: LoadedSettings, clock: SystemClock, workers: WorkerThrea
 
 
 async def _attach(
-    controller: Controller, loaded: LoadedSettings, disk: SystemDisk, clock: SystemClock, faults: FaultPoints
+    controller: Controller,
+    loaded: LoadedSettings,
+    disk: SystemDisk,
+    clock: SystemClock,
+    faults: FaultPoints,
+    workers: WorkerThreads,
 ) -> None:
     """Open the device tier. A directory of a newer release stops the start; anything else that is wrong with it is
     said, and the service runs without."""
@@ -176,7 +181,7 @@ async def _attach(
     if not settings.capacity_bytes:
         return
     try:
-        await controller.attach(open_nvme(settings, disk, clock, faults))
+        await controller.attach(open_nvme(settings, disk, clock, faults, workers))
     except FutureFormat:
         raise
     except (KVStoreError, OSError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvstore.config import NvmeSettings
-from kvstore.seams import Clock, Disk, FaultPoints, WorkerThreads
+from kvstore.seams import Clock, Disk, FaultPoints, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.spec import Encoding
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
@@ -14,8 +14,10 @@ COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 _log = logging.getLogger("kvstore.nvme")
 
 
-def open_nvme(settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints) -> NvmeTier:
-    """The tier, not recovered yet. Raises: FutureFormat; Unavailable, OSError when the directory cannot be had."""
+def open_nvme(settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: Workers) -> NvmeTier:
+    """The tier, not recovered yet; ``movers`` check what it reads.
+
+    Raises: FutureFormat; Unavailable, OSError when the directory cannot be had."""
     directory = Directory(settings.directory, disk, faults)
     kind = disk.file_system(settings.directory)
     if kind in COPY_ON_WRITE:
@@ -33,5 +35,6 @@ def open_nvme(settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoi
         directory, regions, disk=disk, io=io, clock=clock, faults=faults,
         readers=WorkerThreads(settings.reader_count, "nvme-read", nice=MOVER_NICE),
         writers=WorkerThreads(settings.writer_count, "nvme-write", nice=MOVER_NICE),
+        checkers=movers,
         encoding=Encoding.LZ4 if settings.encoding == "lz4" else Encoding.RAW,
     )  # fmt: skip

@@ -61,7 +61,8 @@ class ArenaMachine(RuleBasedStateMachine):
         held = sum(placement.byte_count for placement, _ in self.out)
         free = sum(size for region in self.arena.regions for _, size in region.free_runs())
         assert self.arena.used_bytes == held
-        assert held + free == self.arena.prefaulted_bytes <= self.arena.capacity_bytes
+        usable = sum(region.usable for region in self.arena.regions)
+        assert held + free == usable <= self.arena.capacity_bytes
         assert self.arena.chunk_count == len(self.out)
         for region in self.arena.regions:
             runs = region.free_runs()

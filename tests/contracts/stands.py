@@ -14,6 +14,7 @@ from kvstore.seams import (
     Clock,
     Disk,
     FaultPoints,
+    InlineWorkers,
     LoopClock,
     SeededRandom,
     SeededWorkers,
@@ -158,8 +159,8 @@ def nvme_tier(
     directory, io = Directory(home, disk, faults), PosixIO(disk)
     regions = Regions(home, disk, io, faults, capacity_bytes=capacity_bytes, region_bytes=region_bytes)
     return NvmeTier(
-        directory, regions, disk=disk, io=io, readers=readers, writers=writers, clock=clock, faults=faults,
-        encoding=encoding,
+        directory, regions, disk=disk, io=io, readers=readers, writers=writers, checkers=InlineWorkers(),
+        clock=clock, faults=faults, encoding=encoding,
     )  # fmt: skip
 
 

@@ -71,8 +71,8 @@ def _of_memory(life: Life) -> str:
     if arena.chunk_count != len(table.arena) or arena.used_bytes > arena.capacity_bytes:
         return f"{arena.chunk_count} chunks, {arena.used_bytes} bytes in the arena"
     free = sum(region.free_bytes for region in arena.regions)
-    if free + arena.used_bytes != arena.prefaulted_bytes:
-        return f"{free} bytes free and {arena.used_bytes} used of {arena.prefaulted_bytes}"
+    if free + arena.used_bytes != sum(region.usable for region in arena.regions):
+        return f"{free} bytes free and {arena.used_bytes} used of {sum(region.usable for region in arena.regions)}"
     held = (stats.leased_bytes, stats.lease_count, stats.reservation_count, stats.staging_bytes, stats.pinned_bytes)
     if any(held) or stats.reserved_bytes or stats.loading_bytes:
         return f"leases, reservations, staging, pins: {held}"

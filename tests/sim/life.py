@@ -133,8 +133,8 @@ class Life:
             capacity_bytes=setup.device_bytes, region_bytes=setup.region_bytes,
         )  # fmt: skip
         return NvmeTier(
-            directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers, clock=LoopClock(),
-            faults=self.faults, encoding=setup.encoding,
+            directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers,
+            checkers=self.movers, clock=LoopClock(), faults=self.faults, encoding=setup.encoding,
         )  # fmt: skip
 
     def _ran(self, task: asyncio.Task[None]) -> None:

@@ -32,6 +32,8 @@ THIRD = [Chain(WIDE, (2,), 8), Chain(NARROW, (2, 2))]
 
 
 NEVER = 1 << 30
+SEED = 3
+"""One in which chunks that a cut tears are still there at the end."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Cut:
 class Scenario:
     """One passage through the scenario."""
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = SEED) -> None:
         self.seed = seed
         self.trace = Trace(lambda: asyncio.get_running_loop().time())
         self.disk = SimulatedDisk(seed)
@@ -136,7 +138,7 @@ class Scenario:
         await life.buried()
 
 
-def passage(cut: Cut, *, echo: bool = False, seed: int = 1) -> Outcome:
+def passage(cut: Cut, *, echo: bool = False, seed: int = SEED) -> Outcome:
     """The scenario, cut once or twice."""
     scenario = Scenario(seed)
     scenario.trace.echo = echo

@@ -23,12 +23,12 @@ def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes what lies in the slot for what was asked for."""
-    monkeypatch.setattr("kvstore.tiers.nvme.tier.check_header", lambda name, header: header)
+    monkeypatch.setattr("kvstore.tiers.nvme.reading.check_header", lambda name, header: header)
 
 
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves what it read, whatever it is."""
-    monkeypatch.setattr("kvstore.tiers.nvme.tier.decode_slab", lambda *args: True)
+    monkeypatch.setattr("kvstore.tiers.nvme.reading.decode_slab", lambda *args: True)
 
 
 def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def slots_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes what lies in the slot for what was asked for. The bytes of another write pass their own checksums."""
-    monkeypatch.setattr("kvstore.tiers.nvme.tier.check_header", lambda name, header: header)
+    monkeypatch.setattr("kvstore.tiers.nvme.reading.check_header", lambda name, header: header)
 
 
 def acknowledged_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:

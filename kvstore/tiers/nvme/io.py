@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -69,12 +70,13 @@ def aligned(byte_count: int) -> Bytes:
     return room[start : start + byte_count]
 
 
-def joined(arrays: list[Bytes]) -> list[Bytes]:
+def joined(arrays: Sequence[Bytes]) -> list[Bytes]:
     """The same memory in as few arrays as it has runs: neighbours that touch become one."""
-    runs: list[Bytes] = []
+    runs: list[tuple[Bytes, int]] = []
     for each in arrays:
-        if runs and runs[-1].ctypes.data + runs[-1].size == each.ctypes.data and runs[-1].base is each.base:
-            runs[-1] = np.lib.stride_tricks.as_strided(runs[-1], (runs[-1].size + each.size,), (1,))
+        if runs and runs[-1][0].base is each.base and runs[-1][0].ctypes.data + runs[-1][1] == each.ctypes.data:
+            runs[-1] = (runs[-1][0], runs[-1][1] + each.size)
         else:
-            runs.append(each)
-    return runs
+            runs.append((each, each.size))
+    as_strided = np.lib.stride_tricks.as_strided
+    return [first if size == first.size else as_strided(first, (size,), (1,)) for first, size in runs]

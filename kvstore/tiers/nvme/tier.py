@@ -3,8 +3,8 @@
 Writing: a slot is taken, the chunk's pieces go into it straight from memory, and one sync serves everybody who is
 waiting for one (``sync``). Only then is the chunk acknowledged.
 
-Reading: the header first, which must be the chunk that was asked for; then runs of slabs, each verified (and
-decoded) on the byte mover that read it, straight into its place where it is raw.
+Reading: the header first, which must be the chunk that was asked for; then runs of slabs, straight into their place
+where they are raw, each verified (and decoded) before anybody is told (``reading``).
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ import errno
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
-    decode_slab,
     encode_chunk,
-    parse_header,
-    slab_range,
-    strip_seeds,
 )
-from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, Workers
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
-from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics, check_header
+from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import Directory, IndexColumns
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, joined
+from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 
@@ -45,6 +42,7 @@ _log = logging.getLogger("kvstore.nvme")
 
 class NvmeTier:
     """Chunks in region files. ``readers`` and ``writers`` are its own: a stalled device stalls nobody else's movers.
+    ``checkers`` never wait for it, and may be anybody's.
 
     Raises: what the contract says; the device's errors become Unavailable, a lack of room Exhausted.
     """
@@ -58,6 +56,7 @@ class NvmeTier:
         io: DeviceIO,
         readers: Workers,
         writers: Workers,
+        checkers: Workers,
         clock: Clock,
         faults: FaultPoints,
         encoding: Encoding = Encoding.RAW,
@@ -67,6 +66,7 @@ class NvmeTier:
         self._io = io
         self._readers = readers
         self._writers = writers
+        self._checkers = checkers
         self._clock = clock
         self._faults = faults
         self._encoding = encoding
@@ -215,49 +215,26 @@ class NvmeTier:
         region, slot = self.regions.find(residency)
         self.regions.reading(region, slot)
         try:
-            header = await self._run(self._readers, self._read_header, region, slot, name)
+            header = await self._run(self._readers, read_header, self._io, region, slot, name)
         except BaseException:
             self.regions.was_read(region, slot)
             raise
-        return NvmeChunk(self, region, slot, header, name.layout)
+        return NvmeChunk(self, self._io, region, slot, header, name.layout)
 
-    def _read_header(self, region: Region, slot: int, name: ChunkName) -> ChunkHeader:
-        page = aligned(name.layout.header_bytes)
-        if page.size > region.slot_bytes:
-            raise DataLoss("the slot is too small for this chunk", reason="slot")
-        self._io.read(region.descriptor, region.offset(slot), page)
-        return check_header(name, parse_header(page, name.layout))
+    async def run_read(self, function: Callable[..., Any], *args: object) -> Any:
+        return await self._run(self._readers, function, *args)
 
-    async def read_slabs(self, chunk: NvmeChunk, slabs: range, target: Sequence[Bytes]) -> None:
-        """See ``StoredChunk.read``."""
-        await self._run(self._readers, self._read_slabs, chunk, slabs, list(target))
-        self._read_bytes += sum(each.size for each in target)
-        self._verified_bytes += sum(each.size for each in target)
+    async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
+        return await _to_its_end(asyncio.wrap_future(self._checkers.submit(function, *args)))
 
-    def _read_slabs(self, chunk: NvmeChunk, slabs: range, target: list[Bytes]) -> None:
-        header, layout, region = chunk.header, chunk.layout, chunk.region
-        offset, byte_count = slab_range(header, layout, slabs.start, slabs.stop)
-        start = layout.header_bytes + offset
-        if start + byte_count > region.slot_bytes:
-            raise DataLoss("the chunk does not end where its slot does", reason="slot")
-        device_offset = region.offset(chunk.slot) + start
-        if header.encoding == "raw":
-            for run in joined(target):
-                self._io.read(region.descriptor, device_offset, run)
-                device_offset += run.size
-            stored = target
-        else:
-            buffer = aligned(byte_count)
-            self._io.read(region.descriptor, device_offset, buffer)
-            bounds = [slab_range(header, layout, slab, slab + 1) for slab in slabs]
-            stored = [buffer[at - offset : at - offset + size] for at, size in bounds]
-        for slab, source, into in zip(slabs, stored, target, strict=True):
-            if not decode_slab(header, layout, slab, source, into, chunk.seeds):
-                raise DataLoss(f"slab {slab} on the device fails its check", reason="checksum", slab=slab)
+    def was_read(self, byte_count: int) -> None:
+        """And verified."""
+        self._read_bytes += byte_count
+        self._verified_bytes += byte_count
 
-    def closed(self, chunk: NvmeChunk) -> None:
+    def closed(self, region: Region, slot: int) -> None:
         """A reader is done."""
-        self.regions.was_read(chunk.region, chunk.slot)
+        self.regions.was_read(region, slot)
 
     # ------------------------------------------------------------ remove and tell
 
@@ -372,24 +349,3 @@ async def _to_its_end(future: asyncio.Future[Result]) -> Result:
         future.exception()
         raise cancelled
     return future.result()
-
-
-class NvmeChunk:
-    """A chunk in a slot, opened."""
-
-    def __init__(self, tier: NvmeTier, region: Region, slot: int, header: ChunkHeader, layout: ChunkLayout) -> None:
-        self.header = header
-        self.region = region
-        self.slot = slot
-        self.layout = layout
-        self.seeds = strip_seeds(header.storage_key, layout, header.write_id)
-        self._tier = tier
-        self._is_closed = False
-
-    async def read(self, slabs: range, target: Sequence[Bytes]) -> None:
-        await self._tier.read_slabs(self, slabs, target)
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._tier.closed(self)

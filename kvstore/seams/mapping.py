@@ -1,0 +1,113 @@
+"""Maps shared memory at a 2 MiB boundary, and backs it with huge pages where the kernel makes them.
+
+Huge pages are worth it three times: a memfd is backed at 18 GB/s instead of 1.5, a process that maps it pays 512 times
+fewer faults, and a device reads into it at its full rate, which scattered small pages cost a third of.
+``MADV_COLLAPSE`` (Linux 6.1) makes them whatever ``shmem_enabled`` says; older kernels get small pages, and the same
+bytes. Python's own mmap can neither choose the address nor let others run while the kernel works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import Exhausted
+
+Bytes = NDArray[np.uint8]
+
+HUGE_BYTES = 2 << 20
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Pages:
+    """Owns the addresses: they are given back when the last array over them goes."""
+
+    def __init__(self, address: int, byte_count: int) -> None:
+        # Never marked read-only: torch takes no such array without a warning, and the kernel refuses a write anyway.
+        self.__array_interface__ = {"data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3}
+        weakref.finalize(self, _unmap, os.getpid(), address, byte_count).atexit = False
+
+
+def _unmap(owner_pid: int, address: int, byte_count: int) -> None:
+    # A forked child does not have these pages (MADV_DONTFORK): by now something else may lie at their addresses.
+    if os.getpid() == owner_pid:
+        _libc.munmap(address, byte_count)
+
+
+def _map(descriptor: int, byte_count: int, protection: int) -> int:
+    """The address of a mapping that begins at a huge page's boundary. Raises OSError."""
+    room = byte_count + HUGE_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    start: int = _libc.mmap(None, room, _PROT_NONE, flags, -1, 0)
+    if start == _FAILED:
+        raise _error()
+    address = -(-start // HUGE_BYTES) * HUGE_BYTES
+    if _libc.mmap(address, byte_count, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) == _FAILED:
+        error = _error()
+        _libc.munmap(start, room)
+        raise error
+    end = -(-(address + byte_count) // mmap.PAGESIZE) * mmap.PAGESIZE
+    for low, high in ((start, address), (end, start + room)):
+        if low < high:
+            _libc.munmap(low, high - low)
+    return address
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+class SharedMap:
+    """A descriptor's bytes in this process; forked children do not have them. The mapping lives as long as an array
+    over it does. Raises OSError when the kernel refuses it."""
+
+    def __init__(self, descriptor: int, byte_count: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._address = _map(descriptor, byte_count, protection)
+        self.byte_count = byte_count
+        self.bytes: Bytes = np.asarray(_Pages(self._address, byte_count))
+        self._advise(0, byte_count, mmap.MADV_DONTFORK)
+
+    def _advise(self, offset: int, byte_count: int, advice: int) -> int:
+        """0, or the error's number. Lets other threads run meanwhile."""
+        return ctypes.get_errno() if _libc.madvise(self._address + offset, byte_count, advice) else 0
+
+    def back(self, offset: int, byte_count: int) -> None:
+        """Back a range of a writable mapping with pages now, in whole huge pages as far as they lie in it. Nothing is
+        written: what is there stays. Blocks. Raises Exhausted out of memory."""
+        first = -(-offset // HUGE_BYTES) * HUGE_BYTES
+        stop = (offset + byte_count) // HUGE_BYTES * HUGE_BYTES
+        for block in range(first, stop, HUGE_BYTES):  # a block without any page is not collapsed
+            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)
+        if first < stop:
+            self._advise(first, stop - first, _MADV_COLLAPSE)
+        problem = self._advise(offset, byte_count, _MADV_POPULATE_WRITE)
+        if problem == errno.ENOMEM:
+            raise Exhausted(
+                f"no memory for {byte_count} bytes of pages: lower arena.capacity_bytes, or have fewer clients"
+            )
+        if problem:  # before Linux 5.14: read one byte of each page
+            self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
+
+    def close(self) -> None:
+        """Let go of the bytes. Views of them keep the mapping. Idempotent."""
+        self.bytes = np.empty(0, np.uint8)

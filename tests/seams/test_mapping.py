@@ -1,0 +1,100 @@
+"""Shared memory at huge pages' boundaries: what a range holds survives being backed, and a mapping its views."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.seams.mapping import HUGE_BYTES, SharedMap
+
+
+def memfd(byte_count: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, byte_count)
+    return descriptor
+
+
+def mapped_at(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines)
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
+@pytest.mark.parametrize("byte_count", [4096, HUGE_BYTES - 4096, HUGE_BYTES, 3 * HUGE_BYTES + 8192])
+def test_a_mapping_begins_where_a_huge_page_may_and_shows_what_others_write(byte_count: int) -> None:
+    descriptor = memfd(byte_count)
+    ours, theirs = SharedMap(descriptor, byte_count, writable=True), SharedMap(descriptor, byte_count, writable=False)
+    os.close(descriptor)
+    assert ours.bytes.ctypes.data % HUGE_BYTES == theirs.bytes.ctypes.data % HUGE_BYTES == 0
+    ours.bytes[:] = np.arange(byte_count, dtype=np.uint8)
+    assert (theirs.bytes == np.arange(byte_count, dtype=np.uint8)).all()
+
+
+@pytest.mark.parametrize(("offset", "byte_count"), [(0, 5 * HUGE_BYTES), (4096, 3 * HUGE_BYTES), (12288, 8192)])
+def test_backing_a_range_changes_no_byte_of_it(offset: int, byte_count: int) -> None:
+    size = 5 * HUGE_BYTES
+    descriptor = memfd(size)
+    ours, theirs = SharedMap(descriptor, size, writable=True), SharedMap(descriptor, size, writable=False)
+    os.close(descriptor)
+    for page in (0, 3, 700, 1500):  # some pages are there, most are not
+        ours.bytes[page * 4096 : (page + 1) * 4096] = page % 251 + 1
+    before = theirs.bytes.copy()
+    ours.back(offset, byte_count)
+    ours.back(offset, byte_count)
+    assert (ours.bytes == before).all()
+    assert (theirs.bytes == before).all()
+
+
+def test_a_backed_range_is_in_memory() -> None:
+    descriptor = memfd(4 * HUGE_BYTES)
+    ours = SharedMap(descriptor, 4 * HUGE_BYTES, writable=True)
+    assert os.fstat(descriptor).st_blocks == 0
+    ours.back(0, 3 * HUGE_BYTES)
+    assert os.fstat(descriptor).st_blocks * 512 >= 3 * HUGE_BYTES
+    os.close(descriptor)
+
+
+def test_a_mapping_lives_as_long_as_its_views() -> None:
+    descriptor = memfd(HUGE_BYTES)
+    ours = SharedMap(descriptor, HUGE_BYTES, writable=True)
+    os.close(descriptor)
+    view = ours.bytes[8192:16384].view(np.uint32)[::2]
+    address = ours.bytes.ctypes.data
+    ours.close()
+    ours.close()
+    assert ours.bytes.size == 0
+    view[:] = 7
+    assert mapped_at(address)
+    del view
+    gc.collect()
+    assert not mapped_at(address)
+
+
+def test_a_refused_mapping_leaves_nothing_behind() -> None:
+    read_end, write_end = os.pipe()
+    before = Path("/proc/self/maps").read_text().count("---p")
+    with pytest.raises(OSError):
+        SharedMap(read_end, HUGE_BYTES, writable=False)
+    assert Path("/proc/self/maps").read_text().count("---p") == before
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_forked_child_neither_has_the_pages_nor_unmaps_what_lies_there() -> None:
+    descriptor = memfd(HUGE_BYTES)
+    ours = SharedMap(descriptor, HUGE_BYTES, writable=True)
+    address = ours.bytes.ctypes.data
+    child = os.fork()
+    if child == 0:
+        there = mapped_at(address)
+        fresh = SharedMap(descriptor, HUGE_BYTES, writable=True)  # may well get the same addresses
+        same = fresh.bytes.ctypes.data == address
+        ours.close()
+        gc.collect()
+        os._exit(1 if there else 0 if not same or mapped_at(address) else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(descriptor)
