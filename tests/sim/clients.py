@@ -141,19 +141,16 @@ class Client:
     async def _committed(self, chain: Chain, done: StoreResult, way: str) -> str:
         said = f"{way}: {done.committed_count} of {len(chain.digests)} {done.durability.name}"
         if not self._life.setup.is_write_through:
-            for index in range(done.committed_count):
-                for layer in chain.layers:
-                    name = chain.name(index, layer)
-                    self._trace.check(row_of(self._life, name) is not None, f"{told(name)} is committed and not there")
+            for name in chain.names(done.committed_count):
+                self._trace.check(row_of(self._life, name) is not None, f"{told(name)} is committed and not there")
         elif done.durability is Durability.LOCAL:
-            names = [chain.name(index, layer) for index in range(done.committed_count) for layer in chain.layers]
-            self._life.oracle.claimed_local(self._life, names)
+            self._life.oracle.claimed_local(self._life, chain.names(done.committed_count))
         if self._chance.random() < 0.5:
             said += ", " + await self._settle(chain)
         return said
 
     async def put(self, chain: Chain) -> Durability:
-        """Store all of a chain and wait for the device. The level it reached."""
+        """Store all of a chain and wait for the device. The level that all of it reached: NONE where not all fitted."""
         request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
         result = await self._controller.reserve(self.session, request)
         fills, staging_id = self._stage(self.session, chain, result, whole=True)
@@ -162,8 +159,8 @@ class Client:
             await self._close_staging(self.session, staging_id)
         settled = await self._controller.settle(chain.query(), SETTLE_S)
         if settled.durability is Durability.LOCAL:
-            self._life.oracle.claimed_local(self._life, chain.names())
-        return settled.durability
+            self._life.oracle.claimed_local(self._life, chain.names(settled.chunk_count))
+        return settled.durability if settled.chunk_count == len(chain.digests) else Durability.NONE
 
     def _stage(self, session: Session, chain: Chain, result: StoreResult, *, whole: bool) -> tuple[list[Fill], int]:
         """The wanted chunks in fresh staging, some cut in two; not ``whole``: without some of them."""
@@ -204,8 +201,7 @@ class Client:
         timeout_s = self._chance.choice((0.1, 5.0, SETTLE_S))
         settled = await self._controller.settle(chain.query(), timeout_s)
         if settled.durability is Durability.LOCAL:
-            names = [chain.name(index, layer) for index in range(settled.chunk_count) for layer in chain.layers]
-            self._life.oracle.claimed_local(self._life, names)
+            self._life.oracle.claimed_local(self._life, chain.names(settled.chunk_count))
         else:
             self._trace.check(settled.reason, f"{chain} is {settled.durability.name} for no reason")
         return f"{settled.chunk_count} {settled.durability.name} {settled.reason[:40]}"

@@ -62,8 +62,9 @@ class Chain:
     def name(self, index: int, layer: int | None) -> Name:
         return space_name(self.spec, layer), self.digests[index]
 
-    def names(self) -> list[Name]:
-        return [self.name(index, layer) for index in range(len(self.digests)) for layer in self.layers]
+    def names(self, count: int) -> list[Name]:
+        """Those of its first ``count`` chunks, each part of them."""
+        return [self.name(index, layer) for index in range(count) for layer in self.layers]
 
 
 @lru_cache(maxsize=4096)
