@@ -18,8 +18,10 @@ from kvstore.config.settings import (
     Settings,
     TierSettings,
 )
+from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 
 __all__ = [
+    "DEFAULT_TENANT",
     "ArenaSettings",
     "ControllerSettings",
     "EventSettings",
@@ -30,6 +32,7 @@ __all__ = [
     "RemoteSettings",
     "ServerSettings",
     "Settings",
+    "TenantSettings",
     "TierSettings",
     "load",
 ]

@@ -6,18 +6,26 @@ import difflib
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from operator import attrgetter
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from kvstore.config.machine import device_room_bytes, memory_limit_bytes
-from kvstore.config.settings import Settings, TierSettings, dependent_defaults, derived_defaults, device_defaults
+from kvstore.config.settings import (
+    Settings,
+    TierSettings,
+    arena_limits,
+    dependent_defaults,
+    derived_defaults,
+    device_defaults,
+)
+from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings, check_name, check_tenants
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.units import parse_bytes, parse_duration
 
 PREFIX = "KVSTORE__"
 DEFAULT = "default"
+TENANTS = "tenants"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +40,47 @@ class LoadedSettings:
 
     def rows(self) -> list[tuple[str, object, str]]:
         """(setting, value, origin) for each setting, in the tree's order."""
-        return [(name, attrgetter(name)(self.settings), origin) for name, origin in self.origins.items()]
+        return [(name, _value(self.settings, name), origin) for name, origin in self.origins.items()]
+
+    def of_tenant(self, name: str) -> Settings:
+        """The tree as one tenant's parts see it: its own arena, device directory, sockets and tokens; limits that
+        follow from the arena follow from its own. Everything else is everybody's."""
+        tree, tenant = self.settings, self.settings.tenants.get(name)
+        if tenant is None:
+            return tree
+        nvme, server, remote = tree.tiers.nvme, tree.server, tree.remote
+        if name != DEFAULT_TENANT:
+            nvme = replace(nvme, directory=nvme.directory / TENANTS / name)
+            server = replace(server, socket_directory=server.socket_directory / name)
+            remote = replace(remote, token_file="")
+        follow = {
+            limit: value
+            for limit, value in arena_limits(tenant.capacity_bytes).items()
+            if self.is_default(f"limits.{limit}")
+        }
+        return replace(
+            tree,
+            server=server,
+            arena=replace(tree.arena, capacity_bytes=tenant.capacity_bytes),
+            tiers=replace(tree.tiers, nvme=replace(nvme, capacity_bytes=tenant.nvme_capacity_bytes)),
+            limits=replace(tree.limits, **follow),
+            remote=replace(remote, token_file=tenant.token_file or remote.token_file),
+        )
+
+
+def _value(node: Any, name: str) -> object:
+    """The value of ``section.field``; tenants are a mapping."""
+    for part in name.split("."):
+        node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+    return node
 
 
 def _sections() -> dict[str, Any]:
     """Every section's leaf class, by its dotted name; sections of sections are flattened."""
     found: dict[str, Any] = {}
     for name, leaf in get_type_hints(Settings).items():
+        if name == TENANTS:
+            continue  # its sections have names of their own
         inner = {part: each for part, each in get_type_hints(leaf).items() if is_dataclass(each)}
         found.update({f"{name}.{part}": each for part, each in inner.items()} or {name: leaf})
     return found
@@ -55,7 +97,7 @@ def _read(text: object, hint: Any) -> object:
     if hint is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         return text if isinstance(text, bool) else words[str(text).lower()]
-    if hint is int:
+    if hint in (int, int | None):
         if isinstance(text, bool | float):
             raise ValueError(text)
         return int(str(text))
@@ -75,6 +117,14 @@ class _Sources:
         self.origins: dict[str, str] = {}
 
     def known(self, section: str, origin: str) -> dict[str, Any]:
+        group, _, name = section.partition(".")
+        if group == TENANTS and section not in self.schema:
+            try:
+                check_name(name)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{origin}: {error.message}") from error
+            self.schema[section] = get_type_hints(TenantSettings, include_extras=True)
+            self.values[section] = {}
         found = self.schema.get(section)
         if found is None:
             raise InvalidRequest(f"{origin}: unknown section [{section}]{_closest(section, self.schema)}")
@@ -93,6 +143,10 @@ class _Sources:
             kind = getattr(hint, "__name__", str(hint))
             raise InvalidRequest(f"{origin}: {section}.{name} = {text!r} cannot be read as {kind}") from error
         self.origins[f"{section}.{name}"] = origin
+
+    @property
+    def tenants(self) -> list[str]:
+        return [section for section in self.values if section.startswith(f"{TENANTS}.")]
 
     def fill(self, defaults: dict[str, dict[str, object]]) -> None:
         for section, leaf in defaults.items():
@@ -137,7 +191,8 @@ def load(
         if value is not None:
             section, _, name = flag.rpartition(".")
             sources.put(section, name, value, f"--{name.replace('_', '-')}")
-    sources.fill(derived_defaults(environment, memory_limit_bytes()))
+    memory_bytes = memory_limit_bytes()
+    sources.fill(derived_defaults(environment, memory_bytes))
     state, capacity = sources.values["server"]["state_directory"], sources.values["arena"]["capacity_bytes"]
     assert isinstance(state, Path)
     assert isinstance(capacity, int)
@@ -145,12 +200,14 @@ def load(
     directory = sources.values["tiers.nvme"]["directory"]
     assert isinstance(directory, Path)
     sources.fill(device_defaults(device_room_bytes(directory)))
-    return _build(sources)
+    shares = {"capacity_bytes": capacity, "nvme_capacity_bytes": sources.values["tiers.nvme"]["capacity_bytes"]}
+    sources.fill({section: dict(shares) for section in sources.tenants})
+    return _build(sources, memory_bytes)
 
 
 def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sections of a file; those inside ``[tiers]`` by their dotted names."""
-    groups = {name.partition(".")[0] for name in schema if "." in name}
+    """The sections of a file; those inside ``[tiers]`` and ``[tenants]`` by their dotted names."""
+    groups = {TENANTS, *(name.partition(".")[0] for name in schema if "." in name)}
     for section, leaf in (_toml(path) if path else {}).items():
         if not isinstance(leaf, dict):
             raise InvalidRequest(f"{path}: {section} must be a section: [{section}]")
@@ -163,16 +220,19 @@ def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[
             yield f"{section}.{name}", inner
 
 
-def _build(sources: _Sources) -> LoadedSettings:
+def _build(sources: _Sources, memory_bytes: int) -> LoadedSettings:
     leaves: dict[str, Any] = {}
-    for section, leaf in _sections().items():
-        try:
+    classes = {**_sections(), **dict.fromkeys(sources.tenants, TenantSettings)}
+    try:
+        for section, leaf in classes.items():
             leaves[section] = leaf(**sources.values[section])
-        except KVStoreError as error:
-            setting = str(error.fields.get("setting", ""))
-            raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
+        tenants = {section.partition(".")[2]: leaves[section] for section in sources.tenants}
+        check_tenants(tenants, leaves["server"].socket_directory, leaves["arena"].capacity_bytes, memory_bytes)
+    except KVStoreError as error:
+        setting = str(error.fields.get("setting", ""))
+        raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error
     names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
     origins = {name: sources.origins.get(name, DEFAULT) for name in names}
     whole = {name: leaf for name, leaf in leaves.items() if "." not in name}
     tiers = TierSettings(nvme=leaves["tiers.nvme"])
-    return LoadedSettings(settings=Settings(tiers=tiers, **whole), origins=origins)
+    return LoadedSettings(settings=Settings(tiers=tiers, tenants=tenants, **whole), origins=origins)

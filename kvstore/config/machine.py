@@ -22,13 +22,14 @@ def memory_limit_bytes() -> int:
 
 
 def device_room_bytes(directory: Path) -> int:
-    """What the file system of ``directory`` has left for us, counting what we took of it before."""
+    """What the file system of ``directory`` has left for us, counting what we took of it before, for any tenant."""
     there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
     if there is None:
         return 0
     try:
         status = os.statvfs(there)
-        ours = sum(each.stat().st_size for each in directory.glob("region-*.kvs"))
+        files = (*directory.glob("region-*.kvs"), *directory.glob("tenants/*/region-*.kvs"))
+        ours = sum(each.stat().st_size for each in files)
     except OSError:
         return 0  # the tier itself says what is wrong with its directory
     return status.f_bavail * status.f_frsize + ours

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvstore.config.remote import RemoteSettings
+from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 from kvstore.errors import InvalidRequest
 
 MIB = 1 << 20
@@ -184,6 +185,12 @@ class Settings:
     controller: ControllerSettings = field(default_factory=ControllerSettings)
     events: EventSettings = field(default_factory=EventSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
+
+    @property
+    def tenant_names(self) -> list[str]:
+        """The default tenant, which there always is, then the others."""
+        return [DEFAULT_TENANT, *(name for name in self.tenants if name != DEFAULT_TENANT)]
 
 
 def derived_defaults(environment: Mapping[str, str], memory_bytes: int) -> dict[str, dict[str, object]]:
@@ -207,11 +214,16 @@ def dependent_defaults(
     return {
         "server": {"socket_directory": sockets},
         "tiers.nvme": {"directory": state_directory / "nvme"},
-        "limits": {
-            "leased_bytes_max": capacity_bytes,
-            "pin_bytes_max": capacity_bytes // 2,
-            "ticket_bytes_max": capacity_bytes // 2,
-        },
+        "limits": dict(arena_limits(capacity_bytes)),
+    }
+
+
+def arena_limits(capacity_bytes: int) -> dict[str, int]:
+    """The limits that follow from an arena's size."""
+    return {
+        "leased_bytes_max": capacity_bytes,
+        "pin_bytes_max": capacity_bytes // 2,
+        "ticket_bytes_max": capacity_bytes // 2,
     }
 
 

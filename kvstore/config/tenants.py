@@ -1,0 +1,92 @@
+"""Settings of tenants: who has an arena, a secret and a door of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from kvstore.errors import InvalidRequest
+from kvstore.units import format_bytes
+
+DEFAULT_TENANT = "default"
+NAME_CHARACTERS_MAX = 32
+_NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantSettings:
+    """One tenant. The default tenant needs no section: what is said of no tenant is its own.
+
+    ``secret_file``: at least 32 characters, the same on all nodes; names the tenant's chunks outside the process.
+    ``token_file``: bearer tokens of its clients on other hosts, as remote.token_file. ``capacity_bytes`` of its arena,
+    ``nvme_capacity_bytes`` of its files on the device. ``uid``: whose processes its sockets serve (None: the server's).
+    """
+
+    secret_file: str = ""
+    token_file: str = ""
+    capacity_bytes: Annotated[int, "size"]
+    nvme_capacity_bytes: Annotated[int, "size"]
+    uid: int | None = None
+
+
+def check_name(name: str) -> None:
+    """Names are directories, labels and parts of environment variables. Raises InvalidRequest."""
+    if not _NAME.fullmatch(name) or len(name) > NAME_CHARACTERS_MAX:
+        raise InvalidRequest(
+            f"[tenants.{name}]: a tenant's name is at most {NAME_CHARACTERS_MAX} lower-case letters and digits, with "
+            "single - or _ between them"
+        )
+
+
+def check_tenants(
+    tenants: Mapping[str, TenantSettings], socket_directory: Path, arena_bytes: int, memory_bytes: int
+) -> None:
+    """What is wrong with tenants each and together. Raises InvalidRequest naming the setting."""
+    uids: dict[int, str] = {}
+    for name, tenant in tenants.items():
+        section = f"tenants.{name}"
+        if not tenant.secret_file and name != DEFAULT_TENANT:
+            raise InvalidRequest(
+                f"{section}.secret_file is not set, and every tenant but default needs one: put 32 or more random "
+                "characters into a file of mode 0600, the same on all nodes, and name it there",
+                setting=f"{section}.secret_file",
+            )
+        if tenant.capacity_bytes < 8192:
+            raise _wrong(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
+        if tenant.nvme_capacity_bytes < 0:
+            raise _wrong(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
+        path = socket_directory / name / "kvstore.sock"
+        if len(str(path)) >= 100:
+            raise _wrong(
+                section, path, "a socket path has at most 99 characters: shorten the name or server.socket_directory"
+            )
+        if tenant.uid is None:
+            continue
+        if not 0 <= tenant.uid < (1 << 32) - 1:
+            raise _wrong(f"{section}.uid", tenant.uid, "use a user's number")
+        if tenant.uid in uids:
+            raise _wrong(
+                f"{section}.uid", tenant.uid, f"it is tenants.{uids[tenant.uid]}.uid, too, and two tenants never share "
+                "a user: give each its own",
+            )  # fmt: skip
+        uids[tenant.uid] = name
+    _check_memory(tenants, arena_bytes, memory_bytes)
+
+
+def _check_memory(tenants: Mapping[str, TenantSettings], arena_bytes: int, memory_bytes: int) -> None:
+    """Raises InvalidRequest when the arenas would not fit the memory there is."""
+    arenas = {DEFAULT_TENANT: arena_bytes, **{name: tenant.capacity_bytes for name, tenant in tenants.items()}}
+    if tenants and sum(arenas.values()) > memory_bytes:
+        largest = max(tenants, key=lambda name: tenants[name].capacity_bytes)
+        raise _wrong(
+            f"tenants.{largest}.capacity_bytes", format_bytes(arenas[largest]),
+            f"the arenas of all {len(arenas)} tenants come to {format_bytes(sum(arenas.values()))} and this machine "
+            f"has {format_bytes(memory_bytes)}: lower it, or another's, or arena.capacity_bytes",
+        )  # fmt: skip
+
+
+def _wrong(setting: str, value: object, remedy: str) -> InvalidRequest:
+    return InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)
