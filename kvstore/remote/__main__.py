@@ -39,7 +39,8 @@ def main() -> int:
 async def _serve(orders: dict[str, Any]) -> None:
     tokens, nodes = Tokens(), {}
     for tenant in orders["tenants"]:
-        tokens.add(tenant["name"], read_tokens(Path(tenant["token_file"]), tenant["setting"]))
+        digests = read_tokens(Path(tenant["token_file"]), tenant["setting"])
+        tokens.add(tenant["name"], digests, tenant["setting"])
         nodes[tenant["name"]] = Node(tenant["name"], Path(tenant["socket_directory"]))
     files = [orders[name] for name in ("certificate_file", "key_file", "client_ca_file")]
     door = Door(

@@ -47,11 +47,12 @@ class Tokens:
     def __init__(self) -> None:
         self._known: list[tuple[bytes, str]] = []
 
-    def add(self, tenant: str, digests: list[bytes]) -> None:
-        """Raises InvalidRequest when a token is another tenant's already."""
+    def add(self, tenant: str, digests: list[bytes], setting: str) -> None:
+        """``setting`` is where they come from. Raises InvalidRequest when a token is another tenant's already."""
         for digest in digests:
-            if any(digest == known for known, owner in self._known if owner != tenant):
-                raise InvalidRequest(f"a token of tenant {tenant} is also another's: give each tenant its own")
+            for known, owner in self._known:
+                if digest == known and owner != tenant:
+                    raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
             self._known.append((digest, tenant))
 
     def tenant(self, authorization: str | bytes | None) -> str:
@@ -64,5 +65,7 @@ class Tokens:
             if hmac.compare_digest(digest, given):
                 found = tenant
         if not found:
-            raise Unauthenticated("the token is not one of this server's: see remote.token_file there")
+            raise Unauthenticated(
+                "the token is not one of this server's: see remote.token_file, or its tenant's, there"
+            )
         return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 DEFAULT_TENANT_SECRET = blake3(b"kvstore default tenant, a published constant\n").digest()
+_CONTEXT = "kvstore 2026-11 secret of a tenant"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,11 @@ class TenantKeys:
 
     tenant: str = "default"
     secret: bytes = field(default=DEFAULT_TENANT_SECRET, repr=False)
+
+    @classmethod
+    def derived(cls, tenant: str, text: bytes) -> TenantKeys:
+        """The keys of a tenant whose secret is a text of any length: the same on every host."""
+        return cls(tenant=tenant, secret=blake3(text, derive_key_context=_CONTEXT).digest())
 
     @property
     def digest(self) -> bytes:

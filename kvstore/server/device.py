@@ -14,11 +14,13 @@ COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 _log = logging.getLogger("kvstore.nvme")
 
 
-def open_nvme(settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: Workers) -> NvmeTier:
-    """The tier, not recovered yet; ``movers`` check what it reads.
+def open_nvme(
+    settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: Workers, owner: str = ""
+) -> NvmeTier:
+    """The tier, not recovered yet; ``movers`` check what it reads, ``owner`` is Directory's.
 
-    Raises: FutureFormat; Unavailable, OSError when the directory cannot be had."""
-    directory = Directory(settings.directory, disk, faults)
+    Raises: FutureFormat, ForeignDirectory; Unavailable, OSError when the directory cannot be had."""
+    directory = Directory(settings.directory, disk, faults, owner)
     kind = disk.file_system(settings.directory)
     if kind in COPY_ON_WRITE:
         _log.warning(

@@ -1,7 +1,8 @@
 """The hand-off socket: where a client gets its session and its memory.
 
 AF_UNIX SOCK_SEQPACKET, one JSON object per packet, descriptors by SCM_RIGHTS. The connection is the session: when
-either end closes it, the session's leases, reservations and staging end. The peer's uid must be the server's.
+either end closes it, the session's leases, reservations and staging end. The peer's uid must be the tenant's, or the
+server's own.
 
     > {"op": "hello", "version": 1}
     < {"op": "welcome", "session": 7, "secret": "<64 hex>", "server_pid": 1, "generations_bytes": n,
@@ -24,6 +25,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Set
 from typing import Any
 
 from kvstore.controller import Controller, Session
@@ -53,9 +55,11 @@ def peer_uid(connection: socket.socket) -> int:
 class Handoff:
     """Serves the hand-off socket. Nothing a peer does ends more than its own connection."""
 
-    def __init__(self, controller: Controller, clock: Clock) -> None:
+    def __init__(self, controller: Controller, clock: Clock, uids: Set[int]) -> None:
+        """``uids``: whose processes are served."""
         self._controller = controller
         self._clock = clock
+        self._uids = uids
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
@@ -119,7 +123,7 @@ class Handoff:
         if not packet:
             raise ConnectionResetError("closed before its hello")
         # After the packet is read: closing on unread bytes would reset the peer before it sees the refusal.
-        if peer_uid(connection) != os.geteuid():
+        if peer_uid(connection) not in self._uids:
             raise PermissionDenied("this socket serves its own user only")
         request = _decode(packet)
         if request.get("op") != "hello" or request.get("version") != PROTOCOL_VERSION:

@@ -1,10 +1,10 @@
-"""The Prometheus page."""
+"""The Prometheus page. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -47,37 +47,50 @@ _log = logging.getLogger("kvstore.metrics")
 
 
 class _Collector(Collector):
-    """Asks the controller on its own thread; the page is served from another."""
+    """Asks the tenants' controllers on their own thread; the page is served from another."""
 
-    def __init__(self, controller: Controller, loop: asyncio.AbstractEventLoop) -> None:
-        self._controller = controller
+    def __init__(self, controllers: Mapping[str, Controller], loop: asyncio.AbstractEventLoop) -> None:
+        self._controllers = controllers
+        self._labels = ["tenant"] if len(controllers) > 1 else []
         self._loop = loop
 
-    async def _stats(self) -> Stats:
-        return self._controller.stats()
+    async def _stats(self) -> dict[str, Stats]:
+        return {tenant: controller.stats() for tenant, controller in self._controllers.items()}
+
+    def _named(self, tenant: str) -> list[str]:
+        return [tenant] if self._labels else []
 
     def collect(self) -> Iterator[Metric]:
-        stats = asyncio.run_coroutine_threadsafe(self._stats(), self._loop).result(COLLECT_TIMEOUT_S)
+        found = asyncio.run_coroutine_threadsafe(self._stats(), self._loop).result(COLLECT_TIMEOUT_S)
         for name, (field, description) in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvstore_{name}", description, value=getattr(stats, field))
-        if stats.nvme is not None:
-            for name, description in _TIER_GAUGES.items():
-                gauge = GaugeMetricFamily(f"kvstore_tier_{name}", description, labels=["tier"])
-                gauge.add_metric([stats.nvme.name], getattr(stats.nvme, name))
-                yield gauge
-        for name, value in stats.counters.items():
-            yield CounterMetricFamily(f"kvstore_{name}", DESCRIPTIONS[name], value=value)
+            gauge = GaugeMetricFamily(f"kvstore_{name}", description, labels=self._labels)
+            for tenant, stats in found.items():
+                gauge.add_metric(self._named(tenant), getattr(stats, field))
+            yield gauge
+        tiers = {tenant: stats.nvme for tenant, stats in found.items() if stats.nvme is not None}
+        for name, description in _TIER_GAUGES.items() if tiers else ():
+            gauge = GaugeMetricFamily(f"kvstore_tier_{name}", description, labels=[*self._labels, "tier"])
+            for tenant, nvme in tiers.items():
+                gauge.add_metric([*self._named(tenant), nvme.name], getattr(nvme, name))
+            yield gauge
+        for name, description in DESCRIPTIONS.items():
+            counter = CounterMetricFamily(f"kvstore_{name}", description, labels=self._labels)
+            for tenant, stats in found.items():
+                counter.add_metric(self._named(tenant), stats.counters[name])
+            yield counter
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def start_metrics(loaded: LoadedSettings, controller: Controller, loop: asyncio.AbstractEventLoop) -> str:
+def start_metrics(
+    loaded: LoadedSettings, controllers: Mapping[str, Controller], loop: asyncio.AbstractEventLoop
+) -> str:
     """Serve the page and return its address. A default port that is taken is replaced by a free one; a configured
     one that is taken stops the start with Unavailable."""
     settings = loaded.settings.server
     registry = CollectorRegistry()
-    registry.register(_Collector(controller, loop))
+    registry.register(_Collector(controllers, loop))
     try:
         server, _ = start_http_server(settings.metrics_port, settings.metrics_host, registry)
     except OSError as error:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ _log = logging.getLogger("kvstore.remote")
 class RemoteDoor:
     """``python -m kvstore.remote`` as a child, which ends when its standard input does."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        """Does nothing while remote.address is empty. Raises InvalidRequest when nobody could have a token."""
-        self._orders = _orders(settings) if settings.remote.address else {}
+    def __init__(self, settings: Settings, tenants: Mapping[str, Settings], clock: Clock) -> None:
+        """``tenants``: the settings as each sees them. Does nothing while remote.address is empty. Raises
+        InvalidRequest when nobody could have a token."""
+        self._orders = _orders(settings, tenants) if settings.remote.address else {}
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
@@ -89,19 +91,29 @@ class RemoteDoor:
             await process.wait()
 
 
-def _orders(settings: Settings) -> dict[str, Any]:
+def _orders(settings: Settings, tenants: Mapping[str, Settings]) -> dict[str, Any]:
     remote = settings.remote
-    if not remote.token_file:
+    served = [
+        {
+            "name": name, "setting": _token_setting(settings, name), "token_file": _expanded(own.remote.token_file),
+            "socket_directory": str(own.server.socket_directory),
+        }
+        for name, own in tenants.items() if own.remote.token_file
+    ]  # fmt: skip
+    if not served:
         raise InvalidRequest(
             f"remote.address = {remote.address}: clients over TCP need a token: set remote.token_file to a file with "
-            "one per line",
+            "one per line, or a tenant's tenants.NAME.token_file",
             setting="remote.address",
         )
-    tenants = [
-        {
-            "name": "default", "setting": "remote.token_file", "token_file": str(Path(remote.token_file).expanduser()),
-            "socket_directory": str(settings.server.socket_directory),
-        }
-    ]  # fmt: skip
     server = settings.server
-    return {**asdict(remote), "tenants": tenants, "log_level": server.log_level, "log_format": server.log_format}
+    return {**asdict(remote), "tenants": served, "log_level": server.log_level, "log_format": server.log_format}
+
+
+def _token_setting(settings: Settings, name: str) -> str:
+    own = settings.tenants.get(name)
+    return f"tenants.{name}.token_file" if own is not None and own.token_file else "remote.token_file"
+
+
+def _expanded(name: str) -> str:
+    return str(Path(name).expanduser())

@@ -7,35 +7,146 @@ import socket
 import stat
 from pathlib import Path
 
-from kvstore.config import ServerSettings
+from kvstore.config import Settings
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk
 
 GRPC_SOCKET = "kvstore.sock"
 DATA_SOCKET = "data.sock"
+PRIVATE, PASSABLE = 0o700, 0o711
+"""Of a directory with sockets: ours alone, or other users may go through it to a socket of theirs."""
 
 
-def prepare(settings: ServerSettings, disk: Disk) -> int:
+def prepare(settings: Settings, disk: Disk) -> int:
     """Make the directories and take the state's lock. Returns the lock's descriptor, held until the process ends.
 
     Raises: Unavailable when another server uses the directory, or it cannot be made ours.
     """
-    for directory in (settings.state_directory, settings.socket_directory):
+    server = settings.server
+    for directory in (server.state_directory, server.socket_directory):
         disk.make_directory(directory)
-    status = os.stat(settings.socket_directory)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    allowed = PASSABLE if serves_others(settings) else PRIVATE
+    status = os.stat(server.socket_directory)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o777 & ~allowed:
         raise Unavailable(
-            f"{settings.socket_directory} must belong to this user with mode 0700: "
+            f"{server.socket_directory} must belong to this user with mode 0700: "
             "run chmod 700 on it, or set server.socket_directory"
         )
-    path = settings.state_directory / "lock"
+    path = server.state_directory / "lock"
     descriptor = disk.open(path, os.O_RDWR | os.O_CREAT)
     if not disk.lock(descriptor):
         disk.close(descriptor)
         raise Unavailable(
-            f"another kvstore server uses {settings.state_directory}: stop it, or set server.state_directory"
+            f"another kvstore server uses {server.state_directory}: stop it, or set server.state_directory"
         )
+    if allowed == PASSABLE:
+        os.chmod(server.socket_directory, PASSABLE)
     return descriptor
+
+
+def close_again(settings: Settings) -> None:
+    """After a clean stop: undo what ``prepare`` opened to others."""
+    if serves_others(settings):
+        os.chmod(settings.server.socket_directory, PRIVATE)
+
+
+def serves_others(settings: Settings) -> bool:
+    """Whether a tenant's sockets are another user's."""
+    return any(is_other(tenant.uid) for tenant in settings.tenants.values())
+
+
+def is_other(uid: int | None) -> bool:
+    """Whether ``uid`` is a user that is not this process's."""
+    return uid is not None and uid != os.geteuid()
+
+
+class SocketDirectory:
+    """One tenant's sockets. The directory stays the server's even when the sockets are another user's: who may write
+    it could have a server that is root follow his links."""
+
+    def __init__(self, path: Path, disk: Disk, *, tenant: str, uid: int | None, is_own: bool) -> None:
+        """``is_own``: the directory is made and removed for this tenant; otherwise ``prepare`` made it."""
+        self.path = path
+        self._disk = disk
+        self._setting = f"tenants.{tenant}.uid"
+        self._uid = uid
+        self._is_own = is_own
+
+    @property
+    def grpc(self) -> Path:
+        return self.path / GRPC_SOCKET
+
+    @property
+    def data(self) -> Path:
+        return self.path / DATA_SOCKET
+
+    def claim(self) -> None:
+        """Make the directory, and remove sockets that a dead server left. Raises Unavailable naming the remedy."""
+        if self._is_own:
+            self._disk.make_directory(self.path)
+        try:
+            if self._is_own:
+                status = os.lstat(self.path)
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                    raise Unavailable(f"{self.path} must be a directory of this user: move it away")
+                os.chmod(self.path, PASSABLE if is_other(self._uid) else PRIVATE)
+            if self._uid is not None and is_other(self._uid):
+                self._check_reach(self._uid)
+            for path in (self.grpc, self.data):
+                claim_socket(path, self._disk)
+        except BaseException:
+            self._remove_directory()
+            raise
+
+    def _check_reach(self, uid: int) -> None:
+        """Raises Unavailable naming what keeps a user from the sockets."""
+        for each in (self.path, *self.path.resolve().parents):
+            status = os.stat(each)
+            # A group may let him in, too; whose he is, is not looked up.
+            if not status.st_mode & (stat.S_IXOTH | stat.S_IXGRP | (stat.S_IXUSR if status.st_uid == uid else 0)):
+                raise Unavailable(
+                    f"{self._setting} = {uid}: {each} (mode {stat.S_IMODE(status.st_mode):04o}) keeps that user from "
+                    f"{self.path}: set server.socket_directory to a place others can reach, like /run/kvstore"
+                )
+
+    def give(self, path: Path) -> None:
+        """Let the tenant's user, and nobody else, connect to a socket. Raises Unavailable without the right to."""
+        os.chmod(path, 0o600)
+        if self._uid is None or not is_other(self._uid):
+            return
+        try:
+            os.chown(path, self._uid, -1)
+        except OSError as error:
+            raise Unavailable(
+                f"{self._setting} = {self._uid}: this server runs as user {os.geteuid()} and may not give a socket to "
+                f"another ({error.strerror}): start it as root, or leave {self._setting} out"
+            ) from error
+
+    def listen(self) -> socket.socket:
+        """The hand-off's listener: non-blocking, SEQPACKET."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(str(self.data))
+            self.give(self.data)
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        return listener
+
+    def remove(self) -> None:
+        """Take the sockets away, and the directory if it was made for them. Idempotent."""
+        for path in (self.grpc, self.data):
+            self._disk.remove(path)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._is_own:
+            try:
+                self.path.rmdir()
+            except OSError:
+                return  # somebody's things are in it, or it went before
 
 
 def claim_socket(path: Path, disk: Disk) -> None:
@@ -56,13 +167,3 @@ def claim_socket(path: Path, disk: Disk) -> None:
                 continue
             raise Unavailable(f"another server listens on {path}: stop it, or set server.socket_directory")
     disk.remove(path)
-
-
-def listen(path: Path) -> socket.socket:
-    """A non-blocking SEQPACKET listener, mode 0600."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(64)
-    listener.setblocking(False)
-    return listener

@@ -2,6 +2,6 @@
 of it."""
 
 from kvstore.telemetry.counters import Counters
-from kvstore.telemetry.logs import configure_logging
+from kvstore.telemetry.logs import configure_logging, log_as, log_on_as
 
-__all__ = ["Counters", "configure_logging"]
+__all__ = ["Counters", "configure_logging", "log_as", "log_on_as"]

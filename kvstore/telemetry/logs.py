@@ -1,13 +1,39 @@
-"""Structured logs on stderr: one JSON object a line, or text for people."""
+"""Structured logs on stderr: one JSON object a line, or text for people. What is done for a tenant says so."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
+_tenant = ContextVar("tenant", default="")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+@contextmanager
+def log_as(tenant: str) -> Iterator[None]:
+    """What is logged inside, and by every task that is made inside, says that it is this tenant's."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
+
+
+def log_on_as(tenant: str) -> None:
+    """As ``log_as``, for the rest of the task that calls."""
+    _tenant.set(tenant)
+
+
+class _TenantFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if tenant := _tenant.get():
+            record.tenant = tenant
+        return True
 
 
 class _JsonFormatter(logging.Formatter):
@@ -35,6 +61,7 @@ class _TextFormatter(logging.Formatter):
 def configure_logging(level: str, form: str) -> None:
     """Send the service's logs to stderr. ``form`` is "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_TenantFilter())
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     root = logging.getLogger("kvstore")
     root.handlers[:] = [handler]

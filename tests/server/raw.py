@@ -40,10 +40,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 class Handoff:
     """The hand-off socket, one packet at a time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tenant: str = "") -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(TIMEOUT_S)
-        self.socket.connect(str(directory / "run" / "data.sock"))
+        self.socket.connect(str(directory / "run" / tenant / "data.sock"))
 
     def send(self, packet: bytes) -> None:
         self.socket.send(packet)
@@ -75,14 +75,14 @@ class Handoff:
 
 
 class Raw(Handoff):
-    """A whole session: secret, memory and stubs."""
+    """A whole session: secret, memory and stubs. ``tenant``: one beside the default one."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
-        super().__init__(sidecar.directory)
+    def __init__(self, sidecar: Sidecar, tenant: str = "") -> None:
+        super().__init__(sidecar.directory, tenant)
         self.welcome, self.descriptors = self.exchange(op="hello", version=1)
         assert self.welcome["op"] == "welcome", self.welcome
         self.secret = bytes.fromhex(self.welcome["secret"])
-        self.channel = grpc.insecure_channel(sidecar.address.replace("unix://", "unix:"))
+        self.channel = grpc.insecure_channel(f"unix:{sidecar.directory / 'run' / tenant / 'kvstore.sock'}")
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
 

@@ -50,8 +50,10 @@ class IndexColumns:
 class Directory:
     """An open directory. Only ``open_directory`` makes one, and it changes nothing before all checks have passed."""
 
-    def __init__(self, path: Path, disk: Disk, faults: FaultPoints) -> None:
+    def __init__(self, path: Path, disk: Disk, faults: FaultPoints, owner: str = "") -> None:
+        """``owner`` tells a tenant's directory from another's; the default tenant has none."""
         self.path = path
+        self._owner = owner
         self._disk = disk
         self._faults = faults
         self._clean = ""
@@ -67,7 +69,7 @@ class Directory:
             raise
 
     def _read_format(self) -> None:
-        """Refuses what a newer release wrote, before a byte is changed."""
+        """Refuses what a newer release or another tenant wrote, before a byte is changed."""
         try:
             found = json.loads(self._read(FORMAT_FILE))
         except FileNotFoundError:
@@ -84,6 +86,11 @@ class Directory:
                 f"{self.path} was written by a newer kvstore (format {found.get('format')}, needs a reader of "
                 f"{minimum}{', features ' + ', '.join(sorted(unknown)) if unknown else ''}; this one reads {FORMAT}): "
                 "start that release, or set tiers.nvme.directory to another directory. Nothing was changed"
+            )
+        if found and found.get("owner", "") != self._owner:
+            raise ForeignDirectory(
+                f"{self.path} was written by another tenant, or by this one with another secret: give it back the "
+                "secret it had (tenants.NAME.secret_file), or move the directory away. Nothing was changed"
             )
         self._clean = str(found.get("clean", ""))
 
@@ -115,6 +122,8 @@ class Directory:
 
     def _write_format(self, clean: str) -> None:
         said = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT, "features": [], "clean": clean}
+        if self._owner:
+            said["owner"] = self._owner
         self._write(FORMAT_FILE, json.dumps(said).encode())
 
     def _read_index(self) -> IndexColumns | None:
@@ -156,6 +165,10 @@ class Directory:
 
 class FutureFormat(Unavailable):
     """The directory was written by a newer release: the start ends here."""
+
+
+class ForeignDirectory(Unavailable):
+    """The directory is another tenant's: the start ends here."""
 
 
 def _pack(columns: IndexColumns) -> bytes:

@@ -1,0 +1,68 @@
+"""Tenants' secrets, read once at the start."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstore.config import DEFAULT_TENANT, TenantSettings
+from kvstore.errors import InvalidRequest
+from kvstore.seams import TenantKeys
+
+SECRET_BYTES_MIN = 32
+SECRET_BYTES_MAX = 4096
+
+
+def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
+    """The keys of every tenant, the default one's a published constant unless it has a file, too.
+
+    Raises: InvalidRequest naming the setting, and never the secret, for a file that cannot be read, that others may
+    read, that is too short, or that says another tenant's secret.
+    """
+    keys = {DEFAULT_TENANT: TenantKeys()}
+    for name, tenant in tenants.items():
+        if tenant.secret_file:
+            setting = f"tenants.{name}.secret_file"
+            keys[name] = TenantKeys.derived(name, _read(Path(tenant.secret_file).expanduser(), setting))
+    owners: dict[bytes, str] = {}
+    for name, own in keys.items():
+        other = owners.setdefault(own.secret, name)
+        if other != name:
+            raise InvalidRequest(
+                f"tenants.{name}.secret_file = {tenants[name].secret_file}: it holds the secret of tenant {other}, "
+                "too: give each tenant its own",
+                setting=f"tenants.{name}.secret_file",
+            )
+    return keys
+
+
+def _read(path: Path, setting: str) -> bytes:
+    """The text of a secret, without the white space around it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise _wrong(setting, path, f"it cannot be read ({error.strerror}): write it, for this user alone") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _wrong(setting, path, "it is no file: name one with 32 or more random characters")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise _wrong(setting, path, f"others may read or write it (mode {mode:04o}): run chmod 600 on it")
+        if status.st_uid not in (0, os.geteuid()):
+            raise _wrong(setting, path, f"it belongs to user {status.st_uid}: run chown {os.geteuid()} on it")
+        text = os.read(descriptor, SECRET_BYTES_MAX + 1).strip()
+    finally:
+        os.close(descriptor)
+    if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:
+        raise _wrong(
+            setting, path, f"it holds {len(text)} characters and a secret has {SECRET_BYTES_MIN} to "
+            f"{SECRET_BYTES_MAX}: write another, as openssl rand -hex 32 makes them",
+        )  # fmt: skip
+    return text
+
+
+def _wrong(setting: str, path: Path, remedy: str) -> InvalidRequest:
+    return InvalidRequest(f"{setting} = {path}: {remedy}", setting=setting)

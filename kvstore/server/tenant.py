@@ -1,0 +1,180 @@
+"""One tenant of the process, whole: its controller and arena, the doors in front of them, the device behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.arena import Arena, prefault
+from kvstore.config import DEFAULT_TENANT, Settings
+from kvstore.controller import Controller
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.seams import Clock, Disk, FaultPoints, Memory, Random, TenantKeys, Workers
+from kvstore.server.device import open_nvme
+from kvstore.server.handoff import Handoff
+from kvstore.server.rpc import register
+from kvstore.server.services import AdminService, CacheService
+from kvstore.server.state import SocketDirectory
+from kvstore.telemetry import Counters, log_as
+from kvstore.tiers.nvme import ForeignDirectory, FutureFormat
+from kvstore.v1 import cache_pb2
+from kvstore.v1alpha import admin_pb2
+
+EPOCH_BYTES = 8
+_log = logging.getLogger("kvstore.server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What the tenants of a process share: its clock, its disks, its byte movers. Nothing of theirs is in it."""
+
+    clock: Clock
+    random: Random
+    memory: Memory
+    disk: Disk
+    faults: FaultPoints
+    workers: Workers
+    prefaulting: Workers
+
+
+class Tenant:
+    """``settings`` is the tree as this tenant's parts see it. In order: ``claim``, ``open``, then ``close_doors`` and
+    ``detach``, or ``abandon`` wherever it ends."""
+
+    def __init__(self, settings: Settings, keys: TenantKeys, world: World) -> None:
+        self.name = keys.tenant
+        self.settings = settings
+        self.said = self.name if settings.tenants else ""
+        """Its name in logs; where there is nobody else there is nothing to tell apart."""
+        own = settings.tenants.get(self.name)
+        self.uid = own.uid if own is not None else None
+        self._world = world
+        self.controller = _controller(settings, keys, world)
+        self.sockets = SocketDirectory(
+            settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
+            is_own=self.name != DEFAULT_TENANT,
+        )  # fmt: skip
+        self._server, self._health = _grpc_server(self.controller, world, settings.limits.message_bytes_max)
+        self._listener: Any = None
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def claim(self) -> None:
+        """Take the tenant's places in the file system. Raises Unavailable when another has one."""
+        self.sockets.claim()
+
+    async def open(self, group: asyncio.TaskGroup) -> None:
+        """Returns when the tenant is served; what goes on without being asked is ``group``'s. Raises Unavailable."""
+        with log_as(self.said):
+            self._listener = self.sockets.listen()
+            uids = {os.geteuid(), os.geteuid() if self.uid is None else self.uid}
+            self._begin(group, Handoff(self.controller, self._world.clock, uids).serve(self._listener, group))
+            if self._server.add_insecure_port(f"unix:{self.sockets.grpc}") == 0:
+                raise Unavailable(f"cannot listen on {self.sockets.grpc}")
+            await self._attach()
+            await self._server.start()
+            await _report_healthy(self._health)
+            self.sockets.give(self.sockets.grpc)
+            self._begin(group, self.controller.run())
+            if self.settings.arena.prefault:
+                world = self._world
+                self._begin(group, prefault(self.controller.arena, world.prefaulting, world.clock))
+
+    def _begin(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(group.create_task(work))
+
+    async def _attach(self) -> None:
+        """Open the device tier. A directory of a newer release or of another tenant stops the start; anything else
+        that is wrong with it is said, and the service runs without."""
+        nvme, world = self.settings.tiers.nvme, self._world
+        if not nvme.capacity_bytes:
+            return
+        keys = self.controller.keys
+        owner = "" if keys == TenantKeys() else keys.digest.hex()
+        try:
+            tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.workers, owner)
+            await self.controller.attach(tier)
+        except (FutureFormat, ForeignDirectory):
+            raise
+        except (KVStoreError, OSError) as error:
+            reason = error.message if isinstance(error, KVStoreError) else f"{nvme.directory}: {error.strerror}"
+            self.controller.nvme_reason = f"the NVMe tier is off: {reason} (tiers.nvme.directory)"
+            _log.error(self.controller.nvme_reason)
+
+    async def close_doors(self, grace_s: float) -> None:
+        """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
+        end: who waits for them knows how long."""
+        with log_as(self.said):
+            await self._health.enter_graceful_shutdown()
+            await self.controller.drain(grace_s)
+            await self._server.stop(1.0)
+            self._listener.close()
+            for task in self.tasks:
+                task.cancel()
+
+    async def detach(self) -> None:
+        """After the tasks ended: sessions, then a clean stop of the device."""
+        with log_as(self.said):
+            for session in self.controller.sessions:
+                await self.controller.close_session(session)
+            await self.controller.detach()
+
+    async def abandon(self) -> None:
+        """Whatever came before: nobody is served, and no socket stays. Idempotent."""
+        await self._server.stop(None)
+        if self._listener is not None:
+            self._listener.close()
+        self.sockets.remove()
+
+
+def _controller(settings: Settings, keys: TenantKeys, world: World) -> Controller:
+    arena = Arena(
+        world.memory, world.faults, capacity_bytes=settings.arena.capacity_bytes,
+        region_bytes=settings.arena.region_bytes,
+    )  # fmt: skip
+    return Controller(
+        arena=arena,
+        policy=LeastRecentlyUsed(),
+        limits=settings.limits,
+        clock=world.clock,
+        random=world.random,
+        memory=world.memory,
+        workers=world.workers,
+        keys=keys,
+        faults=world.faults,
+        counters=Counters(),
+        deadline_s=settings.controller.deadline_s,
+        policies=settings.policy,
+        is_write_through=settings.tiers.nvme.write == "through",
+    )
+
+
+def _grpc_server(controller: Controller, world: World, message_bytes_max: int) -> tuple[Any, Any]:
+    server = grpc.aio.server(
+        options=[("grpc.max_receive_message_length", message_bytes_max), ("grpc.so_reuseport", 0)],
+    )
+    cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
+    admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+    register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), controller.counters)
+    register(server, admin, AdminService(controller, world.clock, os.getpid()), controller.counters)
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection(
+        (cache.full_name, admin.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+         reflection.SERVICE_NAME), server,
+    )  # fmt: skip
+    return server, health_service
+
+
+async def _report_healthy(health_service: Any) -> None:
+    for module in (cache_pb2, admin_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)
