@@ -28,6 +28,7 @@ app = typer.Typer(
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 SocketOption = Annotated[str | None, typer.Option("--socket", help="The sidecar's socket (default: the user's).")]
+TenantOption = Annotated[str, typer.Option("--tenant", help="One of the sidecar's tenants.")]
 
 
 def _load(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
@@ -74,32 +75,39 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 
 
 @app.command()
-def status(socket: SocketOption = None, as_json: JsonOption = False) -> None:
-    """What the sidecar holds and has done."""
+def status(socket: SocketOption = None, tenant: TenantOption = "", as_json: JsonOption = False) -> None:
+    """What the sidecar holds and has done: for the default tenant, with a line for each other, or for one of them."""
     from kvstore_client import connect
 
+    from kvstore_ops import tenants
     from kvstore_ops.status import as_dict, render
 
-    with connect(f"unix://{socket}" if socket else None) as client:
+    with connect(tenants.address_of(socket, tenant)) as client:
         stats = client.stats()
+    others = {} if tenant else tenants.ask(socket, tenants.names_beside(socket))
     if as_json:
-        print(json.dumps(as_dict(stats), indent=2))
-    else:
-        Console().print(render(stats))
+        found = {name: {"problem": each} if isinstance(each, str) else as_dict(each) for name, each in others.items()}
+        print(json.dumps({**as_dict(stats), "tenants": found}, indent=2))
+        return
+    Console().print(render(stats))
+    if others:
+        Console().print(tenants.render({stats.tenant: stats, **others}))
 
 
 @app.command()
 def watch(
     socket: SocketOption = None,
+    tenant: TenantOption = "",
     count: Annotated[int, typer.Option(help="End after so many events; 0: go on until interrupted.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Print chunks as they are stored, removed and moved."""
     from kvstore_client import connect
 
+    from kvstore_ops.tenants import address_of
     from kvstore_ops.watch import follow
 
-    with connect(f"unix://{socket}" if socket else None) as client, client.watch() as events:
+    with connect(address_of(socket, tenant)) as client, client.watch() as events:
         follow(events, count, as_json=as_json)
 
 

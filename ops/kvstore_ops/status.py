@@ -31,7 +31,9 @@ def _numbers(value: Any) -> Any:
 def render(stats: admin_pb2.StatsResponse) -> Group:
     """What it holds, for whom, and what it has done."""
     arena, sessions = stats.arena, stats.sessions
-    held = Table("arena", "", title=f"kvstore {stats.version}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s")
+    whose = "" if stats.tenant == "default" else f", tenant {stats.tenant}"
+    title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s"
+    held = Table("arena", "", title=title)
     held.add_row("used", f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}")
     held.add_row("pre-faulted", format_bytes(arena.prefaulted_bytes))
     held.add_row("chunks", str(arena.chunk_count))
