@@ -52,9 +52,16 @@ def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
         assert said == SAID[page]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="the guide makes its certificates with openssl")
-def test_the_remote_guide_runs_as_written(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "remote.md").read_text().replace("9500", free_port())
+WORDS = {
+    "remote.md": ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"),
+    "tenants.md": ("\nLOCAL\n1000\nCOLD\nremote 1000\nremote 0\n", "\n│ default ", "\n│ red ", '"tenant": "red"'),
+}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the guides make certificates and secrets with openssl")
+@pytest.mark.parametrize("page", WORDS)
+def test_a_guide_of_commands_runs_as_written(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / page).read_text().replace("9500", free_port())
     script = "set -e\n" + "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-c", f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{script}"]
@@ -67,5 +74,5 @@ def test_the_remote_guide_runs_as_written(tmp_path: Path) -> None:
         words = said.read()
     assert done.returncode == 0, words
     words = "\n" + "\n".join(line for line in words.splitlines() if not line.startswith("{")) + "\n"  # without the log
-    for line in ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"):
+    for line in WORDS[page]:
         assert line in words

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +302,45 @@ def test_a_clean_stop_leaves_no_socket_behind() -> None:
         assert not list(run.iterdir())
         assert "Traceback" not in (sidecar.directory / "log").read_text()
         client.close()
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def same_token(place: Path) -> None:
+    (place / "b.tokens").write_text(f"{token_of('b')}\n{token_of('a')}\n")
+
+
+def same_secret(place: Path) -> None:
+    (place / "b.secret").write_text(secret_of("a"))
+
+
+def open_to_others(place: Path) -> None:
+    (place / "a.secret").chmod(0o644)
+
+
+def absent(place: Path) -> None:
+    (place / "b.secret").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (same_token, r"tenants\.b\.token_file: one of its tokens is tenant a's"),
+        (same_secret, r"tenants\.b\.secret_file = .*tenant a, too: give each tenant its own"),
+        (open_to_others, r"tenants\.a\.secret_file = .*run chmod 600"),
+        (absent, r"tenants\.b\.secret_file = .*cannot be read"),
+    ],
+)
+def test_a_start_that_would_mix_tenants_is_refused(spoil: Callable[[Path], None], words: str) -> None:
+    sidecar = tenants_sidecar("--capacity", "8 MiB")
+    spoil(sidecar.directory)
+    with pytest.raises(Unavailable, match=words):
+        sidecar.start()
+    sidecar.stop()
+    run = sidecar.directory / "run"
+    assert not run.exists() or not list(run.iterdir())
+    assert "Traceback" not in (sidecar.directory / "log").read_text()
 
 
 # ------------------------------------------------------------ users

@@ -19,6 +19,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from tests.e2e.test_watch import store
+from tests.security.tenancy import client_of, secret_of, write_private
 from tests.server.raw import eventually
 from tests.specs import small_spec, tokens_of
 
@@ -137,6 +138,16 @@ def router(tmp_path: Path) -> Iterator[Router]:
     found = Router(tmp_path)
     yield found
     found.close()
+
+
+def test_only_the_default_tenants_blocks_are_published(router: Router, tmp_path: Path) -> None:
+    """Whoever reaches the endpoint reads it all: it is no tenant's door."""
+    secret = write_private(tmp_path / "secret", secret_of("a"))
+    with published(tmp_path, KVSTORE__TENANTS__A__SECRET_FILE=secret) as sidecar:
+        with client_of(sidecar, "a") as other, connect(sidecar.address) as client:
+            store(other, 40, 1, SPEC)
+            known = store(client, 40, 2, SPEC)
+            eventually(lambda: router.catch_up() or set(router.known) == set(known))
 
 
 def test_a_router_that_comes_late_knows_every_block_by_replay(router: Router, tmp_path: Path) -> None:
