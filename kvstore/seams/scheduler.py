@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ MOVER_NICE = 5
 
 class WorkerThreads:
     """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
-    not wait for work that nobody waits for."""
+    not wait for work that nobody waits for. A call runs in its caller's context: its logs say whose it is."""
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._count = count
@@ -44,7 +45,7 @@ class WorkerThreads:
         return self._count
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        return self._pool.submit(function, *args)
+        return self._pool.submit(copy_context().run, function, *args)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)

@@ -1,0 +1,60 @@
+"""Whose a line is: said by the tasks, calls and threads that work for a tenant, and by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.seams import WorkerThreads
+from kvstore.telemetry import configure_logging, log_as, log_on_as
+
+_log = logging.getLogger("kvstore.test")
+
+
+@pytest.fixture(params=["json", "text"])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    root = logging.getLogger("kvstore")
+    before = root.handlers[:], root.level, root.propagate
+    configure_logging("info", request.param)
+    yield request.param
+    root.handlers[:], root.level, root.propagate = before
+
+
+def whose(form: str, captured: str) -> dict[str, str]:
+    """Message to tenant, of lines of either form."""
+    if form == "json":
+        return {line["message"]: line.get("tenant", "") for line in map(json.loads, captured.splitlines())}
+    return {line.split()[2]: line.partition("tenant=")[2] for line in captured.splitlines()}
+
+
+async def test_a_line_says_for_which_tenant_it_was_written(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", form)  # on the stream that is captured
+    threads = WorkerThreads(1, "test")
+    goes = asyncio.Event()
+
+    async def later(message: str) -> None:
+        await goes.wait()
+        _log.info(message)
+        await asyncio.wrap_future(threads.submit(_log.info, f"{message}-thread"))
+
+    async def remote() -> None:
+        log_on_as("c")
+        _log.info("remote")
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("a", "b"):
+            with log_as(name):
+                group.create_task(later(f"of-{name}"))
+        group.create_task(later("of-nobody"))
+        group.create_task(remote())
+        goes.set()
+    _log.info("after")
+    threads.close()
+    assert whose(form, capfd.readouterr().err) == {
+        "of-a": "a", "of-a-thread": "a", "of-b": "b", "of-b-thread": "b", "of-nobody": "", "of-nobody-thread": "",
+        "remote": "c", "after": "",
+    }  # fmt: skip
