@@ -126,9 +126,10 @@ class Handoff:
         if peer_uid(connection) not in self._uids:
             raise PermissionDenied("this socket serves its own user only")
         request = _decode(packet)
-        if request.get("op") != "hello" or request.get("version") != PROTOCOL_VERSION:
+        version = request.get("version")
+        if request.get("op") != "hello" or type(version) is not int or version != PROTOCOL_VERSION:  # true == 1 == 1.0
             raise InvalidRequest(
-                f"this server speaks hand-off version {PROTOCOL_VERSION}, not {request.get('version')!r:.40}: "
+                f"this server speaks hand-off version {PROTOCOL_VERSION}, not {version!r:.40}: "
                 "use a client of the same release"
             )
 
