@@ -5,7 +5,8 @@ tests hold golden vectors.
 
 - *chain digest* of a chunk = H(parent digest, its tokens as u32 little-endian, the extras inside it). The client
   computes it; the memory catalog is indexed by it.
-- *content digest* of a segment = H(tokens, extras), for caches computed alone, from position 0.
+- *content digest* = H(tokens, extras), of a segment's first chunk: for caches computed alone, from position 0. The
+  segment's further chunks follow it as in any chain, so that each digest stands for all tokens up to its end.
 - *fingerprint* = H(spec, kind, layer of E, format version): the namespace a chunk lives in.
 - *storage key* = keyed by the tenant's secret, H(fingerprint, provenance, exactness, chain digest): the name of a
   chunk outside this process. No client can compute another tenant's.
@@ -93,10 +94,13 @@ def prefix_digest(parent: bytes, tokens: Tokens, extras: Sequence[Extra] = (), s
 
 def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
     """One digest per chunk: the full chunks, then the partial tail if there is one."""
+    return _chained(ROOT_DIGEST, tokens, 0, chunk_tokens, sorted(extras))
+
+
+def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, ordered: Sequence[Extra]) -> list[bytes]:
+    """The digests of the chunks from token ``first`` on."""
     digests: list[bytes] = []
-    parent = ROOT_DIGEST
-    ordered = sorted(extras)
-    for start in range(0, tokens.size, chunk_tokens):
+    for start in range(first, tokens.size, chunk_tokens):
         stop = start + chunk_tokens
         inside = [extra for extra in ordered if start <= extra.position < stop] if ordered else ()
         parent = prefix_digest(parent, tokens[start:stop], inside, start)
@@ -119,6 +123,15 @@ def content_digest(tokens: Tokens, extras: Sequence[Extra] = ()) -> bytes:
     """The key of a segment whose cache was computed alone, from position 0."""
     data = _CONTENT + struct.pack("<I", tokens.size) + tokens.tobytes()
     return blake3(data + _extras(sorted(extras), 0)).digest()
+
+
+def segment_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
+    """One digest per chunk of a segment, its ragged tail included. ``extras``: positions count from its first token."""
+    if not tokens.size:
+        return []
+    ordered = sorted(extras)
+    first = content_digest(tokens[:chunk_tokens], [extra for extra in ordered if extra.position < chunk_tokens])
+    return [first, *_chained(first, tokens, chunk_tokens, chunk_tokens, ordered)]
 
 
 @lru_cache(maxsize=4096)

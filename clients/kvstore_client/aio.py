@@ -72,6 +72,18 @@ class AsyncClient:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
         return await self.call(self.client.store, spec, tokens, kv, **options)
 
+    async def store_segment(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
+        """See ``Client.store_segment``."""
+        return await self.call(self.client.store_segment, spec, tokens, kv, **options)
+
+    async def fetch_segment(self, spec: ModelSpec, tokens: Any, **options: Any) -> FetchedKV:
+        """See ``Client.fetch_segment``."""
+        return await self.call(self.client.fetch_segment, spec, tokens, **options)
+
+    async def find_segments(self, spec: ModelSpec, tokens: Any) -> list[range]:
+        """See ``Client.find_segments``."""
+        return await self.call(self.client.find_segments, spec, tokens)
+
     async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
         """``receipt.wait`` without blocking the loop."""
         return await self.call(receipt.wait, timeout)

@@ -6,27 +6,27 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import Exhausted
 from kvstore.keys import Extra
 from kvstore.seams import Clock, FaultPoints, SystemClock, WorkerThreads
 from kvstore.seams.scheduler import start_thread
-from kvstore.spec import ChunkState, Durability, Encoding, Exactness, MissReason, ModelSpec, Tier
+from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_client.arrays import presented
 from kvstore_client.connection import Connection
-from kvstore_client.copying import Copier, commit_beside
+from kvstore_client.copying import Copier
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
-from kvstore_client.match import ChunkMatch, Match, matching_tail, unavailable
+from kvstore_client.match import Match, chunk_matches, matching_tail, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged, Pages
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS, Place, place_of
-from kvstore_client.remote.storing import store_of
-from kvstore_client.starting import Means, check_durability
-from kvstore_client.storing import Source
+from kvstore_client.segments.calls import SegmentCalls
+from kvstore_client.segments.known import KnownSegments
+from kvstore_client.starting import Means
 from kvstore_client.target import given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
 from kvstore_client.watching import Watching
@@ -60,7 +60,7 @@ def connect(
     return client
 
 
-class Client(Watching, OpaqueCalls):
+class Client(Watching, OpaqueCalls, SegmentCalls):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
     def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
@@ -68,6 +68,7 @@ class Client(Watching, OpaqueCalls):
         self._clock = clock or SystemClock()
         self._connection = Connection(place, self._clock, timeout_s)
         self._is_closed = False
+        self._known = KnownSegments()
         self.faults = FaultPoints()
         self._start_threads()
 
@@ -97,6 +98,7 @@ class Client(Watching, OpaqueCalls):
         spec: ModelSpec,
         tokens: Any,
         *,
+        segments: Sequence[range | tuple[int, int]] | None = None,
         hold: bool = False,
         readers: int = 1,
         extras: Sequence[Extra] = (),
@@ -105,23 +107,22 @@ class Client(Watching, OpaqueCalls):
         """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, and holds nothing unless asked to:
         with ``hold`` the match has a ticket, and what hit stays for ``readers`` fetches by it, from any process of
         the user, until the ticket expires (limits.ticket_age_s_max). ``tokens``: here and elsewhere also PageHashes.
+        ``segments``: the runs (start, stop) of the prompt that are documents; the match tells what is stored of each.
         Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
+        cut = self._cut(prompt, segments, exactness)
         if not prompt.digests:
             return Match(0, ())
+        missed = missed_chunks(spec.chunk_tokens, 0, prompt.token_count, MissReason.UNAVAILABLE)
         return self._connection.or_gone(
-            lambda: self._lookup(prompt, readers if hold else 0), lambda _: unavailable(spec, prompt.token_count)
+            lambda: self._lookup(prompt, readers if hold else 0, cut),
+            lambda _: Match(0, missed, segments=self._matched(cut, (), 0)),
         )
 
-    def _lookup(self, prompt: Prompt, readers: int) -> Match:
+    def _lookup(self, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]]) -> Match:
         step, count = prompt.spec.chunk_tokens, prompt.token_count
-        reply = self._ask(prompt, prompt.digests, readers)
-        chunks: list[ChunkMatch] = []
-        for run in reply.runs:
-            states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
-            for _ in range(run.count):
-                start = len(chunks) * step
-                chunks.append(ChunkMatch(start, min(start + step, count), *states))
+        reply = self._ask(prompt, prompt.digests, readers, [each for _, each in cut])
+        chunks = chunk_matches(reply.runs, step, 0, count)
         hits, ticket = reply.hit_count, reply.ticket
         prefix = min(hits * step, count)
         tail = matching_tail(prompt, prefix, hits, reply.tails)
@@ -136,12 +137,15 @@ class Client(Watching, OpaqueCalls):
                 tail = None
         prefix += tail[0] if tail else 0
         held = pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
-        return Match(prefix, tuple(chunks), held)
+        return Match(prefix, chunks, held, self._matched(cut, reply.segments, prefix))
 
-    def _ask(self, prompt: Prompt, digests: Sequence[bytes], readers: int) -> pb.LookupResponse:
+    def _ask(
+        self, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
+    ) -> pb.LookupResponse:
         session, name = self._ready(prompt.spec)
-        query = pb.ChainQuery(fingerprint=name, digests=b"".join(digests), exactness=prompt.exactness)  # type: ignore[arg-type]
-        request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers)
+        query = prompt.query(name, digests)
+        chains = [each.query(name, each.digests) for each in segments]
+        request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=chains)
         reply: pb.LookupResponse = session.call(session.cache.Lookup, request, self._timeout_s)
         return reply
 
@@ -207,7 +211,12 @@ class Client(Watching, OpaqueCalls):
         ``Paged`` pages get it where their slots say, and the list has their views.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
         """
-        prompt = Prompt.of(spec, tokens, extras, exactness)
+        return self._get(Prompt.of(spec, tokens, extras, exactness), layers, heads, hidden_layers, into, verify)
+
+    def _get(
+        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+        hidden_layers: Sequence[int], into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
+    ) -> FetchedKV:  # fmt: skip
         wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
         given = given_places(wanted, into)
         if not prompt.digests:
@@ -237,15 +246,15 @@ class Client(Watching, OpaqueCalls):
 
     def _open_in(self, session: AnySession, name: bytes, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
         """The resident chunks, and the partial tail after them when one matches."""
-        digests = prompt.digests
-        prefix = open_prefix(session, wanted, name, digests, prompt.exactness, self._timeout_s)
+        digests, how = prompt.digests, (prompt.exactness, self._timeout_s, b"", prompt.provenance)
+        prefix = open_prefix(session, wanted, name, digests, *how)
         hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
         tail = matching_tail(prompt, prefix.token_count, hits, prefix.tails)
         if tail is None:
             return prefix
         # The tail's digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
         prefix.close()
-        return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], prompt.exactness, self._timeout_s)
+        return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
 
     def _gather(
         self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: list[Any] | Pages | None
@@ -324,24 +333,12 @@ class Client(Watching, OpaqueCalls):
         {layer: [tokens, hidden_size]}. ``durability``: what the receipt's ``wait`` waits for; None: the highest
         level the sidecar has. Raises: InvalidRequest naming the argument that is wrong.
         """
-        check_durability(durability)
-        prompt = Prompt.of(spec, tokens, extras, exactness)
-        if not prompt.digests:
-            raise InvalidRequest("tokens is empty: there is nothing to store")
-        source = Source.of(prompt.spec, prompt.token_count, kv, hidden)
+        return self._keep(Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 
-        def run() -> Receipt:
-            session, name = self._ready(prompt.spec)
-            store = store_of(session, source, self._copier, self.faults, self._timeout_s)
-            store.stage(name, prompt)
-            settle = None if durability is Durability.MEMORY else self._means().settle(prompt, source.hidden_layers)
-            return Receipt(commit_beside(self._committer, store.commit, waits=store.waits), settle)
-
-        try:
-            return self._connection.or_gone(run, Receipt.nothing)
-        except Exhausted as error:
-            self._connection.counters["stores_refused"] += 1
-            return Receipt.nothing(error.message)
+    def _keep(
+        self, prompt: Prompt, kv: Sequence[Any], hidden: Mapping[int, Any] | None, durability: Durability | None
+    ) -> Receipt:
+        return self._means().keep(prompt, kv, hidden, durability, self.faults)
 
     def start_store(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.keys import ROOT_DIGEST
-from kvstore.spec import ChunkState, Encoding, MissReason, ModelSpec, Tier
+from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.prompt import Prompt
+
+if TYPE_CHECKING:
+    from kvstore_client.segments.runs import SegmentMatch
 
 
 class ChunkMatch(NamedTuple):
@@ -26,22 +29,33 @@ class ChunkMatch(NamedTuple):
 @dataclass(frozen=True)
 class Match:
     """How much of a prompt is stored. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
-    hold, what other processes fetch the prefix by; None when there is none."""
+    hold, what other processes fetch the prefix by; None when there is none. ``segments``: one per segment that was
+    asked for."""
 
     prefix_token_count: int
     chunks: tuple[ChunkMatch, ...]
     ticket: bytes | None = None
+    segments: tuple[SegmentMatch, ...] = ()
 
     def __bool__(self) -> bool:
         return self.prefix_token_count > 0
 
 
-def unavailable(spec: ModelSpec, token_count: int) -> Match:
-    """The match of a prompt when nobody answers."""
-    step = spec.chunk_tokens
-    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, MissReason.UNAVAILABLE)
-    starts = range(0, token_count, step)
-    return Match(0, tuple(ChunkMatch(start, min(start + step, token_count), *gone) for start in starts))
+def chunk_matches(runs: Iterable[pb.ChunkRun], step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
+    """What runs of chunks of ``step`` tokens say of the tokens ``start .. stop``."""
+    chunks: list[ChunkMatch] = []
+    for run in runs:
+        states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
+        for _ in range(run.count):
+            first = start + len(chunks) * step
+            chunks.append(ChunkMatch(first, min(first + step, stop), *states))
+    return tuple(chunks)
+
+
+def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple[ChunkMatch, ...]:
+    """The same when none of it is there."""
+    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
+    return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))
 
 
 def matching_tail(

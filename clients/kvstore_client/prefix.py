@@ -337,7 +337,7 @@ AnyPrefix = Prefix | RemotePrefix
 
 def open_prefix(
     session: AnySession, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
-    ticket: bytes = b"",
+    ticket: bytes = b"", provenance: int = 0,
 ) -> AnyPrefix:  # fmt: skip
     """Ask for the resident prefix of a chain, or redeem a ticket for all of it. Raises the typed error of a failed
     call."""
@@ -346,6 +346,7 @@ def open_prefix(
         digests=b"".join(digests),
         hidden_layers=wanted.hidden_layers,
         exactness=exactness,  # type: ignore[arg-type]
+        provenance=provenance,  # type: ignore[arg-type]
     )
     layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
     request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)

@@ -8,11 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.keys import DIGEST_BYTES, Extra, Tokens, chain_digests, tail_digest, token_array, token_digest
+from kvstore.keys import (
+    DIGEST_BYTES,
+    Extra,
+    Tokens,
+    chain_digests,
+    segment_digests,
+    tail_digest,
+    token_array,
+    token_digest,
+)  # fmt: skip
 from kvstore.spec import Exactness, ModelSpec
+from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import is_tensor
 
 _EXACTNESS = {Exactness.EXACT: 1, Exactness.DERIVED: 2}
+IN_CONTEXT, STANDALONE = 1, 2
+"""The wire's numbers of provenances."""
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -67,6 +79,25 @@ class Prompt:
     exactness: int
     """The wire's number."""
     hashes: PageHashes | None = None
+    provenance: int = IN_CONTEXT
+    """The wire's number."""
+
+    @staticmethod
+    def segment(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness) -> Prompt:
+        """A document by itself; positions of ``extras`` count from its first token. Raises InvalidRequest."""
+        if isinstance(tokens, PageHashes):
+            raise InvalidRequest("a segment needs its tokens: PageHashes depend on what comes before it")
+        whole = Prompt.of(spec, tokens, extras, exactness)
+        assert whole.tokens is not None
+        digests = segment_digests(whole.tokens, spec.chunk_tokens, whole.extras)
+        return replace(whole, digests=digests, provenance=STANDALONE)
+
+    def query(self, name: bytes, digests: Sequence[bytes], hidden_layers: Sequence[int] = ()) -> pb.ChainQuery:
+        """Chunks of it on the wire."""
+        return pb.ChainQuery(
+            fingerprint=name, digests=b"".join(digests), hidden_layers=hidden_layers,
+            exactness=self.exactness, provenance=self.provenance,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     @staticmethod
     def of(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness) -> Prompt:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.seams import Workers
+from kvstore.seams import FaultPoints, Workers
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 from kvstore_client.connection import Connection
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
-from kvstore_client.storing import reserve_request, settled
+from kvstore_client.receipt import Receipt
+from kvstore_client.remote.storing import store_of
+from kvstore_client.storing import Source, reserve_request, settled
 from kvstore_client.transfer import cut
 from kvstore_client.wanted import Wanted
 from kvstore_client.writer import Plan, Settle, StoreWriter, unpacked
@@ -48,6 +51,29 @@ class Means:
             return self.connection.or_gone(partial(ask, token_count, wait_s), lambda why: (Durability.NONE, why, True))
 
         return asked
+
+    def keep(
+        self, prompt: Prompt, kv: Sequence[Any], hidden: Mapping[int, Any] | None, durability: Durability | None,
+        faults: FaultPoints,
+    ) -> Receipt:  # fmt: skip
+        """See ``Client.store``."""
+        check_durability(durability)
+        if not prompt.digests:
+            raise InvalidRequest("tokens is empty: there is nothing to store")
+        source = Source.of(prompt.spec, prompt.token_count, kv, hidden)
+
+        def run() -> Receipt:
+            session, name = self.ready(prompt.spec)
+            store = store_of(session, source, self.copier, faults, self.timeout_s)
+            store.stage(name, prompt)
+            settle = None if durability is Durability.MEMORY else self.settle(prompt, source.hidden_layers)
+            return Receipt(commit_beside(self.committer, store.commit, waits=store.waits), settle)
+
+        try:
+            return self.connection.or_gone(run, Receipt.nothing)
+        except Exhausted as error:
+            self.connection.counters["stores_refused"] += 1
+            return Receipt.nothing(error.message)
 
     def start(
         self, prompt: Prompt, hidden_layers: Sequence[int], shards: int, durability: Durability | None

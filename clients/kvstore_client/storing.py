@@ -249,15 +249,12 @@ def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...],
     """Ask for room for a prompt's chunks."""
     return pb.StoreRequest(
         reserve=pb.Reserve(
-            query=pb.ChainQuery(
-                fingerprint=name, digests=b"".join(prompt.digests), hidden_layers=hidden_layers,
-                exactness=prompt.exactness,  # type: ignore[arg-type]
-            ),
+            query=prompt.query(name, prompt.digests, hidden_layers),
             token_digests=b"".join(prompt.token_digests()),
             tail_token_count=prompt.token_count % prompt.spec.chunk_tokens,
             shards=shards,
         )
-    )  # fmt: skip
+    )
 
 
 def settled(
@@ -266,10 +263,7 @@ def settled(
 ) -> tuple[Durability, str, bool]:  # fmt: skip
     """What a stored prefix has reached, asked of the sidecar, which waits for the device at most ``wait_s``."""
     step = prompt.spec.chunk_tokens
-    query = pb.ChainQuery(
-        fingerprint=name, digests=b"".join(prompt.digests[: -(-token_count // step)]),
-        hidden_layers=hidden_layers, exactness=prompt.exactness,  # type: ignore[arg-type]
-    )  # fmt: skip
+    query = prompt.query(name, prompt.digests[: -(-token_count // step)], hidden_layers)
     request = pb.StoreRequest(settle=pb.Settle(query=query, timeout_seconds=wait_s))
     reply = session.call(session.cache.Store, request, wait_s + timeout_s)
     if min(reply.committed_count * step, token_count) < token_count:

@@ -58,9 +58,11 @@ class Namespace:
         return 0 if self.model_spec is None else self.layout(token_count).total_bytes
 
     def is_tail(self, token_count: int) -> bool:
-        """Whether a chunk of so many tokens ends its chain until a longer one takes its place. Opaque values are as
-        long as they are."""
+        """Whether a chunk of so many tokens ends its chain until a longer one takes its place. Opaque values and
+        documents are as long as they are."""
         if self.model_spec is None or self.model_kind is CacheKind.OPAQUE:
+            return False
+        if self.provenance is Provenance.STANDALONE:
             return False
         return token_count < self.model_spec.chunk_tokens
 

@@ -196,6 +196,11 @@ class Controller:
         self._check(query)
         return self.fetching.lookup(query, readers)
 
+    def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
+        """Each chain by itself. Raises Exhausted when all of them together are too long."""
+        self._check(*queries)
+        return [self.fetching.lookup(query) for query in queries]
+
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         self._check(query)
         return self.fetching.fetch(session, query, self.promotion)
@@ -267,11 +272,14 @@ class Controller:
     async def abort(self, session: Session, reservation_id: int) -> None:
         await self.storing.abort(session, reservation_id)
 
-    def _check(self, query: ChainQuery) -> None:
-        model = self.catalog.models.get(query.fingerprint)
-        token_count = len(query.digests) * (model.spec.chunk_tokens if model else 1)
-        if token_count > self.limits.token_count_max + (model.spec.chunk_tokens if model else 0):
-            raise Exhausted(f"{token_count} tokens in one request: raise limits.token_count_max")
+    def _check(self, *queries: ChainQuery) -> None:
+        """A chain's last chunk may be short: it counts as one token where it is the only one, else not at all."""
+        token_count = 0
+        for query in queries:
+            model = self.catalog.models.get(query.fingerprint)
+            token_count += max(1, (len(query.digests) - 1) * (model.spec.chunk_tokens if model else 1))
+        if token_count > self.limits.token_count_max:
+            raise Exhausted(f"{token_count} tokens or more in one request: raise limits.token_count_max")
 
     # ------------------------------------------------------------ operators
 

@@ -76,7 +76,7 @@ def parts_of(catalog: Catalog, query: ChainQuery) -> list[Namespace]:
         raise InvalidRequest("hidden_only without hidden_layers asks for nothing")
     if len(set(layers)) != len(layers):
         raise InvalidRequest("hidden_layers names a layer twice")
-    return [model.namespace(layer, query.exactness) for layer in layers]
+    return [model.namespace(layer, query.exactness, query.provenance) for layer in layers]
 
 
 class Fetching:

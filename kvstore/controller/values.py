@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.arena import Placement
 from kvstore.catalog import Run
 from kvstore.controller.promotion import Loading
-from kvstore.spec import Durability, Exactness, MissReason, StoreState, Tier
+from kvstore.spec import Durability, Exactness, MissReason, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class ChainQuery:
     hidden_only: bool = False
     layers: tuple[int, ...] = ()
     """Of a fetch: the layers its caller waits for, which come from the device first; empty: all."""
+    provenance: Provenance = Provenance.IN_CONTEXT
 
 
 class Tail(NamedTuple):

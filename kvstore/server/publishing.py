@@ -23,7 +23,7 @@ from kvstore.controller import Controller
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import Clock
-from kvstore.spec import CacheKind, EventKind, Exactness, Tier
+from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
 
 BATCH_COUNT_MAX = 512
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
@@ -133,7 +133,8 @@ class Publisher:
 
 def _is_told(space: Namespace) -> bool:
     """Routers ask for attention caches that can be had exactly, of models that are known."""
-    return space.model_kind in (CacheKind.KV, CacheKind.MLA) and space.exactness is Exactness.EXACT
+    is_prefix = space.exactness is Exactness.EXACT and space.provenance is Provenance.IN_CONTEXT
+    return is_prefix and space.model_kind in (CacheKind.KV, CacheKind.MLA)
 
 
 def _medium(tier: Tier) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
@@ -22,13 +22,14 @@ from kvstore.controller import (
 )
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
-from kvstore.spec import Exactness
+from kvstore.spec import Exactness, Provenance
 from kvstore.tiers import TierStatistics
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 
 POSITION_STOP = 1 << 63
 """Room for the longest chain behind it before a header's 64 bits end."""
+_PROVENANCE = {0: Provenance.IN_CONTEXT, 1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
 
@@ -49,6 +50,9 @@ def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuer
     exactness = _EXACTNESS.get(message.exactness)
     if exactness is None:
         raise InvalidRequest(f"exactness {message.exactness} is unknown to this version")
+    provenance = _PROVENANCE.get(message.provenance)
+    if provenance is None:
+        raise InvalidRequest(f"provenance {message.provenance} is unknown to this version")
     return ChainQuery(
         message.fingerprint,
         _digests(message.digests, "digests"),
@@ -56,6 +60,7 @@ def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuer
         exactness,
         message.hidden_only,
         tuple(layers),
+        provenance,
     )
 
 
@@ -86,7 +91,18 @@ def _tails(tails: tuple[Tail, ...]) -> list[pb.PartialTail]:
     return [pb.PartialTail(token_count=tail.token_count, digest=tail.digest) for tail in tails]
 
 
-def render_lookup(result: LookupResult) -> pb.LookupResponse:
+def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -> pb.LookupResponse:
+    return pb.LookupResponse(
+        hit_count=result.hit_count,
+        runs=_runs(result),
+        tails=_tails(result.tails),
+        ticket=result.ticket,
+        ticket_seconds=result.ticket_s,
+        segments=[pb.SegmentFound(hit_count=each.hit_count, runs=_runs(each)) for each in segments],
+    )
+
+
+def _runs(result: LookupResult) -> list[pb.ChunkRun]:
     runs = []
     for run in result.runs:
         runs.append(
@@ -98,13 +114,7 @@ def render_lookup(result: LookupResult) -> pb.LookupResponse:
                 reason=int(run.reason),  # type: ignore[arg-type]
             )
         )
-    return pb.LookupResponse(
-        hit_count=result.hit_count,
-        runs=runs,
-        tails=_tails(result.tails),
-        ticket=result.ticket,
-        ticket_seconds=result.ticket_s,
-    )
+    return runs
 
 
 def render_fetch(result: FetchResult) -> pb.FetchResponse:

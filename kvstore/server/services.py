@@ -46,7 +46,9 @@ class CacheService:
         """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
         _session(self._controller, context)
         readers = (request.readers or 1) if request.hold else 0
-        return render.render_lookup(self._controller.lookup(render.parse_query(request.query), readers))
+        segments = [render.parse_query(each) for each in request.segments]
+        found = self._controller.lookup_segments(segments) if segments else ()
+        return render.render_lookup(self._controller.lookup(render.parse_query(request.query), readers), found)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""

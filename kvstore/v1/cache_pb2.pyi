@@ -53,6 +53,12 @@ class Exactness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXACTNESS_EXACT: _ClassVar[Exactness]
     EXACTNESS_DERIVED: _ClassVar[Exactness]
 
+class Provenance(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROVENANCE_UNSPECIFIED: _ClassVar[Provenance]
+    PROVENANCE_IN_CONTEXT: _ClassVar[Provenance]
+    PROVENANCE_STANDALONE: _ClassVar[Provenance]
+
 class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
@@ -106,6 +112,9 @@ ENCODING_LZ4: Encoding
 EXACTNESS_UNSPECIFIED: Exactness
 EXACTNESS_EXACT: Exactness
 EXACTNESS_DERIVED: Exactness
+PROVENANCE_UNSPECIFIED: Provenance
+PROVENANCE_IN_CONTEXT: Provenance
+PROVENANCE_STANDALONE: Provenance
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_STORED: EventKind
 EVENT_KIND_REMOVED: EventKind
@@ -211,28 +220,32 @@ class RegisterModelResponse(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class ChainQuery(_message.Message):
-    __slots__ = ("fingerprint", "digests", "hidden_layers", "exactness", "hidden_only")
+    __slots__ = ("fingerprint", "digests", "hidden_layers", "exactness", "hidden_only", "provenance")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     digests: bytes
     hidden_layers: _containers.RepeatedScalarFieldContainer[int]
     exactness: Exactness
     hidden_only: bool
-    def __init__(self, fingerprint: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., hidden_only: _Optional[bool] = ...) -> None: ...
+    provenance: Provenance
+    def __init__(self, fingerprint: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., hidden_only: _Optional[bool] = ..., provenance: _Optional[_Union[Provenance, str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("query", "hold", "readers")
+    __slots__ = ("query", "hold", "readers", "segments")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     hold: bool
     readers: int
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ...) -> None: ...
+    segments: _containers.RepeatedCompositeFieldContainer[ChainQuery]
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ...) -> None: ...
 
 class ChunkRun(_message.Message):
     __slots__ = ("count", "state", "tier", "encoding", "reason")
@@ -288,19 +301,29 @@ class SharedStore(_message.Message):
     shards: int
     def __init__(self, ticket: _Optional[bytes] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[bytes] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., token_count: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., shards: _Optional[int] = ...) -> None: ...
 
+class SegmentFound(_message.Message):
+    __slots__ = ("hit_count", "runs")
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    hit_count: int
+    runs: _containers.RepeatedCompositeFieldContainer[ChunkRun]
+    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ...) -> None: ...
+
 class LookupResponse(_message.Message):
-    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds")
+    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds", "segments")
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TICKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     hit_count: int
     runs: _containers.RepeatedCompositeFieldContainer[ChunkRun]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
     ticket: bytes
     ticket_seconds: float
-    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ...) -> None: ...
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentFound]
+    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("query", "layers", "ticket")

@@ -108,6 +108,21 @@ def test_two_tails_at_most_and_a_full_chunk_ends_them(catalog: Catalog, space: N
     assert catalog.publish(full) == [second, third]
 
 
+def test_documents_are_no_tails() -> None:
+    """Each ends where it ends: many of them begin at the root, and none puts another out of use."""
+    catalog = Catalog(4)
+    space = catalog.register(small_spec()).namespace(None, Exactness.EXACT, Provenance.STANDALONE)
+    for number in range(5):
+        row = catalog.row_of(space, digest(f"d{number}"), ROOT_DIGEST, number + 1)
+        catalog.table.residencies[row] = 7
+        assert catalog.publish(row) == []
+    full = catalog.row_of(space, digest("full"), ROOT_DIGEST, FULL)
+    catalog.table.residencies[full] = 7
+    assert catalog.publish(full) == []
+    assert catalog.tails([space], ROOT_DIGEST) == []
+    assert len(space.index) == 6
+
+
 def test_a_namespace_waits_for_its_model() -> None:
     """What a device holds of a model that nobody registered is kept, and found once somebody does."""
     known = Catalog(4)

@@ -74,6 +74,21 @@ def test_extras_change_the_chunk_they_are_in_and_all_after(extras: list[Extra]) 
     assert late[1:] != plain[1:]
 
 
+def test_a_segments_chunks_are_named_by_all_tokens_up_to_their_end() -> None:
+    long = tokens(64)
+    digests = keys.segment_digests(long, 16)
+    assert digests[0] == keys.content_digest(long[:16])
+    assert digests[1] == keys.prefix_digest(digests[0], long[16:32])
+    assert not set(digests) & set(keys.chain_digests(long, 16)), "alone is not in context"
+    assert keys.segment_digests(long[:40], 16) == [*digests[:2], keys.prefix_digest(digests[1], long[32:40])]
+    assert not set(keys.segment_digests(long[16:], 16)) & set(digests), "the same text after other text"
+    assert keys.segment_digests(long[:0], 16) == []
+    late = keys.segment_digests(long, 16, [Extra(20, b"a")])
+    assert late[0] == digests[0]
+    assert late[1:] != digests[1:]
+    assert keys.segment_digests(long, 16, [Extra(15, b"a")])[0] != digests[0]
+
+
 def different_specs() -> list[ModelSpec]:
     spec = small_spec()
     layer = spec.layers[0]

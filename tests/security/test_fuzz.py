@@ -147,6 +147,7 @@ def queries(name: bytes) -> st.SearchStrategy[pb.ChainQuery]:
         digests=st.lists(digest, max_size=6).map(b"".join),
         hidden_layers=st.lists(SMALL | U32, max_size=3),
         exactness=st.integers(0, 3),
+        provenance=st.integers(0, 3),
         hidden_only=st.booleans(),
     )
 
@@ -167,6 +168,8 @@ def chains(name: bytes) -> st.SearchStrategy[pb.ChainQuery]:
 def test_any_query(raw: Raw, name: bytes, data: st.DataObject) -> None:
     query = data.draw(queries(name))
     assert raw.status("Lookup", pb.LookupRequest(query=query)) in CALLERS_FAULT
+    segments = data.draw(st.lists(queries(name), max_size=3))
+    assert raw.status("Lookup", pb.LookupRequest(query=query, segments=segments)) in CALLERS_FAULT
     assert raw.status("Fetch", pb.FetchRequest(query=query)) in CALLERS_FAULT
 
 

@@ -180,7 +180,7 @@ def test_a_router_that_listens_is_told_what_comes_and_goes(router: Router, tmp_p
         eventually(lambda: router.listen() or set(router.known) == {*last, *others})
 
 
-def test_hidden_states_and_derived_caches_are_no_blocks_of_a_router(router: Router, tmp_path: Path) -> None:
+def test_what_is_no_prefix_of_a_prompt_is_no_block_of_a_router(router: Router, tmp_path: Path) -> None:
     import numpy as np
 
     from kvstore.spec import Exactness
@@ -189,6 +189,7 @@ def test_hidden_states_and_derived_caches_are_no_blocks_of_a_router(router: Rout
     with published(tmp_path) as sidecar, connect(sidecar.address) as client:
         kv, tokens = random_cache(SPEC, 16, 5), tokens_of(16, 5)
         client.store(SPEC, tokens, kv, exactness=Exactness.DERIVED).wait(10)
+        client.store_segment(SPEC, tokens, kv).wait(10)
         hidden = {1: np.zeros((16, SPEC.hidden_size), np.uint16)}
         client.store(SPEC, tokens_of(16, 6), random_cache(SPEC, 16, 6), hidden=hidden).wait(10)
         last = store(client, 16, 7, SPEC)

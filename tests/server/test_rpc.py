@@ -92,6 +92,7 @@ def bad_spec(**changes: Any) -> pb.RegisterModelRequest:
         ("Lookup", pb.LookupRequest(query=pb.ChainQuery(fingerprint=b"x" * 32)), "INVALID_ARGUMENT"),
         ("Lookup", pb.LookupRequest(query=pb.ChainQuery(digests=b"short")), "INVALID_ARGUMENT"),
         ("Lookup", pb.LookupRequest(query=pb.ChainQuery(exactness=9)), "INVALID_ARGUMENT"),  # type: ignore[arg-type]
+        ("Lookup", pb.LookupRequest(query=pb.ChainQuery(provenance=9)), "INVALID_ARGUMENT"),  # type: ignore[arg-type]
         ("Fetch", pb.FetchRequest(), "INVALID_ARGUMENT"),
         ("Store", pb.StoreRequest(), "INVALID_ARGUMENT"),
         ("Store", pb.StoreRequest(fill=pb.FillStrips(reservation_id=77)), "INVALID_ARGUMENT"),
