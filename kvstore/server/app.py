@@ -116,10 +116,9 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     tasks = [*besides, *(task for tenant in tenants for task in tenant.tasks)]
     # What waits for the device ends when the device lets it go, and that may be never.
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
-    ended = [tenant for tenant in tenants if all(task.done() for task in tenant.tasks)]
-    ends = await asyncio.gather(*(tenant.detach() for tenant in ended), return_exceptions=True)
     if not all(task.done() for task in tasks):
         _leave_now(tenants)
+    ends = await asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     for end in ends:
         if end is not None:
             raise end
