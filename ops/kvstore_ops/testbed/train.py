@@ -46,9 +46,6 @@ CURRICULUM = (
     task.Shape(chunks=6, references=0.6, hops=3, questions=8),
 )
 LAST = len(CURRICULUM) - 1
-STAGE_ENDS = (400, 450, 651, 900, 1000)
-"""The step at which a stage is left at the latest: longer chains teach what one hop alone may not (seed 4 stood still
-in stage 2, where every reference is to a literal, until it met references to references)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +121,7 @@ class Run:
         accuracy = now.accuracy
         if drawn == stage and not dropped:
             accuracy = 0.9 * accuracy + 0.1 * right
-        if phase.curriculum and stage < LAST and (accuracy > PASS or now.step + 1 >= STAGE_ENDS[stage]):
+        if phase.curriculum and stage < LAST and accuracy > PASS:
             stage, accuracy = stage + 1, 0.0
         self.progress = Progress(step=now.step + 1, stage=stage, accuracy=accuracy)
         return loss.item()
