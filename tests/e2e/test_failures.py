@@ -211,8 +211,9 @@ def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar)
     with connect(local_sidecar.address) as client, connect(local_sidecar.address) as reader:
         tokens, kv = large_cache(6)
         client.store(large_spec(), tokens[:512], [(k[:, :512], v[:, :512]) for k, v in kv]).wait()
-        segments = list(client.connect_now().staging._segments.values())
+        segments = [each.backed_to(4 << 20) for each in client.connect_now().staging._segments.values()]
         stop = threading.Event()
+        rounds: list[int] = []
 
         def scribble() -> None:
             value = 0
@@ -220,6 +221,7 @@ def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar)
                 value = (value + 1) % 256
                 for segment in segments:
                     segment[: 4 << 20] = value
+                rounds.append(value)
 
         thread = threading.Thread(target=scribble)
         thread.start()
@@ -233,6 +235,8 @@ def test_scribbling_on_staging_changes_nothing_committed(local_sidecar: Sidecar)
         finally:
             stop.set()
             thread.join()
+        assert segments
+        assert rounds, "nobody scribbled"
         for (k1, v1), (k2, v2) in zip(first, second, strict=True):
             assert (bits(k1) == bits(k2)).all()
             assert (bits(v1) == bits(v2)).all()
