@@ -15,8 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvstore.errors import InvalidRequest
 
-BLOCK_ROWS = 256
-SUFFIX_BLOCK_ROWS = 16
+BLOCK_ROWS = 128
+BLOCK_KEYS = 4096
+SCORES_MAX = 1 << 22
+ROWS_MIN = 8
 
 
 def attend(
@@ -33,11 +35,19 @@ def attend(
 
     Shapes: ``q`` [heads, rows, dim], ``k`` [kv_heads, tokens, dim], ``v`` [kv_heads, tokens, v_dim], heads a multiple
     of kv_heads; positions int64 [rows] and [tokens], both ascending. ``window`` 0: none; ``scale``: dim ** -0.5.
-    Memory: a mask of 256 rows by the keys they can see, 1 byte and one of ``q``'s dtype each; keys and values are not
-    repeated for their groups. Cost: keys beyond a block's last position (and before its window) are not touched.
+    Memory: a mask of 128 rows by the keys they can see, 1 byte and one of ``q``'s dtype each, and none where every
+    token is a row; keys and values are not repeated for their groups. Cost: keys beyond a block's last position (and
+    before its window) are not touched.
     Raises: InvalidRequest for shapes that do not fit.
     """
     _check(q, k, v, q_positions, k_positions)
+    if q.shape[1]:
+        stop = int(torch.searchsorted(k_positions, q_positions[-1:], right=True))
+        k, v, k_positions = k[:, : max(1, stop)], v[:, : max(1, stop)], k_positions[: max(1, stop)]
+    if not window and _are_all(q_positions, k_positions):
+        query = _by_group(q, k.shape[0])
+        key, value = (_grouped(plane, query.shape[1]) for plane in (k, v))
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).flatten(0, 1)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     for start in range(0, q.shape[1], BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
@@ -46,7 +56,10 @@ def attend(
         query = _by_group(q[:, rows], k.shape[0])
         key, value = (_grouped(plane[:, seen], query.shape[1]) for plane in (k, v))
         result = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        out[:, rows] = torch.where(mask.any(1)[:, None], result.flatten(0, 1), 0)
+        out[:, rows] = result.flatten(0, 1)
+    blind = _blind(q_positions, k_positions, window)
+    if bool(blind.any()):
+        out[:, blind] = 0
     return out
 
 
@@ -64,25 +77,34 @@ def attend_with_mass(
     """As ``attend``, and the attention that the last ``suffix_rows`` rows give each key, summed over them and over the
     heads: fp32 [tokens]. Scores, softmax and sums of those rows are fp32.
 
-    Memory: as ``attend``; for the suffix also fp32 scores of up to 16 rows of all heads over all tokens at a time.
+    Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows, and
+    keys and values in fp32, 4,096 tokens at a time.
+    Raises: InvalidRequest for shapes that do not fit.
     """
     _check(q, k, v, q_positions, k_positions)
-    split = q.shape[1] - suffix_rows
     if not 0 <= suffix_rows <= q.shape[1]:
         raise InvalidRequest(f"suffix_rows {suffix_rows} must be in 0..{q.shape[1]}")
-    mass = torch.zeros(k.shape[1], dtype=torch.float32, device=q.device)
+    split, tokens = q.shape[1] - suffix_rows, k.shape[1]
+    mass = torch.zeros(tokens, dtype=torch.float32, device=q.device)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     out[:, :split] = attend(q[:, :split], k, v, q_positions[:split], k_positions, window=window, scale=scale)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    key, value = k.float(), v.float()
-    for start in range(split, q.shape[1], SUFFIX_BLOCK_ROWS):
-        rows = slice(start, start + SUFFIX_BLOCK_ROWS)
+    step = max(ROWS_MIN, SCORES_MAX // (q.shape[0] * tokens))
+    for start in range(split, q.shape[1], step):
+        rows = slice(start, start + step)
         mask = visible(q_positions[rows], k_positions, window)
-        query = _by_group(q[:, rows].float(), k.shape[0])
-        scores = torch.einsum("ghrd,gtd->ghrt", query, key).mul_(factor).masked_fill_(~mask, -math.inf)
-        weights = torch.where(mask, scores.softmax(-1), 0)
+        query = _by_group(q[:, rows].float() * factor, k.shape[0])
+        scores = query.new_empty(*query.shape[:3], tokens)
+        for first in range(0, tokens, BLOCK_KEYS):
+            keys = slice(first, first + BLOCK_KEYS)
+            scores[..., keys] = torch.einsum("ghrd,gtd->ghrt", query, k[:, keys].float())
+        weights = scores.masked_fill_(~mask, -math.inf).softmax(-1).masked_fill_(~mask, 0)
         mass += weights.sum(dim=(0, 1, 2))
-        out[:, rows] = torch.einsum("ghrt,gtd->ghrd", weights, value).flatten(0, 1).to(q.dtype)
+        result = query.new_zeros(*query.shape[:3], v.shape[2])
+        for first in range(0, tokens, BLOCK_KEYS):
+            keys = slice(first, first + BLOCK_KEYS)
+            result += torch.einsum("ghrt,gtd->ghrd", weights[..., keys], v[:, keys].float())
+        out[:, rows] = result.flatten(0, 1).to(q.dtype)
     return out, mass
 
 
@@ -90,6 +112,17 @@ def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int = 
     """Which keys each query sees, by position: bool [rows, tokens]."""
     distance = q_positions[:, None] - k_positions[None, :]
     return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _are_all(q_positions: torch.Tensor, k_positions: torch.Tensor) -> bool:
+    """Whether every key's token is a row, no position twice: then a mask by place is one by position."""
+    return torch.equal(q_positions, k_positions) and bool((k_positions.diff() > 0).all())
+
+
+def _blind(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int) -> torch.Tensor:
+    """Which queries see no key: bool [rows]."""
+    stops = torch.searchsorted(k_positions, q_positions, right=True)
+    return stops <= (torch.searchsorted(k_positions, q_positions - window, right=True) if window else 0)
 
 
 def _seen(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int) -> slice:

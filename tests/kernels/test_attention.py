@@ -48,7 +48,10 @@ def test_attention_equals_the_formula(kv_heads: int, dim: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("window", [0, 300])
-def test_many_rows_go_block_by_block(window: int) -> None:
+def test_many_rows_go_block_by_block(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK_KEYS", 256)
+    monkeypatch.setattr(kernels, "SCORES_MAX", 4 * 700 * 16)
+    monkeypatch.setattr(kernels, "ROWS_MIN", 1)
     inputs = case(4, 2, 700, 64, torch.float32, torch.arange(700))
     expected, weights = attention(
         *(each.numpy() if each.dtype == torch.int64 else wide(each) for each in inputs), window
@@ -59,10 +62,21 @@ def test_many_rows_go_block_by_block(window: int) -> None:
     np.testing.assert_allclose(wide(mass), weights[:, -40:].sum((0, 1)), rtol=1e-4, atol=1e-5)
 
 
+def test_where_all_tokens_are_rows_a_repeated_position_still_counts() -> None:
+    """Two tokens at one position see each other: no mask by place says that."""
+    positions = torch.tensor([0, 1, 1, 2, 5])
+    q, k, v = (plane(2, 5, 64, torch.float32, seed) for seed in (1, 2, 3))
+    expected, _ = attention(wide(q), wide(k), wide(v), positions.numpy(), positions.numpy())
+    close(attend(q, k, v, positions, positions), expected, torch.float32, 4)
+
+
 def test_positions_may_have_gaps_and_begin_anywhere() -> None:
     k_positions = torch.tensor([3, 4, 9, 10, 50])
     q, k, v = (plane(2, count, 64, torch.float32, count) for count in (4, 5, 5))
     q_positions = torch.tensor([2, 4, 11, 60])
+    windowed, _ = attention(wide(q), wide(k), wide(v), q_positions.numpy(), k_positions.numpy(), 7)
+    assert (windowed[:, [0, 3]] == 0).all()
+    close(attend(q, k, v, q_positions, k_positions, window=7), windowed, torch.float32, 4)
     expected, _ = attention(wide(q), wide(k), wide(v), q_positions.numpy(), k_positions.numpy())
     found = attend(q, k, v, q_positions, k_positions)
     close(found, expected, torch.float32, 4)
