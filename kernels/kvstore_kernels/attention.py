@@ -77,8 +77,8 @@ def attend_with_mass(
     """As ``attend``, and the attention that the last ``suffix_rows`` rows give each key, summed over them and over the
     heads: fp32 [tokens]. Scores, softmax and sums of those rows are fp32.
 
-    Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows, and
-    keys and values in fp32, 4,096 tokens at a time.
+    Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows,
+    and keys and values in fp32, 4,096 tokens at a time.
     Raises: InvalidRequest for shapes that do not fit.
     """
     _check(q, k, v, q_positions, k_positions)
