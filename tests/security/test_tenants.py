@@ -133,6 +133,17 @@ def test_opaque_values_are_ones_own(tenants: Sidecar) -> None:
         assert [bytes(client.get_bytes("notes", "key")) for client in (one, other)] == [b"of a", b"of b"]
 
 
+def test_a_document_is_cold_for_the_other_wherever_it_stands(pair: tuple[Client, Client]) -> None:
+    one, other = pair
+    tokens, cache = fresh()
+    one.store_segment(SPEC, tokens, cache).wait(10.0)
+    prompt, run = np.concatenate([tokens_of(5), tokens]), (5, 5 + COUNT)
+    counts = [client.lookup(SPEC, prompt, segments=[run]).segments[0].standalone_token_count for client in pair]
+    assert counts == [COUNT, 0]
+    fetched = other.fetch_segment(SPEC, tokens)
+    assert (fetched.token_count, fetched.reason) == (0, MissReason.COLD)
+
+
 def test_a_watcher_is_told_of_its_own_tenant_only(pair: tuple[Client, Client]) -> None:
     one, other = pair
     with pytest.raises(PermissionDenied, match="'b'"):
