@@ -5,7 +5,8 @@ first sequence it lacks to the replay endpoint and gets those kept, then [empty,
 AllBlocksCleared begins a new account of all that is here: at the start, and whenever this publisher lost events.
 
 Source: vLLM 0.32, vllm/distributed/kv_events.py. Departures: the service never sees tokens, so ``token_ids`` is empty;
-hashes are chunks' 32-byte chain digests, not vLLM's: a router computes them with ``kvstore.keys.chain_digests``.
+hashes are chunks' 32-byte chain digests, which a router computes with ``kvstore.keys.chain_digests``, or has from vLLM
+where its connector names chunks by vLLM's hashes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, asked over a pipe: one JSON line in, one out.
+"""A real vLLM engine in a process of its own, asked over a pipe: one question in, one answer out.
 
 {"prompts": [[token, ...], ...], "max_tokens": 8, "images": [seed, ...]}
 {"outputs": [[token, ...], ...], "cached": [count, ...], "preemptions": count}
@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -46,9 +43,10 @@ class Engine:
     """Started on entry, ended on exit. ``preemptions``: how often vLLM has preempted a request so far.
 
     ``address``: the sidecar's; None: vLLM without kvstore. ``extra``: settings of the connector; ``connector``: what of
-    ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in the process that was started, which is
-    up in a third of the time; else each in one of its own, as it is by default. Raises RuntimeError with vLLM's last
-    words when it does not start.
+    ``CONNECTOR`` differs. ``is_one_process``: vLLM's scheduler and worker run in one process; else each in one of its
+    own, as it is by default. Raises RuntimeError with vLLM's last words when it does not start.
+
+    Engines are forked from a process that has imported vLLM already, which takes longer than all else.
     """
 
     def __init__(
@@ -60,25 +58,28 @@ class Engine:
             settings = {"address": address, **(extra or {})}
             chosen = {**CONNECTOR, **(connector or {})}
             self._options["kv_transfer_config"] = {**chosen, "kv_connector_extra_config": settings}
-        self._environment = dict(ENVIRONMENT)
+        self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1"}
         if is_one_process:
-            self._environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             self._options["distributed_executor_backend"] = "uni"
         self._log = tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log")  # noqa: SIM115 - closed on exit
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
+        self._pipe: Any = None
         self.preemptions = 0
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tests.vllm.engine", json.dumps(self._options)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **self._environment},
-        )  # fmt: skip
+        os.environ.update(ENVIRONMENT)
+        nursery = multiprocessing.get_context("forkserver")
+        nursery.set_forkserver_preload(["tests.vllm.nursery"])
+        self._pipe, theirs = nursery.Pipe()
+        given = (self._options, self._environment, self._log.name, theirs)
+        self._process = nursery.Process(target=serve, args=given)
+        self._process.start()
+        theirs.close()
         try:
-            assert self._line(START_S) == {"ready": True}
+            assert self._answer(START_S) == {"ready": True}
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -89,48 +90,32 @@ class Engine:
     ) -> None:
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            try:
-                process.wait(60.0)
-            except subprocess.TimeoutExpired:
+            self._pipe.close()
+            process.join(60.0)
+            if process.is_alive():
                 process.kill()
-                process.wait()
-            process.stdout.close()
+                process.join()
 
     def kill(self, *prompts: list[int]) -> None:
         """``kill -9`` while it answers these prompts. Only an engine of one process."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": 64}) + "\n")
-        process.stdin.flush()
+        assert self._process is not None
+        self._pipe.send({"prompts": prompts, "max_tokens": 64})
         time.sleep(0.3)
-        process.kill()
-        process.wait()
+        self._process.kill()
+        self._process.join()
 
-    def _line(self, timeout_s: float) -> Any:
-        process = self._process
-        assert process is not None
-        assert process.stdout is not None
-        timer = threading.Timer(timeout_s, process.kill)
-        timer.start()
+    def _answer(self, timeout_s: float) -> Any:
         try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    return json.loads(line)
-        finally:
-            timer.cancel()
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
+        except EOFError:
+            pass
         raise RuntimeError(f"vLLM gave no answer within {timeout_s} s: {self.log()[-6000:]}")
 
     def ask(self, *prompts: list[int], max_tokens: int = 8, **more: Any) -> tuple[list[list[int]], list[int]]:
         """(the greedy tokens after each prompt, how many of its tokens were not computed)."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens, **more}) + "\n")
-        self._process.stdin.flush()
-        reply = self._line(ANSWER_S)
+        self._pipe.send({"prompts": prompts, "max_tokens": max_tokens, **more})
+        reply = self._answer(ANSWER_S)
         self.preemptions = reply["preemptions"]
         return reply["outputs"], reply["cached"]
 
@@ -142,42 +127,38 @@ def _picture(seed: int) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
 
 
-def serve(options: dict[str, Any]) -> None:
-    from vllm import LLM, SamplingParams
+def serve(options: dict[str, Any], environment: dict[str, str], log: str, pipe: Any) -> None:
+    """The engine's process: answer what comes until the pipe ends."""
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    from vllm import LLM
+
+    llm = LLM(**options)
+    pipe.send({"ready": True})
+    while True:
+        try:
+            query = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answered(llm, query))
+
+
+def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
-    llm = LLM(**options)
-
-    def answer(reply: dict[str, Any]) -> None:
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
-
-    answer({"ready": True})
-    for line in sys.stdin:
-        query = json.loads(line)
-        if query.get("reset"):
-            llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True)
-        salt = {"cache_salt": query["salt"]} if query.get("salt") else {}
-        prompts = [{"prompt_token_ids": each, **salt} for each in query["prompts"]]
-        for prompt, seed in zip(prompts, query.get("images", ()), strict=False):
-            prompt["multi_modal_data"] = {"image": _picture(seed)}
-        lora = (
-            LoRARequest(query["lora"], abs(hash(query["lora"])) % 1000 + 1, query["lora"])
-            if query.get("lora")
-            else None
-        )
-        done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
-        answer(
-            {
-                "outputs": [list(each.outputs[0].token_ids) for each in done],
-                "cached": [each.num_cached_tokens for each in done],
-                "preemptions": sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions"),
-            }
-        )
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+    sampling = SamplingParams(temperature=0.0, max_tokens=query["max_tokens"], detokenize=False, ignore_eos=True)
+    salt = {"cache_salt": query["salt"]} if query.get("salt") else {}
+    prompts = [{"prompt_token_ids": each, **salt} for each in query["prompts"]]
+    for prompt, seed in zip(prompts, query.get("images", ()), strict=False):
+        prompt["multi_modal_data"] = {"image": _picture(seed)}
+    name = query.get("lora")
+    lora = LoRARequest(name, abs(hash(name)) % 1000 + 1, name) if name else None
+    done = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    return {
+        "outputs": [list(each.outputs[0].token_ids) for each in done],
+        "cached": [each.num_cached_tokens for each in done],
+        "preemptions": sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions"),
+    }

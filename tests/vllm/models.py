@@ -1,0 +1,81 @@
+"""Tiny models with random weights. ``python -m tests.vllm.models DIRECTORY`` makes the one that sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def make_text(kind: str, seed: int, directory: Path) -> Path:
+    import torch
+    import transformers
+
+    small: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+    }  # fmt: skip
+    heads = {"num_key_value_heads": 2, "head_dim": 32}
+    latent = {
+        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 3, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    name, more = {"llama": ("Llama", heads), "qwen3": ("Qwen3", heads), "latent": ("DeepseekV2", latent)}[kind]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**small, **more)
+    getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_seeing(directory: Path) -> Path:
+    """A tiny BLIP-2: images of 56 x 56 become 8 tokens before a prompt."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "<s>", "</s>", "<image>", "<unk>", *(f"t{number}" for number in range(5, 512))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        additional_special_tokens=["<image>"],
+    )  # fmt: skip
+    images = transformers.BlipImageProcessorPil(size={"height": 56, "width": 56})
+    transformers.Blip2Processor(images, tokenizer, num_query_tokens=8).save_pretrained(directory)
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "initializer_range": 0.3}
+    config = transformers.Blip2Config(
+        vision_config={**small, "hidden_size": 64, "image_size": 56, "patch_size": 14},
+        qformer_config={**small, "hidden_size": 64, "vocab_size": 100, "encoder_hidden_size": 64},
+        text_config={
+            "model_type": "opt", "vocab_size": 512, "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 512, "word_embed_proj_dim": 128, "init_std": 0.3,
+        },
+        num_query_tokens=8, image_token_index=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Blip2ForConditionalGeneration(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_adapter(seed: int, directory: Path) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(3):
+        for part, rows in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=made)
+            weights[f"{name}.lora_B.weight"] = torch.randn(rows, 8, generator=made)
+    save_file(weights, str(directory / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+if __name__ == "__main__":
+    make_seeing(Path(sys.argv[1]))
