@@ -146,6 +146,15 @@ def test_hashes_of_another_kind_are_not_used(engines: tuple[Engine, Engine], cap
     assert caplog.text.count("nothing is loaded or kept") == 1
 
 
+def test_blocks_that_are_not_hashed_yet_wait(engines: tuple[Engine, Engine]) -> None:
+    engine, _ = engines
+    late = asked("late", tokens_of(40, 11))
+    assert engine.admit(late, blocks_of(40)) == 0
+    del late.block_hashes[5:]
+    (save,) = engine.compute(late, blocks_of(40), 0, 40).saves
+    assert save.tokens.size == 20
+
+
 def test_a_seed_of_ones_own_is_said(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -141,8 +141,9 @@ def serve(options: dict[str, Any], environment: dict[str, str], log: str, pipe: 
         try:
             query = pipe.recv()
         except EOFError:
-            return
+            break
         pipe.send(_answered(llm, query))
+    llm.llm_engine.engine_core.shutdown()
 
 
 def _answered(llm: Any, query: dict[str, Any]) -> dict[str, Any]:

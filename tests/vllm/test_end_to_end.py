@@ -61,14 +61,14 @@ def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
     return said
 
 
-@pytest.mark.parametrize(("name", "load"), [("llama", "async"), ("qwen3", "layerwise")])
+@pytest.mark.parametrize(("name", "load", "is_one_process"), [("llama", "async", False), ("qwen3", "layerwise", True)])
 def test_saved_in_one_process_hit_in_another(
-    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, name: str, load: str
+    models: dict[str, Path], plain: dict[str, Any], durable: Sidecar, name: str, load: str, is_one_process: bool
 ) -> None:
     extra = {**CHUNK, "load": load}
     with connect(durable.address) as client:
         before = client.stats().counters["nvme_written_chunks"]
-    own = {"extra": extra, "enable_prefix_caching": False, "is_one_process": False}
+    own = {"extra": extra, "enable_prefix_caching": False, "is_one_process": is_one_process}
     with Engine(models[name], durable.address, **own) as first:
         outputs, cached = first.ask(LONG)
         assert outputs == plain[name][:1]

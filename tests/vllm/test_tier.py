@@ -57,6 +57,7 @@ def test_what_one_engine_offloaded_another_has(models: dict[str, Path], durable:
         assert "going on without it" in second.log()
     for trouble in ("BufferError", "Failed to close mmap", "Failed to shut down"):
         assert trouble not in second.log()
+    assert "Removed mmap file" in second.log()
     with engine("unverified:other") as third:
         assert third.ask(LONG) == (said, [0])
     assert leases_of(durable) == (0, 0)

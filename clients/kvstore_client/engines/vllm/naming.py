@@ -65,12 +65,12 @@ class Naming:
         return is_known
 
     def prompt(self, request: Any, token_count: int) -> Tokens | PageHashes:
-        """The request's leading tokens, whole blocks, as the client takes them."""
+        """The request's leading tokens, whole blocks, as the client takes them: so many as have been hashed."""
         tokens = np.asarray(request.all_token_ids[:token_count], np.uint32)
         if not self._by_hashes:
             return tokens
         hashes = list(request.block_hashes[: token_count // self._block_tokens])
-        return page_hashes(hashes, self._block_tokens, tokens, self._seed)
+        return page_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
 
     def extras(self, request: Any) -> tuple[Extra, ...]:
         """What the request's cache depends on beside its tokens. vLLM's hashes have it in them."""

@@ -41,6 +41,8 @@ TIER = {
 }
 """Those of the secondary tier."""
 ENCODER = {
+    "ensure_cache_available": ("request", "num_computed_tokens"),
+    "request_finished": ("request",),
     "has_cache_item": ("identifier",),
     "update_state_after_alloc": ("request", "index"),
     "build_connector_meta": ("scheduler_output",),
