@@ -157,7 +157,7 @@ class Door:
             while message is not None:  # the next one is made while this one leaves
                 _, message = await asyncio.gather(self._write(context, message), anext(messages, None))
         finally:
-            await sending.close()
+            sending.close()
 
     async def _write(self, context: Context, message: bytes) -> None:
         """Raises DeadlineExceeded for a reader that does not take it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -40,9 +41,10 @@ class Node:
         self.store = self.channel.unary_unary(
             CACHE + "Store", pb.StoreRequest.SerializeToString, pb.StoreResponse.FromString
         )
-        self.release = self.channel.unary_unary(
+        self._release = self.channel.unary_unary(
             CACHE + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
         )
+        self._releasing: set[Any] = set()
 
     # ------------------------------------------------------------ sessions
 
@@ -67,6 +69,12 @@ class Node:
         if session is None or not session.is_open:
             raise Unauthenticated("no such session: connect again")
         return session
+
+    def give_back(self, lease_id: int, metadata: Any, timeout_s: float) -> None:
+        """Release a lease without waiting for the answer; what fails had ended with its session."""
+        call = self._release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
+        self._releasing.add(call)  # gRPC cancels a call whose last reference goes
+        call.add_done_callback(self._releasing.discard)
 
     def close_session(self, session: Session) -> None:
         self._sessions.pop(session.secret, None)

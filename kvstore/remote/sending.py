@@ -95,16 +95,12 @@ class Sending:
         if self._runs or self._lost:
             yield self._message()
 
-    async def close(self) -> None:
-        """Give the lease back."""
+    def close(self) -> None:
+        """Give the lease back, beside the caller: a client that goes cancels whatever its stream still waits for."""
         if self._call is not None:
             self._call.cancel()
         if self._lease_id:
-            request = pb.ReleaseRequest(lease_ids=[self._lease_id])
-            try:
-                await self._node.release(request, timeout=RELEASE_TIMEOUT_S, metadata=self._session.metadata)
-            except grpc.aio.AioRpcError:
-                return  # the session ended, and the lease with it
+            self._node.give_back(self._lease_id, self._session.metadata, RELEASE_TIMEOUT_S)
 
     # ------------------------------------------------------------ where it lies
 
