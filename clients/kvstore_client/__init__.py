@@ -32,6 +32,7 @@ from kvstore_client.prompt import PageHashes
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
 from kvstore_client.segments import SegmentMatch
+from kvstore_client.setting import Recompute
 from kvstore_client.transfer import Transfer
 from kvstore_client.watching import ChunkEvent, Watch
 from kvstore_client.writer import StoreWriter
@@ -58,6 +59,7 @@ __all__ = [
     "PageHashes",
     "Paged",
     "Receipt",
+    "Recompute",
     "RopeSpec",
     "SegmentMatch",
     "StoreWriter",

@@ -88,6 +88,10 @@ class AsyncClient:
         """``receipt.wait`` without blocking the loop."""
         return await self.call(receipt.wait, timeout)
 
+    async def partial_prefill(self, runner: Any, tokens: Any, **options: Any) -> Any:
+        """See ``Client.partial_prefill``."""
+        return await self.call(self.client.partial_prefill, runner, tokens, **options)
+
     async def start_fetch(self, ticket: bytes, **options: Any) -> Transfer:
         """See ``Client.start_fetch``. Await ``call(transfer.wait_layer, 0)`` and the like."""
         return await self.call(self.client.start_fetch, ticket, **options)

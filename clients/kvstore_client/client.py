@@ -20,6 +20,7 @@ from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, c
 from kvstore_client.match import Match, chunk_matches, matching_tail, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged, Pages
+from kvstore_client.partial import PartialPrefillCalls
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
@@ -60,7 +61,7 @@ def connect(
     return client
 
 
-class Client(Watching, OpaqueCalls, SegmentCalls):
+class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
     def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
@@ -311,8 +312,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls):
         except BaseException:
             prefix.close()
             raise
-        clock, reason = self._clock, prefix.reason
-        return LayerStream(prefix, target, self._copier, self.faults, clock, reason, self._timeout_s)
+        return LayerStream(prefix, target, self._copier, self.faults, self._clock, prefix.reason, self._timeout_s)
 
     # ------------------------------------------------------------ store
 

@@ -22,9 +22,10 @@ from kvstore.spec import Exactness, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import is_tensor
 
-_EXACTNESS = {Exactness.EXACT: 1, Exactness.DERIVED: 2}
+EXACT = 1
 IN_CONTEXT, STANDALONE = 1, 2
-"""The wire's numbers of provenances."""
+"""The wire's numbers of exactness and provenances."""
+_EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 

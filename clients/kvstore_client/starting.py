@@ -60,7 +60,7 @@ class Means:
         check_durability(durability)
         if not prompt.digests:
             raise InvalidRequest("tokens is empty: there is nothing to store")
-        source = Source.of(prompt.spec, prompt.token_count, kv, hidden)
+        source = Source.of(prompt, kv, hidden)
 
         def run() -> Receipt:
             session, name = self.ready(prompt.spec)

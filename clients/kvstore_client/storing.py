@@ -9,12 +9,12 @@ from typing import Any
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError
 from kvstore.seams import FaultPoints
-from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
+from kvstore.spec import CacheKind, Durability, Exactness, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
 from kvstore_client.prefix import AnySession
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.staging import Run
 
 UNIT_BYTES_MAX = 64 << 20
@@ -31,8 +31,14 @@ class Source:
     planes: list[list[tuple[Any, ...]]]
 
     @staticmethod
-    def of(spec: ModelSpec, token_count: int, kv: Any, hidden: Mapping[int, Any] | None) -> Source:
-        """Raises InvalidRequest naming the argument whose type, shape or dtype is wrong."""
+    def of(prompt: Prompt, kv: Any, hidden: Mapping[int, Any] | None) -> Source:
+        """Raises InvalidRequest naming the argument whose type, shape or dtype is wrong, and for a merged cache that
+        is to be kept as better than it is."""
+        spec, token_count = prompt.spec, prompt.token_count
+        if prompt.exactness == EXACT and getattr(kv, "exactness", Exactness.EXACT) is not Exactness.EXACT:
+            raise InvalidRequest(
+                "kv was built on a cache that was not exact: store it with exactness=Exactness.DERIVED"
+            )
         if not isinstance(kv, Sequence) or len(kv) != spec.layer_count:
             found = len(kv) if isinstance(kv, Sequence) else type(kv).__name__
             raise InvalidRequest(f"kv must be one (K, V) per layer, {spec.layer_count} of them, not {found}")

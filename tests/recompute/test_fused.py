@@ -35,6 +35,7 @@ SIBLING = [
     Recompute(2, 1, 0.4, "suffix_attention"),
     Recompute(1, 1, 0.4, gradual=0.5),
     Recompute(1, 0, 1.0),
+    Recompute(1, 0),
     Recompute(0, -1, 0.3),
 ]
 

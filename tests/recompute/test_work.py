@@ -67,8 +67,8 @@ def landing(layer: int) -> list[tuple[str, int, int]]:
 
 
 def test_a_blend_carries_the_chosen_and_the_suffix_and_waits_only_for_what_it_needs() -> None:
-    """43 of 55 tokens are context: all are computed in layer 0, whose cache is not loaded, and K and V of layer 1, which
-    chooses 9."""
+    """43 of 55 tokens are context: all are computed in layer 0, whose cache is not loaded, and K and V of layer 1,
+    which chooses 9."""
     assert work(Recompute.cacheblend(1, 0.2)) == [
         ("project", 0, 55), ("finish", 0, 55),
         *landing(1), ("project", 1, 55), ("finish", 1, 21),

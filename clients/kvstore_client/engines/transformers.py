@@ -13,7 +13,7 @@ their way. The store happens in the background once the first token is out, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from kvstore_client.fetching import LayerStream
 from kvstore_client.receipt import Receipt
 from kvstore_client.recompute import dense_planes
 
-__all__ = ["CachedModel", "Generated", "Report", "TransformersRunner"]
+__all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of"]
 
 _log = logging.getLogger("kvstore.client")
 _UNSUPPORTED = (
@@ -117,6 +117,18 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
         return self._k[0, :, :token_count], self._v[0, :, :token_count]
+
+
+def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """A cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
+
+    Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim]. Give ``generate`` the prompt and at least one
+    token more. What it computes is as exact as ``kv`` is: store it with that exactness."""
+    cache = DynamicCache()
+    cache.layers = [_Layer(k[None], v[None], lambda: None) for k, v in kv]
+    for layer, (k, _) in zip(cache.layers, kv, strict=True):
+        layer.show(k.shape[1])
+    return cache
 
 
 class _Arrivals:

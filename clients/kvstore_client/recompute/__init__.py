@@ -12,14 +12,19 @@ prefill of the context, and the suffix; loading overlaps, for a layer's bytes ar
 
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.merged import dense_planes
-from kvstore_client.recompute.result import LayerTime, Recomputed, Timeline
+from kvstore_client.recompute.plan import Plan, PlannedRun
+from kvstore_client.recompute.result import LayerTime, MergedKV, PartialPrefill, Recomputed, Timeline
 from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import GivenKV, Run, Source, check_sender
 
 __all__ = [
     "GivenKV",
     "LayerTime",
+    "MergedKV",
     "ModelRunner",
+    "PartialPrefill",
+    "Plan",
+    "PlannedRun",
     "Recomputed",
     "Run",
     "Source",

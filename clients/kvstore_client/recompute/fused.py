@@ -22,7 +22,7 @@ from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
-from kvstore_client.recompute.result import LayerTime, Recomputed, Timeline
+from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
 from kvstore_client.recompute.rows import Rows, Split
 from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import Run, check_runs
@@ -102,10 +102,11 @@ class _Pass:
         logits = self._runner.logits(rows.hidden)
         spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
         covered = sum(run.token_count for run in self._runs) * self._layer_count
+        exactness = Exactness.EXACT if spared else Exactness.DERIVED
         return Recomputed(
-            kv=self._planes,
+            kv=MergedKV(self._planes, exactness),
             logits=logits,
-            exactness=Exactness.EXACT if spared else Exactness.DERIVED,
+            exactness=exactness,
             share=self._carried / covered if covered else 1.0,
             timeline=Timeline(self._clock.monotonic() - started_s, tuple(self._times)),
             chosen=self._chosen,
@@ -116,13 +117,14 @@ class _Pass:
 
     def _layer(self, layer: int, rows: Rows, logit_count: int) -> Rows:
         setting = self._setting
-        if layer == setting.first_layer:
-            rows = rows.joined(self._context())
-        if layer == setting.check_layer and not setting.ratio:
-            rows = rows.kept(~self._is_context[rows.positions])
         before_s = self._clock.monotonic()
+        received = self._receive() if layer == setting.first_layer else None
         self._land(layer)
         landed_s = self._clock.monotonic()
+        if layer == setting.first_layer:
+            rows = rows.joined(self._context(received))
+        if layer == setting.check_layer and not setting.ratio:
+            rows = rows.kept(~self._is_context[rows.positions])
         chooses = self._choosing.at(layer) and bool(len(self._split.context))
         q = self._enter(layer, rows, compares=chooses and self._choosing.needs_deviation)
         entered, entered_s = self._portion(rows), self._clock.monotonic()
@@ -188,15 +190,19 @@ class _Pass:
     def _embedded(self, positions: torch.Tensor) -> Rows:
         return Rows(positions, self._runner.embed(self._tokens[positions]))
 
-    def _context(self) -> Rows:
-        """The context's rows as they enter the first layer that computes them."""
-        setting, context = self._setting, self._split.context
-        nothing = not setting.ratio and setting.last_layer < setting.first_layer
-        if nothing or not len(context):
-            return Rows(context[:0], self._runner.embed(self._tokens[:0]))
-        if not setting.needs_hidden:
-            return self._embedded(context)
-        return Rows(context, torch.cat([run.source.hidden() for run in self._runs if not run.is_exact]))
+    def _receive(self) -> torch.Tensor | None:
+        """E of the context, where the setting starts from it."""
+        if not self._setting.needs_hidden or not len(self._split.context):
+            return None
+        return torch.cat([run.source.hidden() for run in self._runs if not run.is_exact])
+
+    def _context(self, received: torch.Tensor | None) -> Rows:
+        """The context's rows as they enter the first layer that computes them; none when no layer does."""
+        context = self._split.context
+        if received is not None:
+            return Rows(context, received)
+        nothing = not self._setting.ratio and self._setting.last_layer < self._setting.first_layer
+        return self._embedded(context[:0] if nothing else context)
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
         """The suffix over everything as it was reused: how much attention it gives each token, over all layers and

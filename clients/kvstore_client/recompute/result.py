@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from kvstore.spec import Exactness
+from kvstore_client.recompute.plan import Plan
+
+
+class MergedKV(list[tuple[torch.Tensor, torch.Tensor]]):
+    """Per layer (K, V), each [kv_heads, tokens, dim], that knows whether it is exact: ``client.store`` refuses to keep
+    under an exact key what is not."""
+
+    def __init__(self, planes: Iterable[tuple[torch.Tensor, torch.Tensor]], exactness: Exactness) -> None:
+        super().__init__(planes)
+        self.exactness = exactness
 
 
 @dataclass(frozen=True)
@@ -23,10 +34,12 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the time went, in seconds. ``layers``: in the order they were computed; the suffix's look ahead first."""
+    """Where the time went, in seconds. ``prepare_s``: before the first layer: asking what is there, and E.
+    ``layers``: in the order they were computed; the suffix's look ahead first."""
 
     total_s: float = 0.0
     layers: tuple[LayerTime, ...] = ()
+    prepare_s: float = 0.0
 
     @property
     def load_s(self) -> float:
@@ -54,10 +67,17 @@ class Recomputed:
     ``exactness``: EXACT only if every row is what the model computes by itself; to be given to ``store``.
     """
 
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
+    kv: MergedKV
     logits: torch.Tensor
     exactness: Exactness
     share: float
     timeline: Timeline
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartialPrefill(Recomputed):
+    """What ``client.partial_prefill`` hands back, and by which plan."""
+
+    plan: Plan

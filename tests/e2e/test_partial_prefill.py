@@ -1,0 +1,280 @@
+"""Partial prefill over a real sidecar: the same computation as over tensors in hand, to the bit; and whatever happens,
+the right answer or a worse one that says so and is never taken for exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
+from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of
+from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import DataLoss, InvalidRequest
+from tests.recompute.models import LAYERS, model_of, prompt, sibling_of
+
+STEP = 16
+MODEL = model_of("qwen3", max_position_embeddings=1024)
+RECEIVER = TransformersRunner(MODEL, chunk_tokens=STEP)
+SENDER = TransformersRunner(sibling_of(MODEL, 3), chunk_tokens=STEP)
+FULL = Recompute.full(LAYERS)
+FUSED = Recompute(1, 1, 0.25, "product")
+
+
+@pytest.fixture(scope="module")
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address) as connected:
+        yield connected
+
+
+def computed(runner: TransformersRunner, tokens: torch.Tensor) -> Recomputed:
+    return recompute(runner, tokens, [], FULL, hidden_layers=range(LAYERS))
+
+
+def keep(client: Client, runner: TransformersRunner, tokens: torch.Tensor, *hidden: int) -> Recomputed:
+    """Store what a runner computes of some tokens, with E of some layers."""
+    made = computed(runner, tokens)
+    client.store(runner.spec, tokens, made.kv, hidden={layer: made.hidden[layer] for layer in hidden}).wait(10.0)
+    return made
+
+
+def given(made: Recomputed, start: int, stop: int, hidden: int = 0, sender: ModelSpec | None = None) -> Run:
+    """What was made, as a run in hand."""
+    kv = [(k[:, start:stop], v[:, start:stop]) for k, v in made.kv]
+    return Run(
+        start, stop - start, GivenKV(kv, made.hidden[hidden][start:stop]), start, sender, is_exact=sender is None
+    )  # fmt: skip
+
+
+def same(found: Recomputed, expected: Recomputed) -> None:
+    """To the bit."""
+    assert torch.equal(found.logits, expected.logits)
+    for ours, theirs in zip(found.kv, expected.kv, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+    assert {layer: rows.tolist() for layer, rows in found.chosen.items()} == {
+        layer: rows.tolist() for layer, rows in expected.chosen.items()
+    }
+    assert (found.exactness, found.share) == (expected.exactness, expected.share)
+
+
+def in_full(found: PartialPrefill, tokens: torch.Tensor) -> None:
+    same(found, computed(RECEIVER, tokens))
+    assert found.exactness is Exactness.EXACT
+    assert found.plan.runs == ()
+
+
+def test_nothing_there_is_a_plain_prefill(client: Client) -> None:
+    tokens = prompt(50, 100)
+    found = client.partial_prefill(RECEIVER, tokens)
+    in_full(found, tokens)
+    assert found.plan.reason == ""
+    asked = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+    in_full(asked, tokens)
+    assert "no sender" in asked.plan.reason
+
+
+@pytest.mark.parametrize("stored", [48, 53, 60])
+def test_an_exact_prefix_is_reused_as_it_is(client: Client, stored: int) -> None:
+    """Whole chunks, a ragged tail, and all of the prompt: then its last token is computed again."""
+    tokens = prompt(60, 200 + stored)
+    made = keep(client, RECEIVER, tokens[:stored])
+    reused = min(stored, 59)
+    found = client.partial_prefill(RECEIVER, tokens)
+    same(found, recompute(RECEIVER, tokens, [given(made, 0, reused)], Recompute.reuse()))
+    assert found.exactness is Exactness.EXACT
+    assert found.plan.reused_token_count == reused
+    assert found.plan.recompute is None
+    assert torch.allclose(found.logits, computed(RECEIVER, tokens).logits, atol=1e-4)
+    assert found.timeline.total_s >= found.timeline.load_s + found.timeline.suffix_s > 0
+    assert found.timeline.recompute_s == 0
+
+
+SIBLINGS = [
+    Recompute.droidspeak(0, 1),
+    Recompute.droidspeak(1, 2),
+    Recompute.droidspeak(1, 3),
+    Recompute(1, 2, 0.3),
+    FUSED,
+]
+
+
+@pytest.mark.parametrize("exact", [0, 20])
+@pytest.mark.parametrize("setting", SIBLINGS, ids=str)
+def test_a_siblings_cache_is_reused_as_the_setting_says(client: Client, setting: Recompute, exact: int) -> None:
+    """E from the sidecar, KV layer by layer; behind an exact prefix, too, which stays as it is."""
+    tokens = prompt(70, 300 + 10 * SIBLINGS.index(setting) + (exact > 0))
+    theirs = keep(client, SENDER, tokens[:64], 1)
+    runs = [given(theirs, exact, 64, setting.first_layer, SENDER.spec)]
+    if exact:
+        runs = [given(keep(client, RECEIVER, tokens[:exact]), 0, exact), *runs]
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=setting, logit_count=3)
+    same(found, recompute(RECEIVER, tokens, runs, setting, logit_count=3))
+    assert found.exactness is Exactness.DERIVED
+    assert (found.plan.recompute, found.plan.reason) == (setting, "")
+    assert [(run.token_start, run.token_count) for run in found.plan.runs] == [
+        (run.token_start, run.token_count) for run in runs
+    ]
+    assert found.plan.runs[-1].layers == setting.loaded_layers(LAYERS)
+    assert found.timeline.recompute_s > 0
+
+
+def test_a_full_recompute_fetches_nothing_of_a_sender(client: Client) -> None:
+    tokens = prompt(40, 400)
+    keep(client, SENDER, tokens)
+    in_full(client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FULL), tokens)
+
+
+def test_without_a_profile_nothing_but_the_exact_prefix_is_reused(client: Client) -> None:
+    tokens = prompt(40, 401)
+    keep(client, SENDER, tokens, 1)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec])
+    in_full(found, tokens)
+    assert "profile" in found.plan.reason
+
+
+def test_a_sender_without_hidden_states_is_left_and_the_next_is_asked(client: Client) -> None:
+    tokens = prompt(40, 402)
+    keep(client, SENDER, tokens)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+    in_full(found, tokens)
+    assert "no E of layer 1" in found.plan.reason
+    other = TransformersRunner(sibling_of(MODEL, 4), chunk_tokens=STEP)
+    keep(client, other, tokens[:32], 1)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec, other.spec], recompute=FUSED)
+    assert [run.sender for run in found.plan.runs] == [other.spec]
+    assert found.plan.reason == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"vocab_size": 100}, "vocab_size"),
+        ({"head_dim": 8}, "layers\\[0\\].k_dim"),
+        ({"num_hidden_layers": 3}, "layer"),
+    ],
+)
+def test_a_sender_of_another_architecture_is_refused_by_field(
+    client: Client, change: dict[str, Any], field: str
+) -> None:
+    other = TransformersRunner(model_of("qwen3", **change))
+    with pytest.raises(InvalidRequest, match=field):
+        client.partial_prefill(RECEIVER, prompt(40, 403), senders=[other.spec], recompute=FUSED)
+
+
+def test_arguments_are_named(client: Client) -> None:
+    tokens = prompt(40, 404)
+    for options, match in [
+        ({"senders": ["qwen3"]}, "senders\\[0\\]"),
+        ({"logit_count": 41}, "logit_count"),
+        ({"recompute": Recompute.full(9)}, "4 layers"),
+        ({"segments": [(0, 10)]}, "segments"),
+    ]:
+        with pytest.raises(InvalidRequest, match=match):
+            client.partial_prefill(RECEIVER, tokens, **options)
+    with pytest.raises(InvalidRequest, match="token 96"):
+        client.partial_prefill(RECEIVER, [1, 2, 96])
+
+
+def test_what_is_derived_never_leaks(client: Client) -> None:
+    """Blend, decode 300 tokens, store: an exact lookup misses, and so does an engine's own prefix reuse."""
+    tokens = prompt(70, 405)
+    keep(client, SENDER, tokens[:64], 1)
+    blended = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+    assert blended.exactness is Exactness.DERIVED
+    with pytest.raises(InvalidRequest, match="DERIVED"):
+        client.store(RECEIVER.spec, tokens, blended.kv)
+    cache = cache_of(blended.kv)
+    ids = torch.cat((tokens, blended.logits[-1].argmax()[None]))[None]
+    whole = MODEL.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)[0]
+    assert len(whole) == 371
+    kept = whole[: cache.get_seq_length()]
+    kv = [layer.first(len(kept)) for layer in cache.layers]
+    client.store(RECEIVER.spec, kept, kv, exactness=blended.exactness).wait(10.0)
+    assert client.lookup(RECEIVER.spec, kept).prefix_token_count == 0
+    assert client.lookup(RECEIVER.spec, kept, exactness=Exactness.DERIVED).prefix_token_count == 370
+    assert client.partial_prefill(RECEIVER, kept).plan.runs == ()
+    report = CachedModel(MODEL, client, chunk_tokens=STEP).generate(kept[None], max_new_tokens=1).report
+    assert report.reused_token_count == 0
+
+
+def test_a_merged_cache_that_is_exact_is_kept_and_decoded_from(client: Client) -> None:
+    tokens = prompt(50, 406)
+    keep(client, RECEIVER, tokens[:32])
+    found = client.partial_prefill(RECEIVER, tokens)
+    client.store(RECEIVER.spec, tokens, found.kv).wait(10.0)
+    assert client.lookup(RECEIVER.spec, tokens).prefix_token_count == 50
+    ids = torch.cat((tokens, found.logits[-1].argmax()[None]))[None]
+    decoded = MODEL.generate(ids, past_key_values=cache_of(found.kv), max_new_tokens=20, do_sample=False)
+    assert torch.equal(decoded, MODEL.generate(tokens[None], max_new_tokens=21, do_sample=False))
+
+
+def lost(sidecar: Sidecar, client: Client) -> None:
+    def lose() -> None:
+        raise DataLoss("lost, says the test")
+
+    client.faults.arm("fetch.copy.middle", lose)
+
+
+def killed_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
+    start_fetch = client.start_fetch
+
+    def gone(*arguments: Any, **options: Any) -> Any:
+        sidecar.stop(kill=True)
+        return start_fetch(*arguments, **options)
+
+    client.start_fetch = gone  # type: ignore[method-assign]
+
+
+def restarted_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
+    start_fetch = client.start_fetch
+
+    def forgotten(*arguments: Any, **options: Any) -> Any:
+        sidecar.stop(kill=True)
+        sidecar.start()
+        return start_fetch(*arguments, **options)
+
+    client.start_fetch = forgotten  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("happens", [lost, killed_before_the_fetch, restarted_before_the_fetch])
+def test_a_sidecar_that_goes_in_the_middle_costs_time_only(
+    own_sidecar: Sidecar, happens: Callable[[Sidecar, Client], None]
+) -> None:
+    tokens = prompt(40, 407)
+    with connect(own_sidecar.address, timeout_s=2.0) as client:
+        keep(client, SENDER, tokens, 1)
+        keep(client, RECEIVER, tokens[:16])
+        happens(own_sidecar, client)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+        in_full(found, tokens)
+        assert "computed in full" in found.plan.reason
+
+
+def test_no_sidecar_is_a_plain_prefill_that_says_so(own_sidecar: Sidecar) -> None:
+    tokens = prompt(40, 408)
+    with connect(own_sidecar.address) as client:
+        own_sidecar.stop(kill=True)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+        in_full(found, tokens)
+        assert "unavailable" in found.plan.reason
+
+
+def test_nothing_stays_held(client: Client) -> None:
+    """Tickets and leases of calls that took one sender of two, or nothing, are given back."""
+    tokens = prompt(70, 409)
+    keep(client, SENDER, tokens[:64], 1)
+    other = TransformersRunner(sibling_of(MODEL, 5), chunk_tokens=STEP)
+    keep(client, other, tokens[:32], 1)
+    for setting in (FUSED, Recompute.droidspeak(1, 3), FULL, None):
+        client.partial_prefill(RECEIVER, tokens, senders=[other.spec, SENDER.spec], recompute=setting)
+    for _ in range(200):
+        held = client.stats().sessions
+        if (held.ticket_count, held.lease_count) == (0, 0):
+            return
+        sleep(0.02)  # leases are given back beside the caller
+    raise AssertionError(f"still held: {held}")
