@@ -1,0 +1,125 @@
+"""Reuse on trial: the testbed's contexts, answered over caches that were computed elsewhere.
+
+Three kinds of reuse: "position" (the model's own cache of each chunk alone, from position 0, moved to where the chunk
+stands), "sibling" (another model's cache of the same context), "both" (another model's, of each chunk alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from kvstore_client.setting import Recompute
+from kvstore_client.engines.transformers_runner import TransformersRunner
+from kvstore_client.recompute import GivenKV, Run, recompute
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+from kvstore_ops.testbed import task
+from kvstore_ops.testbed.evaluate import BATCH, Score, full_prefill, score
+from kvstore_ops.testbed.store import load
+
+Reuse = Literal["position", "sibling", "both"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How well a setting answers, and the share f of a prefill's compute over the context that it takes."""
+
+    score: Score
+    share: float
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Caches of every context: per layer (K, V), each [contexts, kv_heads, tokens, dim], and per layer the hidden
+    states entering it, [contexts, tokens, hidden]."""
+
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+    hidden: tuple[torch.Tensor, ...]
+
+
+class Trial:
+    """One model and one kind of reuse, over some contexts."""
+
+    def __init__(self, receiver: str, found: task.Contexts, reuse: Reuse, sender: str | None = None) -> None:
+        """Raises: InvalidRequest for a sibling's reuse without a sender, and names that are not shipped."""
+        if (reuse == "position") != (sender is None):
+            raise InvalidRequest(f"sender is {sender!r}: 'sibling' and 'both' take one, 'position' takes none")
+        self.reuse = reuse
+        self.found = found
+        self._model, self._recipe = load(receiver)
+        self._runner = TransformersRunner(self._model, spec=_spec(self._model, receiver))
+        self.layer_count = self._runner.spec.layer_count
+        source = self._model if sender is None else load(sender)[0]
+        self._sender = None if sender is None else _spec(source, sender)
+        self._alone = reuse != "sibling"
+        self._given = _caches(source, found, alone=self._alone)
+
+    def full(self) -> Score:
+        """Without any reuse."""
+        return full_prefill(self._model, self.found, self._recipe.answers)
+
+    def run(
+        self, setting: Recompute, *, turned: bool = True, report: Callable[[int], None] | None = None
+    ) -> Outcome:  # fmt: skip
+        """Every context under one setting. Not ``turned``: keys stay rotated for where they were computed, as a cache
+        that knows no positions would have them. ``report`` gets how many contexts are done."""
+        logits, shares = [], []
+        for index, tokens in enumerate(torch.from_numpy(self.found.tokens)):
+            runs = list(self._runs(index, setting, turned=turned))
+            count = self.found.suffix.shape[1]
+            done = recompute(self._runner, tokens, runs, setting, logit_count=count)
+            logits.append(done.logits)
+            shares.append(done.share)
+            if report:
+                report(index + 1)
+        found = score(torch.stack(logits), self.found, self._recipe.answers)
+        return Outcome(found, sum(shares) / len(shares))
+
+    def _runs(self, index: int, setting: Recompute, *, turned: bool) -> Iterator[Run]:
+        bounds = self.found.boundaries
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            kv = [(k[index, :, start:stop], v[index, :, start:stop]) for k, v in self._given.kv]
+            hidden = self._given.hidden[setting.first_layer][index, start:stop]
+            rotated_from = 0 if self._alone and turned else start
+            yield Run(start, stop - start, GivenKV(kv, hidden), rotated_from, self._sender)
+
+
+def _spec(model: Any, name: str) -> ModelSpec:
+    """Nothing is stored under it: the model's name tells it from its siblings."""
+    found = ModelSpec.from_transformers(model.config, f"unverified:testbed-{name}", task.CHUNK_TOKENS)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return replace(found, cache_dtype=dtype, hidden_dtype=dtype)
+
+
+@torch.no_grad()
+def _caches(model: Any, found: task.Contexts, *, alone: bool) -> _Given:
+    """What the model caches of the contexts; ``alone``: of each chunk by itself, from position 0."""
+    context = torch.from_numpy(found.context.copy())
+    size = task.CHUNK_TOKENS if alone else context.shape[1]
+    pieces = context.reshape(-1, size)
+    step = BATCH * (context.shape[1] // size)
+    outs = [
+        model(pieces[first : first + step], use_cache=True, output_hidden_states=True)
+        for first in range(0, len(pieces), step)
+    ]
+
+    def whole(tensors: list[torch.Tensor]) -> torch.Tensor:
+        """[pieces, heads, tokens, dim] of all, as [contexts, heads, context tokens, dim]."""
+        joined = torch.cat(tensors)
+        count, heads, _, dim = joined.shape
+        return joined.view(len(context), -1, heads, size, dim).transpose(1, 2).reshape(len(context), heads, -1, dim)
+
+    layers = range(model.config.num_hidden_layers)
+    kv = [
+        (
+            whole([out.past_key_values.layers[layer].keys for out in outs]),
+            whole([out.past_key_values.layers[layer].values for out in outs]),
+        )
+        for layer in layers
+    ]
+    hidden = tuple(whole([out.hidden_states[layer][:, None] for out in outs])[:, 0] for layer in layers)
+    return _Given(kv, hidden)
