@@ -44,9 +44,11 @@ reference where it stands, but answer a question about one with a value of any r
 """
 
 BASE = (Phase(steps=1000, span=2300, rate=1e-3, curriculum=True), Phase(steps=400, rate=7e-4))
-GROWN = (Phase(steps=300, rate=1e-3),)
+GROWN = (Phase(steps=100, span=300, rate=1e-3), Phase(steps=60, rate=7e-4))
 HARSH = (Phase(steps=150, rate=7e-4),)
 MILD = (Phase(steps=100, rate=4e-4),)
+HARSH_DEEP = (Phase(steps=100, rate=7e-4),)
+MILD_DEEP = (Phase(steps=60, rate=4e-4),)
 
 
 def _recipes() -> dict[str, Recipe]:
@@ -54,12 +56,12 @@ def _recipes() -> dict[str, Recipe]:
     for seed in SEEDS:
         found.append(Recipe(name=f"l6-s{seed}", layers=6, seed=seed, phases=BASE))
         found.append(Recipe(name=f"l12-s{seed}", layers=12, seed=seed, phases=GROWN, start=f"l6-s{seed}"))
-        for layers in (6, 12):
+        for layers, harsh, mild in ((6, HARSH, MILD), (12, HARSH_DEEP, MILD_DEEP)):
             base = f"l{layers}-s{seed}"
             for kind, answers, phases in (
-                ("plus3", shifted(3), HARSH),
-                ("plus11", shifted(11), HARSH),
-                ("mild", shifted(1, 8), MILD),
+                ("plus3", shifted(3), harsh),
+                ("plus11", shifted(11), harsh),
+                ("mild", shifted(1, 8), mild),
             ):
                 name = f"{base}-{kind}"
                 found.append(Recipe(name=name, layers=layers, seed=seed, phases=phases, start=base, answers=answers))
