@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from kvstore_client.setting import Recompute
 from kvstore_ops.testbed import calibration, contexts
 from kvstore_ops.testbed.trial import Trial
@@ -10,6 +13,15 @@ from kvstore_ops.testbed.trial import Trial
 from kvstore.errors import InvalidRequest
 
 COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operations this small wait longer for a second thread than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_moved_chunks_are_worth_what_is_computed_again() -> None:

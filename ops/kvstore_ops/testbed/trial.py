@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from kvstore_client.setting import Recompute
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.recompute import GivenKV, Run, recompute
+from kvstore_client.setting import Recompute
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
@@ -81,7 +82,7 @@ class Trial:
 
     def _runs(self, index: int, setting: Recompute, *, turned: bool) -> Iterator[Run]:
         bounds = self.found.boundaries
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             kv = [(k[index, :, start:stop], v[index, :, start:stop]) for k, v in self._given.kv]
             hidden = self._given.hidden[setting.first_layer][index, start:stop]
             rotated_from = 0 if self._alone and turned else start
@@ -110,7 +111,7 @@ def _caches(model: Any, found: task.Contexts, *, alone: bool) -> _Given:
     def whole(tensors: list[torch.Tensor]) -> torch.Tensor:
         """[pieces, heads, tokens, dim] of all, as [contexts, heads, context tokens, dim]."""
         joined = torch.cat(tensors)
-        count, heads, _, dim = joined.shape
+        heads, dim = joined.shape[1], joined.shape[3]
         return joined.view(len(context), -1, heads, size, dim).transpose(1, 2).reshape(len(context), heads, -1, dim)
 
     layers = range(model.config.num_hidden_layers)
