@@ -77,10 +77,34 @@ def test_arrival_in_pages_and_back(tokens: int, page_size: int, layout: str) -> 
         assert not rows[slots].isnan().any()
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_blocks_meet_without_a_seam(page_size: int, rotary_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 7 tokens, and of a page or two: the same bits as in one block."""
+    source, rotary = plane(5, 257, 64, torch.bfloat16), rotary_of(RopeSpec(rotary_dim=rotary_dim))
+    turn = rotation(rotary, torch.arange(257) * 3, torch.arange(257))
+    slots = slots_of(257, page_size, 257 // page_size + 3, 1)
+    shape = (257 // page_size + 3, page_size, 5, 64)
+    results = []
+    for blocks in (
+        {},
+        {"rotary.BLOCK_ELEMENTS": 7 * 5 * 64, "arrival.BLOCK_ELEMENTS": 2300, "gather.BLOCK_BYTES": 9999},
+    ):
+        for name, value in blocks.items():
+            monkeypatch.setattr(f"kvstore_kernels.{name}", value)
+        dense, pages = torch.zeros_like(source), poisoned(*shape, dtype=torch.bfloat16)
+        arrive(source, dense, turn=turn)
+        arrive_pages(source, pages, slots, turn=turn)
+        assert int(pages.isnan().sum()) == pages.numel() - source.numel()
+        results += [dense, gather_pages(pages, slots)]
+    assert all(torch.equal(results[0], each) for each in results)
+
+
 def test_slots_in_any_order() -> None:
     """Whole pages are only a faster way: a page filled backwards, and slots all over, arrive where they should."""
     orders = [torch.arange(31, -1, -1), torch.randperm(80, generator=torch.Generator().manual_seed(1))[:33]]
     orders.append(torch.cat([torch.arange(16, 32), torch.arange(8, 16), torch.arange(48, 56)]))
+    orders.append(torch.cat([torch.arange(16, 32), torch.arange(40, 56)]))  # a page's worth that begins inside one
     for slots in orders:
         source = plane(2, len(slots), 64, torch.bfloat16, 5)
         pages = poisoned(5, 16, 2, 64, dtype=torch.bfloat16)
