@@ -49,6 +49,7 @@ class Trial:
         """Raises: InvalidRequest for a sibling's reuse without a sender, and names that are not shipped."""
         if (reuse == "position") != (sender is None):
             raise InvalidRequest(f"sender is {sender!r}: 'sibling' and 'both' take one, 'position' takes none")
+        self.receiver = receiver
         self.reuse = reuse
         self.found = found
         self._model, self._recipe = load(receiver)

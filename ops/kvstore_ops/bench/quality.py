@@ -1,0 +1,190 @@
+"""quality: accuracy of reuse over full prefill, each with f, the share of a prefill's compute.
+
+Held-out contexts of the testbed, per trained model and kind of reuse. The settings of the table are fixed. The one
+that is judged is chosen on calibration contexts, as the cheapest that reaches 0.99 there, and reported on evaluation
+contexts that chose nothing. f counts rows times layers; it is no time. No speed belongs to these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvstore_client.setting import Recompute
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvstore_ops.bench.result import Result
+
+TARGET = 0.99
+CONTEXTS = {"full": 256, "quick": 48, "tiny": 8}
+CHOOSING_CONTEXTS = {"full": 128, "quick": 24, "tiny": 8}
+SIBLING = "plus3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: accuracy with its standard error, over contexts; ``over_full`` is its ratio."""
+
+    model: str
+    reuse: str
+    setting: str
+    share: float
+    accuracy: float
+    standard_error: float
+    over_full: float
+
+
+def fixed(layer_count: int, reuse: str) -> Iterator[tuple[str, Recompute, bool]]:
+    """(name, setting, whether keys are moved to their positions): what the papers and others do, and the controls."""
+    third, half = layer_count // 3, layer_count // 2
+    yield "full reuse", Recompute.reuse(), True
+    if reuse != "sibling":
+        yield "full reuse, keys not rotated", Recompute.reuse(), False
+    yield "random 15 %", Recompute(0, -1, 0.15, "random"), True
+    yield "first 15 % of each chunk (EPIC)", Recompute(0, -1, 0.15, "first"), True
+    for check in sorted({1, 2, third, half}):
+        yield f"CacheBlend, check layer {check}, 15 %", Recompute.cacheblend(check, 0.15), True
+    yield f"CacheBlend, check layer {third}, 15 %, gradual", replace(
+        Recompute.cacheblend(third, 0.15), gradual=0.3
+    ), True  # fmt: skip
+    yield f"random 15 % after layer {half - 1}", Recompute(0, half - 1, 0.15, "random"), True
+    yield f"deviation x suffix attention, check layer {third}, 15 %", Recompute(0, third - 1, 0.15, "product"), True
+    for ratio in (0.15, 0.3):
+        yield f"suffix attention alone, {ratio:.0%}", Recompute(0, -1, ratio, "suffix_attention"), True
+    if reuse != "position":
+        yield f"DroidSpeak, layers 0..{half - 1}", Recompute.droidspeak(0, half - 1), True
+        yield (
+            f"DroidSpeak, layers {third}..{third + half - 1}, from E",
+            Recompute.droidspeak(third, third + half - 1),
+            True,
+        )
+        yield f"fused: layers 1..{half - 1} from E, 15 %", Recompute(1, half - 1, 0.15), True
+
+
+def candidates(layer_count: int) -> list[Recompute]:
+    """What the judged setting is chosen from, cheapest first."""
+    found = [Recompute(0, -1, ratio, "suffix_attention") for ratio in (0.1, 0.15, 0.2, 0.25, 0.3, 0.4)]
+    for check in range(1, layer_count * 2 // 3 + 1):
+        for ratio in (0.05, 0.1, 0.15, 0.25):
+            found += [Recompute(0, check - 1, ratio, selector) for selector in ("product", "deviation")]
+    return sorted(found, key=lambda each: share(each, layer_count))
+
+
+def share(setting: Recompute, layer_count: int) -> float:
+    """f of a setting: the group whole, and the chosen tokens in the layers behind the check layer and in it."""
+    group = setting.check_layer - setting.first_layer
+    return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
+
+
+class Bench:
+    """All models and kinds of reuse of one run."""
+
+    def __init__(self, scale: str, progress: Progress) -> None:
+        self._scale = scale
+        self._progress = progress
+        self.rows: list[Row] = []
+        self.judged: list[Row] = []
+
+    def measure(self, model: str, reuse: Any) -> None:
+        """One table, and the judged row at its end."""
+        from kvstore_ops.testbed import contexts, evaluation
+        from kvstore_ops.testbed.trial import Trial
+
+        sender = None if reuse == "position" else f"{model}-{SIBLING}"
+        trial = Trial(model, contexts(evaluation(), CONTEXTS[self._scale]), reuse, sender)
+        full = trial.full()
+        self.rows.append(Row(model, reuse, "full prefill", 1.0, full.accuracy, full.standard_error, 1.0))
+        settings = list(fixed(trial.layer_count, reuse))
+        if self._scale == "tiny":
+            settings = settings[:1]
+        for name, setting, turned in self._progress.track(settings, description=f"{model}, {reuse}"):
+            self._add(name, trial, setting, full.accuracy, turned=turned)
+        chosen = self._chosen(model, reuse, sender)
+        name = f"chosen on calibration: {told(chosen)}"
+        self.judged.append(self._add(name, trial, chosen, full.accuracy, turned=True))
+
+    def _add(self, name: str, trial: Any, setting: Recompute, full: float, *, turned: bool) -> Row:
+        found = trial.run(setting, turned=turned)
+        accuracy = found.score.accuracy
+        row = Row(trial.receiver, trial.reuse, name, found.share, accuracy, found.score.standard_error, accuracy / full)
+        self.rows.append(row)
+        return row
+
+    def _chosen(self, model: str, reuse: Any, sender: str | None) -> Recompute:
+        """The cheapest that is as good as a full prefill, as far as calibration contexts tell."""
+        from kvstore_ops.testbed import calibration, contexts
+        from kvstore_ops.testbed.trial import Trial
+
+        seeds = calibration().to_choose_with()
+        trial = Trial(model, contexts(seeds, CHOOSING_CONTEXTS[self._scale]), reuse, sender)
+        full = trial.full().accuracy
+        known = candidates(trial.layer_count)
+        if self._scale == "tiny":
+            known = known[-1:]
+        task = self._progress.add_task(f"{model}, {reuse}: choosing", total=len(known))
+        for setting in known:
+            if trial.run(setting).score.accuracy >= TARGET * full:
+                break
+            self._progress.advance(task)
+        else:
+            setting = Recompute.full(trial.layer_count)
+        self._progress.remove_task(task)
+        return setting
+
+
+def told(setting: Recompute) -> str:
+    """A setting, short."""
+    group = f"layers {setting.first_layer}..{setting.last_layer}" if setting.check_layer else "no whole layer"
+    return f"{group}, {setting.ratio:.0%} by {setting.selector}" if setting.ratio else group
+
+
+def tables(rows: list[Row]) -> None:
+    """A table per model and kind of reuse."""
+    for model, reuse in dict.fromkeys((row.model, row.reuse) for row in rows):
+        table = Table(title=f"{model}, reuse: {reuse}", title_justify="left")
+        for name in ("setting", "f", "accuracy", "over full prefill"):
+            table.add_column(name, justify="left" if name == "setting" else "right")
+        for row in rows:
+            if (row.model, row.reuse) == (model, reuse):
+                accuracy = f"{row.accuracy:.3f} +- {row.standard_error:.3f}"
+                table.add_row(row.setting, f"{row.share:.3f}", accuracy, f"{row.over_full:.3f}")
+        Console().print(table)
+
+
+def run(scale: str) -> Result:
+    """The worst of the judged ratios, with its f."""
+    import torch
+
+    from kvstore_ops.testbed import shipped
+
+    bases = [name for name in shipped() if name.count("-") == 1]
+    kinds: list[tuple[str, str]] = [(base, "position") for base in bases]
+    kinds += [(base, reuse) for base in bases for reuse in ("sibling", "both") if f"{base}-{SIBLING}" in shipped()]
+    if scale != "full":
+        kinds = [each for each in kinds if each[0] == bases[0]]
+    if scale == "tiny":
+        kinds = kinds[:1]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # operations this small wait longer for a second thread than they compute
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bench = Bench(scale, progress)
+            for model, reuse in kinds:
+                bench.measure(model, reuse)
+    finally:
+        torch.set_num_threads(before)
+    tables(bench.rows)
+    worst = min(bench.judged, key=lambda row: row.over_full)
+    ratios = [row.over_full for row in bench.judged]
+    return Result(
+        name="quality", value=worst.share, unit="share of a prefill's compute (f)", limit=1.0, ratio=worst.over_full,
+        target=f">= {TARGET}", met=worst.over_full >= TARGET, runs=CONTEXTS[scale], spread=(min(ratios), max(ratios)),
+        conditions={
+            "scale": scale, "contexts": CONTEXTS[scale], "seeds": "evaluation; chosen on calibration",
+            "judged": [asdict(row) for row in bench.judged], "worst": f"{worst.model}, {worst.reuse}: {worst.setting}",
+            "standard_error": worst.standard_error,
+        },
+    )  # fmt: skip
