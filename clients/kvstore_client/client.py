@@ -290,7 +290,12 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         verify: bool = False,
     ) -> LayerStream:
         """Like ``fetch``, layer by layer: (layer, (K, V)) as each lands while the next are copied."""
-        prompt = Prompt.of(spec, tokens, extras, exactness)
+        return self._get_layers(Prompt.of(spec, tokens, extras, exactness), layers, heads, into, verify)
+
+    def _get_layers(
+        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+        into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
+    ) -> LayerStream:  # fmt: skip
         wanted = Wanted.of(prompt.spec, layers, heads, (), verify)
         given = given_places(wanted, into)
 
@@ -300,11 +305,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         if not prompt.digests:
             return missed(MissReason.NONE)
         return self._connection.or_gone(
-            lambda: self._stream(wanted, prompt, given), lambda _: missed(MissReason.UNAVAILABLE)
+            lambda: self._layers_of(self._open(wanted, prompt), wanted, given),
+            lambda _: missed(MissReason.UNAVAILABLE),
         )
-
-    def _stream(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> LayerStream:
-        return self._layers_of(self._open(wanted, prompt), wanted, given)
 
     def _layers_of(self, prefix: AnyPrefix, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
         try:

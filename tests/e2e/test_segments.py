@@ -53,6 +53,15 @@ def test_stored_is_fetched_to_the_bit_with_its_ragged_tail(client: Client, count
     assert (bits(found.hidden[1]) == hidden[1]).all()
     into = [(np.zeros_like(k), np.zeros_like(v)) for k, v in kv]
     assert_same(client.fetch_segment(SPEC, tokens, into=into), kv, count)
+    only_e = client.fetch_segment(SPEC, tokens, layers=(), hidden_layers=(1,))
+    assert (list(only_e), only_e.token_count) == ([], count)
+    assert (bits(only_e.hidden[1]) == hidden[1]).all()
+    stream = client.fetch_segment_layers(SPEC, tokens, layers=(1, 0))
+    assert stream.token_count == count
+    for (layer, (k, v)), expected in zip(stream, (1, 0), strict=True):
+        assert layer == expected
+        assert (bits(k) == kv[layer][0]).all()
+        assert (bits(v) == kv[layer][1]).all()
 
 
 def test_every_kind_of_layer(client: Client) -> None:
@@ -202,6 +211,8 @@ def test_without_the_sidecar_segments_miss(own_sidecar: Sidecar) -> None:
         assert match.segments[0].standalone_token_count == 0
         assert {each.reason for each in match.segments[0].chunks} == {MissReason.UNAVAILABLE}
         assert client.fetch_segment(SPEC, tokens).reason is MissReason.UNAVAILABLE
+        stream = client.fetch_segment_layers(SPEC, tokens)
+        assert (stream.token_count, stream.reason, list(stream)) == (0, MissReason.UNAVAILABLE, [])
         assert client.store_segment(SPEC, tokens, kv).wait(1.0) is Durability.NONE
 
 

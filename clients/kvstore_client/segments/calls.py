@@ -9,7 +9,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, fingerprint
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.fetching import FetchedKV
+from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import chunk_matches, missed_chunks
 from kvstore_client.paged import Paged
 from kvstore_client.prompt import PageHashes, Prompt
@@ -32,6 +32,12 @@ class SegmentCalls:
         self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
         hidden_layers: Sequence[int], into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
     ) -> FetchedKV:  # fmt: skip
+        raise NotImplementedError
+
+    def _get_layers(
+        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+        into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
+    ) -> LayerStream:  # fmt: skip
         raise NotImplementedError
 
     def store_segment(
@@ -75,6 +81,22 @@ class SegmentCalls:
         if prompt.digests and found.token_count == prompt.token_count:
             self._learn(prompt)
         return found
+
+    def fetch_segment_layers(
+        self,
+        spec: ModelSpec,
+        tokens: Any,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: range | tuple[int, int] | None = None,
+        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
+        verify: bool = False,
+    ) -> LayerStream:
+        """Like ``fetch_segment``, layer by layer, as ``fetch_layers`` does. Its ``token_count`` says at once how much
+        of the document is there."""
+        return self._get_layers(Prompt.segment(spec, tokens, extras, exactness), layers, heads, into, verify)
 
     def find_segments(self, spec: ModelSpec, tokens: Any) -> list[range]:
         """Where documents that this client stored, fetched or looked up stand in a text, for ``lookup(segments=)``.
