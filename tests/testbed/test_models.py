@@ -16,7 +16,7 @@ from kvstore_ops.testbed.train import Run, rate
 
 from kvstore.errors import InvalidRequest
 
-TINY = replace(recipe("l6-s2"), name="tiny", layers=1, phases=(Phase(steps=40, rate=1e-3, curriculum=True),))
+TINY = replace(recipe("l6-s2"), name="tiny", layers=1, phases=(Phase(steps=40, rate=1e-3, stages=(0, 5)),))
 
 
 def everywhere(net: Net, tokens: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_a_grown_model_starts_as_the_one_it_grew_from() -> None:
 def test_new_layers_learn_from_the_first_step(tmp_path: Path) -> None:
     small = Net(Geometry(layers=1))
     initialise(small, 3)
-    deeper = replace(TINY, layers=2, phases=(Phase(steps=40, rate=1e-3, curriculum=True),), start="tiny")
+    deeper = replace(TINY, layers=2, phases=(Phase(steps=40, rate=1e-3, stages=(0, 5)),), start="tiny")
     run = Run(deeper, tmp_path / "deeper.safetensors", dict(small.named_parameters()))
     before = run.net.model.layers[1].mlp.down_proj.weight.clone()
     run.step()
@@ -95,8 +95,24 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> Non
         Run(replace(TINY, seed=9), tmp_path / "stopped.safetensors", None)
 
 
+def test_a_phase_keeps_to_its_stages(tmp_path: Path) -> None:
+    begun = Run(replace(TINY, phases=(Phase(steps=9, rate=1e-3, stages=(1, 2)),)), tmp_path / "run.safetensors", None)
+    assert begun.progress.stage == 1
+    begun.progress = replace(begun.progress, accuracy=1.0)
+    while begun.progress.step < 2:
+        begun.step()
+        begun.progress = replace(begun.progress, accuracy=1.0)
+    assert begun.progress.stage == 2, "learnt, so on to the next"
+    while begun.progress.step < 9:
+        begun.step()
+        begun.progress = replace(begun.progress, accuracy=1.0)
+    assert begun.progress.stage == 2, "and no further"
+    assert recipe("l2-s5").seedling
+    assert not recipe("l6-s5").seedling
+
+
 def test_the_rate_warms_up_then_falls_to_three_hundredths_in_each_phase() -> None:
-    phases = (Phase(steps=1000, rate=1e-3, curriculum=True), Phase(steps=100, rate=7e-4))
+    phases = (Phase(steps=1000, rate=1e-3, stages=(0, 5)), Phase(steps=100, rate=7e-4))
     rates = [rate(phases, step)[0] for step in range(1100)]
     assert rates[0] < 1e-4 < 9e-4 < max(rates[:100])
     assert rates[999] == pytest.approx(3e-5, rel=0.01)

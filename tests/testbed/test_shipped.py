@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvstore_ops.testbed import calibration, contexts, full_prefill, load, shipped, store
+from kvstore_ops.testbed import calibration, contexts, full_prefill, load, recipe, shipped, store
 from kvstore_ops.testbed.__main__ import app
 from kvstore_ops.testbed.models import RECIPES
 from kvstore_ops.testbed.net import Geometry, Net
@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from kvstore.errors import InvalidRequest
 
 
-def test_the_base_model_is_shipped() -> None:
-    assert {"l6-s2"} <= set(shipped())
+def test_base_models_and_siblings_of_both_depths_are_shipped() -> None:
+    assert {base + kind for base in ("l6-s2", "l12-s2") for kind in ("", "-plus3", "-plus11")} <= set(shipped())
     assert set(shipped()) <= set(RECIPES)
 
 
@@ -25,7 +25,7 @@ def test_all_weights_together_stay_under_their_limit() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", [name for name in shipped() if not recipe(name).seedling])
 def test_a_shipped_model_answers(name: str) -> None:
     model, made = load(name)
     found = contexts(calibration(), 32)

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidRequest
 from kvstore_ops.testbed import task
 
+LAST_STAGE = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A run of steps under one schedule: warm-up, then a cosine down to 3 % of the rate, counted in steps.
 
     span is the cosine's length in steps (0: this phase's own); a phase shorter than its span ends above the 3 %.
+    stages are the curriculum's first and last stage that it goes through; by default it stays in the last there is.
     """
 
     steps: int
     rate: float
     span: int = 0
-    curriculum: bool = False
+    stages: tuple[int, int] = (LAST_STAGE, LAST_STAGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +35,20 @@ class Recipe:
     start: str | None = None
     answers: tuple[int, ...] = tuple(range(task.VALUES))
 
+    @property
+    def seedling(self) -> bool:
+        """True for what only starts another model: its curriculum ends before the task does. Not shipped."""
+        return self.phases[-1].stages[1] < LAST_STAGE
+
 
 def shifted(by: int, among: int = task.VALUES) -> tuple[int, ...]:
     """Answers v + by among the first `among` values; the others stay."""
     return tuple((v + by) % among if v < among else v for v in range(task.VALUES))
 
 
-SEEDS = (2, 5)
-"""Training seeds of the base models. Seeds 1, 3 and 4 stood still in stage 2 for 300 steps and more: they resolve every
-reference where it stands, but answer a question about one with a value of any reference, not of the one asked for.
-"""
-
-BASE = (Phase(steps=1000, span=2300, rate=1e-3, curriculum=True), Phase(steps=400, rate=7e-4))
+BASE = (Phase(steps=1000, span=2300, rate=1e-3, stages=(0, LAST_STAGE)), Phase(steps=400, rate=7e-4))
+SEEDLING = (Phase(steps=300, rate=1e-3, span=2300, stages=(0, 1)),)
+SPROUT = (Phase(steps=600, rate=1e-3, span=1500, stages=(2, LAST_STAGE)), Phase(steps=400, rate=7e-4))
 GROWN = (Phase(steps=100, span=300, rate=1e-3), Phase(steps=60, rate=7e-4))
 HARSH = (Phase(steps=150, rate=7e-4),)
 MILD = (Phase(steps=100, rate=4e-4),)
@@ -51,24 +56,37 @@ HARSH_DEEP = (Phase(steps=100, rate=7e-4),)
 MILD_DEEP = (Phase(steps=60, rate=4e-4),)
 
 
-def _recipes() -> dict[str, Recipe]:
-    found = []
-    for seed in SEEDS:
-        found.append(Recipe(name=f"l6-s{seed}", layers=6, seed=seed, phases=BASE))
-        found.append(Recipe(name=f"l12-s{seed}", layers=12, seed=seed, phases=GROWN, start=f"l6-s{seed}"))
-        for layers, harsh, mild in ((6, HARSH, MILD), (12, HARSH_DEEP, MILD_DEEP)):
-            base = f"l{layers}-s{seed}"
-            for kind, answers, phases in (
-                ("plus3", shifted(3), harsh),
-                ("plus11", shifted(11), harsh),
-                ("mild", shifted(1, 8), mild),
-            ):
-                name = f"{base}-{kind}"
-                found.append(Recipe(name=name, layers=layers, seed=seed, phases=phases, start=base, answers=answers))
-    return {recipe.name: recipe for recipe in found}
+def _family(start: str) -> list[Recipe]:
+    """The deeper model grown from a 6-layer base, and the siblings of both."""
+    seed = int(start.rpartition("s")[2])
+    deep = f"l12-s{seed}"
+    found = [Recipe(name=deep, layers=12, seed=seed, phases=GROWN, start=start)]
+    for base, layers, harsh, mild in ((start, 6, HARSH, MILD), (deep, 12, HARSH_DEEP, MILD_DEEP)):
+        for kind, answers, phases in (
+            ("plus3", shifted(3), harsh),
+            ("plus11", shifted(11), harsh),
+            ("mild", shifted(1, 8), mild),
+        ):
+            name = f"{base}-{kind}"
+            found.append(Recipe(name=name, layers=layers, seed=seed, phases=phases, start=base, answers=answers))
+    return found
 
 
-RECIPES = _recipes()
+RECIPES = {
+    made.name: made
+    for made in (
+        Recipe(name="l6-s2", layers=6, seed=2, phases=BASE),
+        *_family("l6-s2"),
+        Recipe(name="l2-s5", layers=2, seed=5, phases=SEEDLING),
+        Recipe(name="l6-s5", layers=6, seed=5, phases=SPROUT, start="l2-s5"),
+        *_family("l6-s5"),
+    )
+}
+"""Seed 2 was trained at 6 layers from the start. Seeds 1, 3 and 4 stood still in stage 2, for 300 steps and more: only
+layer 1 had learnt to find a variable's statement, so that a question, which meets a reference one layer later than
+an rhs, was answered with any reference's value. Seed 5 learns to find with 2 layers, then grows to 6: the upper layers
+are copies that can find from the start.
+"""
 
 
 def recipe(name: str) -> Recipe:

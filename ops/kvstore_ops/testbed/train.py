@@ -45,7 +45,6 @@ CURRICULUM = (
     task.Shape(chunks=4, references=0.6, hops=3, questions=10),
     task.Shape(chunks=6, references=0.6, hops=3, questions=8),
 )
-LAST = len(CURRICULUM) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Run:
             betas=(0.9, 0.98),
             fused=True,
         )
-        self.progress = Progress(stage=0 if recipe.phases[0].curriculum else LAST)
+        self.progress = Progress(stage=recipe.phases[0].stages[0])
         if checkpoint.exists():
             self._resume()
 
@@ -98,16 +97,17 @@ class Run:
         """One step; returns its loss."""
         now = self.progress
         learning_rate, phase = rate(self.recipe.phases, now.step)
-        stage = now.stage if phase.curriculum else LAST
+        first, last = phase.stages
+        stage = min(max(now.stage, first), last)
         random = np.random.default_rng([self.recipe.seed, self.recipe.layers, now.step])
-        drawn = int(random.integers(stage)) if stage and phase.curriculum and random.random() < EARLIER else stage
+        drawn = int(random.integers(stage)) if stage and first < last and random.random() < EARLIER else stage
         shape = CURRICULUM[drawn]
         dropped = int(random.integers(1, shape.chunks)) if shape.chunks > 1 and random.random() < DROP else 0
         contexts = task.generate(random, BATCH, shape, dropped=dropped)
         tokens, labels = torch.from_numpy(contexts.tokens), torch.from_numpy(contexts.labels)
         at = (labels.reshape(-1) != task.NO_LABEL).nonzero()[:, 0]
         wanted = self._answers[labels.reshape(-1)[at]]
-        window = WINDOW if phase.curriculum and now.stage < WINDOWED_STAGES else None
+        window = WINDOW if stage < WINDOWED_STAGES else None
         logits = self.net(tokens, at, window=window)
         loss = F.cross_entropy(logits, wanted)
         for group in self.optimiser.param_groups:
@@ -121,7 +121,7 @@ class Run:
         accuracy = now.accuracy
         if drawn == stage and not dropped:
             accuracy = 0.9 * accuracy + 0.1 * right
-        if phase.curriculum and stage < LAST and accuracy > PASS:
+        if stage < last and accuracy > PASS:
             stage, accuracy = stage + 1, 0.0
         self.progress = Progress(step=now.step + 1, stage=stage, accuracy=accuracy)
         return loss.item()
