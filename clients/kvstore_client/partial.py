@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
@@ -34,18 +33,17 @@ class PartialPrefillCalls:
         logit_count: int = 1,
     ) -> PartialPrefill:
         """A prompt's cache and the logits of its last ``logit_count`` tokens, from what the sidecar has and what the
-        runner computes: the model's own exact prefix, and behind it the cache of the same tokens that a sibling model
-        left, of those named in ``senders``, as ``recompute`` says. None: decided for you; without a valid profile that
+        runner computes: the model's own exact prefix, and behind it, as ``recompute`` says, its ``segments`` (runs
+        (start, stop) of the prompt) that were stored with ``store_segment``, or what a sibling model left of the same
+        tokens, of those named in ``senders``; whoever has the most. None: decided for you; without a valid profile that
         is exact reuse or a plain prefill.
 
         What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says what the
         cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in full.
-        ``segments``: not yet. Needs torch. Raises: InvalidRequest naming the argument, the setting, or the field in
+        Needs torch. Raises: InvalidRequest naming the argument, the setting, or the field in
         which a sender's model differs.
         """
-        if segments is not None:
-            raise InvalidRequest("segments are not looked up yet: leave them out, prefixes and senders are")
         from kvstore_client.recompute.prefill import Request, partial_prefill
 
-        request = Request.of(runner, tokens, senders, recompute, extras, logit_count)
+        request = Request.of(runner, tokens, segments, senders, recompute, extras, logit_count)
         return partial_prefill(cast("Client", self), request, self._timeout_s, self._clock)

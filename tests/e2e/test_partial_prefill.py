@@ -75,7 +75,7 @@ def test_nothing_there_is_a_plain_prefill(client: Client) -> None:
     assert found.plan.reason == ""
     asked = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
     in_full(asked, tokens)
-    assert "no sender" in asked.plan.reason
+    assert "nobody has anything" in asked.plan.reason
 
 
 @pytest.mark.parametrize("stored", [48, 53, 60])
@@ -121,6 +121,59 @@ def test_a_siblings_cache_is_reused_as_the_setting_says(client: Client, setting:
     ]
     assert found.plan.runs[-1].layers == setting.loaded_layers(LAYERS)
     assert found.timeline.recompute_s > 0
+
+
+def keep_alone(client: Client, runner: TransformersRunner, tokens: torch.Tensor, *hidden: int) -> Recomputed:
+    made = computed(runner, tokens)
+    client.store_segment(runner.spec, tokens, made.kv, hidden={layer: made.hidden[layer] for layer in hidden}).wait(10)
+    return made
+
+
+def alone(made: Recomputed, start: int, skip: int = 0, hidden: int = 0, sender: ModelSpec | None = None) -> Run:
+    """A document that was computed alone, from its token ``skip`` on, as a run in hand at ``start``."""
+    kv = [(k[:, skip:], v[:, skip:]) for k, v in made.kv]
+    count = kv[0][0].shape[1]
+    is_exact = start == 0 and sender is None
+    return Run(start, count, GivenKV(kv, made.hidden[hidden][skip:]), skip, sender, is_exact)
+
+
+SEGMENTS = [Recompute.reuse(), Recompute.cacheblend(1, 0.2), Recompute(1, 1, 0.3), Recompute(0, -1, 0.2, "product")]
+
+
+@pytest.mark.parametrize("setting", SEGMENTS, ids=str)
+def test_documents_in_another_order_are_moved_and_blended(client: Client, setting: Recompute) -> None:
+    """Two documents, swapped; what lies between and behind them is computed. The first stands where it was computed."""
+    seed = 500 + SEGMENTS.index(setting)
+    one, two, rest = prompt(37, seed), prompt(21, 10 + seed), prompt(12, 20 + seed)
+    kept = [keep_alone(client, RECEIVER, tokens, 1) for tokens in (one, two)]
+    tokens = torch.cat((two, rest[:3], one, rest[3:]))
+    segments = [(0, 21), range(24, 61)]
+    found = client.partial_prefill(RECEIVER, tokens, segments=segments, recompute=setting)
+    first = setting.first_layer
+    same(found, recompute(RECEIVER, tokens, [alone(kept[1], 0), alone(kept[0], 24, hidden=first)], setting))
+    assert [(run.token_start, run.is_standalone, run.is_exact) for run in found.plan.runs] == [
+        (0, True, True),
+        (24, True, False),
+    ]
+    assert found.exactness is Exactness.DERIVED
+    assert client.partial_prefill(RECEIVER, tokens, segments=segments).plan.runs == ()  # no profile
+    alone_at_the_start = client.partial_prefill(RECEIVER, tokens, segments=segments[:1], recompute=setting)
+    assert (alone_at_the_start.exactness, alone_at_the_start.plan.recompute) == (Exactness.EXACT, None)
+
+
+def test_a_document_reaches_behind_the_exact_prefix_and_a_siblings_is_moved_too(client: Client) -> None:
+    one, two, rest = prompt(40, 520), prompt(33, 521), prompt(6, 522)
+    tokens = torch.cat((one, two, rest))
+    kept = keep_alone(client, RECEIVER, two, 1)
+    exact = keep(client, RECEIVER, tokens[:48])
+    setting = Recompute(1, 1, 0.3)
+    found = client.partial_prefill(RECEIVER, tokens, segments=[(40, 73)], recompute=setting)
+    same(found, recompute(RECEIVER, tokens, [given(exact, 0, 48), alone(kept, 48, 8, 1)], setting))
+    theirs = keep_alone(client, SENDER, rest := prompt(30, 523), 1)
+    tokens = torch.cat((prompt(7, 524), rest, prompt(4, 525)))
+    found = client.partial_prefill(RECEIVER, tokens, segments=[(7, 37)], senders=[SENDER.spec], recompute=setting)
+    same(found, recompute(RECEIVER, tokens, [alone(theirs, 7, 0, 1, SENDER.spec)], setting))
+    assert found.plan.runs[0].sender == SENDER.spec
 
 
 def test_a_full_recompute_fetches_nothing_of_a_sender(client: Client) -> None:
@@ -172,7 +225,8 @@ def test_arguments_are_named(client: Client) -> None:
         ({"senders": ["qwen3"]}, "senders\\[0\\]"),
         ({"logit_count": 41}, "logit_count"),
         ({"recompute": Recompute.full(9)}, "4 layers"),
-        ({"segments": [(0, 10)]}, "segments"),
+        ({"segments": [(0, 10), (5, 20)]}, "segments\\[1\\]"),
+        ({"segments": [(30, 50)]}, "segments\\[0\\]"),
     ]:
         with pytest.raises(InvalidRequest, match=match):
             client.partial_prefill(RECEIVER, tokens, **options)

@@ -10,13 +10,15 @@ from kvstore_client.setting import Recompute
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Tokens whose cache is fetched. ``sender``: the sibling it is of, or None: the model's own, and exact. ``layers``:
-    those whose KV is fetched."""
+    """Tokens whose cache is fetched. ``layers``: those whose KV is; ``sender``: the sibling it is of, None: the model's
+    own; ``is_standalone``: a segment's, computed alone; ``is_exact``: nothing of it is computed again."""
 
     token_start: int
     token_count: int
     layers: tuple[int, ...]
     sender: ModelSpec | None = None
+    is_standalone: bool = False
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,195 @@
+"""What the sidecar has of a prompt, and the fetches that bring it to where it is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvstore.keys import Extra, Tokens
+from kvstore.seams.scheduler import start_thread
+from kvstore.spec import Exactness, MissReason, ModelSpec
+from kvstore_client.match import Match
+from kvstore_client.prompt import Prompt
+from kvstore_client.recompute.fetched import FetchedRun, places
+from kvstore_client.recompute.merged import dense_planes
+from kvstore_client.recompute.plan import Plan, PlannedRun
+from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.recompute.runs import Run
+from kvstore_client.segments.runs import segment_prompt
+from kvstore_client.setting import Recompute
+from kvstore_client.target import given_places
+from kvstore_client.transfer import Transfer
+from kvstore_client.wanted import Wanted
+
+if TYPE_CHECKING:
+    from kvstore_client.client import Client
+
+UNPROFILED = "no valid profile for these weights: only the exact prefix is reused; give recompute= to decide yourself"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``start`` to ``stop`` of the prompt, out of a cache of its tokens ``origin`` to ``end``: a segment's,
+    which was computed alone, or the prompt's own beginning."""
+
+    start: int
+    stop: int
+    origin: int
+    end: int
+    is_standalone: bool
+
+
+def pieces_of(match: Match, exact: int, limit: int, token_count: int, *, is_own: bool) -> list[Piece]:
+    """What a match offers behind the exact prefix and before the tokens whose logits are wanted; of a sender its
+    context's cache before its segments'."""
+    pieces, free = [], exact
+    if not is_own and min(match.prefix_token_count, limit) > free:
+        free = min(match.prefix_token_count, limit)
+        pieces.append(Piece(exact, free, 0, token_count, False))
+    for segment in match.segments:
+        start = max(segment.token_start, free)
+        stop = min(segment.token_start + segment.standalone_token_count, limit)
+        if start < stop:
+            pieces.append(Piece(start, stop, segment.token_start, segment.token_stop, True))
+    return pieces
+
+
+class Fetching:
+    """What is fetched of one prompt, and where it goes. ``limit``: tokens from there on are computed in any case."""
+
+    def __init__(
+        self, client: Client, runner: ModelRunner, tokens: Tokens, extras: tuple[Extra, ...], limit: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._client, self._runner, self._tokens, self._extras = client, runner, tokens, extras
+        self._limit, self._timeout_s = limit, timeout_s
+        self._tickets: set[bytes] = set()
+        self._sources: list[FetchedRun] = []
+        self._runs: list[Run] = []
+        self._planned: list[PlannedRun] = []
+        self._planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(
+        self, setting: Recompute | None, senders: Sequence[ModelSpec], segments: Sequence[Any] | None
+    ) -> tuple[Plan, list[Run], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Ask what is there and start what is to be fetched. Returns the plan, its runs, and where they land."""
+        spec = self._runner.spec
+        own = self._held(spec, segments)
+        exact = min(own.prefix_token_count, self._limit)
+        self._planes = dense_planes(spec, len(self._tokens), self._runner.device)
+        if exact:
+            self._take(Piece(0, exact, 0, len(self._tokens), False), own, spec, None, spec.slab_layers, None)
+        reason = ""
+        if any(chunk.reason is MissReason.UNAVAILABLE for chunk in own.chunks[:1]):
+            reason = "the sidecar is unavailable"
+        elif senders or segments:
+            if setting is None:
+                reason = UNPROFILED
+            elif not setting.computes_all(spec.layer_count):
+                reason = self._take_best(setting, exact, own, senders, segments)
+        for ticket in self._tickets:
+            self._client.release_ticket(ticket)
+        lossy = any(not planned.is_exact for planned in self._planned)
+        plan = Plan(len(self._tokens), tuple(self._planned), setting if lossy else None, reason)
+        return plan, self._runs, self._planes
+
+    def finish(self) -> None:
+        """Return when everything has landed. Raises what did not."""
+        for source in self._sources:
+            source.finish()
+
+    def close(self) -> None:
+        """Stop what is on its way. Idempotent."""
+        for source in self._sources:
+            source.close()
+
+    def _held(self, spec: ModelSpec, segments: Sequence[Any] | None) -> Match:
+        match = self._client.lookup(spec, self._tokens, hold=True, extras=self._extras, segments=segments)
+        if match.ticket:
+            self._tickets.add(match.ticket)
+        return match
+
+    def _take_best(
+        self, setting: Recompute, exact: int, own: Match, senders: Sequence[ModelSpec], segments: Sequence[Any] | None
+    ) -> str:
+        """Fetch the tokens behind the exact prefix from whoever has the most of them: the model itself, of segments, or
+        a sender. Returns why nothing is."""
+        count = len(self._tokens)
+        offers: list[tuple[list[Piece], Match, ModelSpec | None]] = [
+            (pieces_of(own, exact, self._limit, count, is_own=True), own, None)
+        ]
+        for sender in senders:
+            match = self._held(sender, segments)
+            offers.append((pieces_of(match, exact, self._limit, count, is_own=False), match, sender))
+        offers.sort(key=lambda offer: -sum(piece.stop - piece.start for piece in offer[0]))
+        reason = "nobody has anything behind the exact prefix"
+        for pieces, match, whose in offers:
+            missing = [self._take_piece(setting, piece, match, whose) for piece in pieces]
+            if not all(missing):
+                return ""
+            reason = missing[0] if missing else reason
+        return reason
+
+    def _take_piece(self, setting: Recompute, piece: Piece, match: Match, sender: ModelSpec | None) -> str:
+        """Fetch a piece that is not exact, E first. Returns why not."""
+        spec = sender or self._runner.spec
+        layers, hidden = setting.loaded_layers(spec.layer_count), None
+        if setting.needs_hidden and not self._is_exact(piece, sender):
+            # Layer 0 is always loaded then, and comes along.
+            fetched = self._client._get(
+                self._prompt(spec, piece), layers[:1], None, (setting.first_layer,), None, verify=False
+            )
+            stop = min(piece.stop, piece.origin + fetched.token_count)
+            if stop <= piece.start:
+                return f"{spec.model_id!r} has no E of layer {setting.first_layer}: {fetched.reason.name}"
+            rows, place = slice(piece.start - piece.origin, stop - piece.origin), slice(piece.start, stop)
+            hidden = fetched.hidden[setting.first_layer][rows].to(self._runner.device)
+            for plane, come in zip(self._planes[layers[0]], fetched[0], strict=True):
+                plane[:, place] = come[:, rows]
+            piece = Piece(piece.start, stop, piece.origin, piece.end, piece.is_standalone)
+        self._take(piece, match, spec, sender, layers, hidden)
+        return ""
+
+    def _take(
+        self, piece: Piece, match: Match, spec: ModelSpec, sender: ModelSpec | None, layers: tuple[int, ...],
+        hidden: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fetch a piece, without the first layer where that came with E."""
+        is_exact = self._is_exact(piece, sender)
+        layers = spec.slab_layers if is_exact else layers
+        landed = layers[:1] if hidden is not None else ()
+        coming = layers[len(landed) :]
+        transfer = self._started(piece, match, spec, coming) if coming else None
+        source = FetchedRun(transfer, self._timeout_s, landed=frozenset(landed), hidden=hidden)
+        self._sources.append(source)
+        count, rotated_from = piece.stop - piece.start, piece.start - piece.origin * piece.is_standalone
+        self._runs.append(Run(piece.start, count, source, rotated_from, sender, is_exact))
+        self._planned.append(PlannedRun(piece.start, count, layers, sender, piece.is_standalone, is_exact))
+
+    @staticmethod
+    def _is_exact(piece: Piece, sender: ModelSpec | None) -> bool:
+        """The model's own prefix; also a segment that begins the prompt: it was computed there."""
+        return sender is None and (piece.start == 0 or not piece.is_standalone)
+
+    def _started(self, piece: Piece, match: Match, spec: ModelSpec, layers: tuple[int, ...]) -> Transfer:
+        windows = [(k[:, piece.origin : piece.end], v[:, piece.origin : piece.end]) for k, v in self._planes]
+        into = places(windows, layers, piece.start - piece.origin)
+        if not piece.is_standalone:
+            assert match.ticket is not None, "what a lookup found, it holds"
+            self._tickets.discard(match.ticket)
+            return self._client.start_fetch(match.ticket, into=into, layers=layers)
+        wanted, prompt = Wanted.of(spec, layers, None, (), verify=False), self._prompt(spec, piece)
+        given = given_places(wanted, into)
+        transfer = Transfer(piece.stop - piece.origin, wanted.layers)
+        start_thread(
+            lambda: transfer.run(lambda: self._client._stream(wanted, prompt, given)), "kvstore-transfer"
+        )  # fmt: skip
+        return transfer
+
+    def _prompt(self, spec: ModelSpec, piece: Piece) -> Prompt:
+        """What a piece is stored under."""
+        whole = Prompt.of(spec, self._tokens, self._extras, Exactness.EXACT)
+        return segment_prompt(whole, range(piece.origin, piece.end), Exactness.EXACT) if piece.is_standalone else whole
