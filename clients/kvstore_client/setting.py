@@ -114,6 +114,12 @@ class Recompute:
         """Whether nothing of what was reused is left in the end."""
         return self.first_layer == 0 and (self.last_layer == layer_count - 1 or self.carries_all)
 
+    def share(self, layer_count: int) -> float:
+        """f, the share of a prefill's compute over the reused tokens that the setting takes: the group in full, and the
+        chosen tokens in the check layer and behind it."""
+        group = self.check_layer - self.first_layer
+        return (group + self.ratio * (layer_count - self.check_layer)) / layer_count
+
     def loaded_layers(self, layer_count: int) -> tuple[int, ...]:
         """The layers whose cached KV is used, of runs that are not exact. The others need not be fetched, nor stored.
 

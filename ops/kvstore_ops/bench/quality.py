@@ -70,13 +70,7 @@ def candidates(layer_count: int) -> list[Recompute]:
     for check in range(1, layer_count * 2 // 3 + 1):
         for ratio in (0.05, 0.1, 0.15, 0.25):
             found += [Recompute(0, check - 1, ratio, selector) for selector in ("product", "deviation")]
-    return sorted(found, key=lambda each: share(each, layer_count))
-
-
-def share(setting: Recompute, layer_count: int) -> float:
-    """f of a setting: the group whole, and the chosen tokens in the layers behind the check layer and in it."""
-    group = setting.check_layer - setting.first_layer
-    return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
+    return sorted(found, key=lambda each: each.share(layer_count))
 
 
 class Bench:

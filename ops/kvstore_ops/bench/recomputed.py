@@ -18,12 +18,6 @@ SHARE_OF_IDEAL = 0.8
 """What the target leaves for loading, choosing and the suffix."""
 
 
-def f_of(setting: Recompute, layer_count: int) -> float:
-    """The share of a prefill's compute over the context that a setting needs."""
-    group = setting.check_layer - setting.first_layer
-    return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
-
-
 def measured(
     name: str, scale: str, model: Any, prompt: Any, settings: dict[str, Recompute], ask: Callable[[Recompute], Any]
 ) -> Result:
@@ -51,30 +45,25 @@ def measured(
             assert not last[each].plan.reason, last[each].plan.reason
             seconds[each].append(last[each].timeline.total_s)
     rows = [("full prefill, one pass", f"{statistics.median(full):.3f} s")]
-    conditions: dict[str, Any] = {"scale": scale, "layers": layer_count, "context": CONTEXT[scale], "suffix": SUFFIX,
-                                  "dtype": "bfloat16", "device": "cpu", "settings": {}}  # fmt: skip
-    ratios, targets = {}, {}
+    figures: dict[str, dict[str, float]] = {}
     for each, setting in settings.items():
-        f, timeline = f_of(setting, layer_count), last[each].timeline
-        pairs = [slow / fast for slow, fast in zip(full, seconds[each], strict=True)]
-        ratios[each], targets[each] = pairs, SHARE_OF_IDEAL / f
-        ratio = statistics.median(pairs)
-        rows.append(
-            (each, f"{statistics.median(seconds[each]):.3f} s, {ratio:.2f}x at f {f:.3f}; target {targets[each]:.2f}x")
-        )
-        rows.append(("  of which, last run", (
-            f"prepared in {timeline.prepare_s:.3f} s, load {timeline.load_s:.3f}, recompute {timeline.recompute_s:.3f}, "
-            f"suffix {timeline.suffix_s:.3f} s"
-        )))  # fmt: skip
-        conditions["settings"][each] = {
-            "f": f, "ratio": ratio, "target": targets[each], "prepare_s": timeline.prepare_s, "load_s": timeline.load_s,
-            "recompute_s": timeline.recompute_s, "suffix_s": timeline.suffix_s,
-        }  # fmt: skip
+        f, time = setting.share(layer_count), last[each].timeline
+        ratio = statistics.median(slow / fast for slow, fast in zip(full, seconds[each], strict=True))
+        parts = {"prepare_s": time.prepare_s, "load_s": time.load_s, "recompute_s": time.recompute_s,
+                 "suffix_s": time.suffix_s}  # fmt: skip
+        figures[each] = {"f": f, "ratio": ratio, "target": SHARE_OF_IDEAL / f, **parts}
+        took = statistics.median(seconds[each])
+        rows.append((each, f"{took:.3f} s, {ratio:.2f}x at f {f:.3f}; target {SHARE_OF_IDEAL / f:.2f}x"))
+        rows.append(("  last run", ", ".join(f"{name[:-2]} {spent:.3f}" for name, spent in parts.items()) + " s"))
     show(f"{name}: {CONTEXT[scale]} + {SUFFIX} tokens, {layer_count} layers", rows)
-    medians = {each: statistics.median(pairs) for each, pairs in ratios.items()}
-    worst = min(medians, key=lambda each: medians[each] / targets[each])
+    worst = min(figures, key=lambda each: figures[each]["ratio"] / figures[each]["target"])
+    ratio, target = figures[worst]["ratio"], figures[worst]["target"]
     return Result(
-        name=name, value=statistics.median(seconds[worst]), unit="s", limit=statistics.median(full),
-        ratio=medians[worst], target=f">= 0.8 / f = {targets[worst]:.2f}", met=medians[worst] >= targets[worst],
-        runs=len(full), spread=quartiles(ratios[worst]), conditions=conditions,
+        name=name, value=statistics.median(seconds[worst]), unit="s", limit=statistics.median(full), ratio=ratio,
+        target=f">= 0.8 / f = {target:.2f}", met=ratio >= target, runs=len(full),
+        spread=quartiles([slow / fast for slow, fast in zip(full, seconds[worst], strict=True)]),
+        conditions={
+            "scale": scale, "layers": layer_count, "context": CONTEXT[scale], "suffix": SUFFIX, "dtype": "bfloat16",
+            "device": "cpu", "judged": worst, "settings": figures,
+        },
     )  # fmt: skip
