@@ -68,7 +68,7 @@ def test_saved_in_one_process_hit_in_another(
     extra = {**CHUNK, "load": load}
     with connect(durable.address) as client:
         before = client.stats().counters["nvme_written_chunks"]
-    own = {"extra": extra, "enable_prefix_caching": False, "is_one_process": is_one_process}
+    own = {"extra": extra, "enable_prefix_caching": False}
     with Engine(models[name], durable.address, **own) as first:
         outputs, cached = first.ask(LONG)
         assert outputs == plain[name][:1]
@@ -76,7 +76,7 @@ def test_saved_in_one_process_hit_in_another(
         wait_durable(durable, before + 5)  # four chunks of 64 and a tail of 32
     durable.stop(kill=True)
     durable.start()
-    with Engine(models[name], durable.address, **own) as second:
+    with Engine(models[name], durable.address, is_one_process=is_one_process, **own) as second:
         outputs, cached = second.ask(*PROMPTS)
         assert cached == [288, 0, 192]  # whole blocks of 32; the fork shares three chunks
         assert outputs == plain[name]
