@@ -120,6 +120,27 @@ def test_memory_is_bounded_and_the_least_recently_met_go() -> None:
     assert [bool(crowded.find(NAME, each)) for each in alike] == [False] * ALIKE_MAX + [True] * ALIKE_MAX
 
 
+def test_models_are_kept_apart_however_many_there_are() -> None:
+    found = table()
+    documents = {bytes([number]): tokens_of(64, number) for number in range(40)}
+    for name, document in documents.items():
+        found.add(name, document)
+    for name, document in documents.items():
+        assert found.find(name, document) == [range(64)]
+        assert found.find(name, documents[b"\0"]) == ([range(64)] if name == b"\0" else [])
+
+
+def test_a_forked_child_begins_anew() -> None:
+    """Its parent may have been changing the table just then, and would never let go of its lock."""
+    document = tokens_of(64)
+    found = table(documents=[document])
+    found._lock.acquire()
+    found._pid = -1  # as the child of another process sees it
+    assert found.find(NAME, document) == []
+    found.add(NAME, document)
+    assert found.find(NAME, document) == [range(64)]
+
+
 def test_short_documents_are_not_kept() -> None:
     found = table(documents=[tokens_of(ANCHOR_TOKENS - 1)])
     assert len(found) == 0

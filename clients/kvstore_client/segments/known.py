@@ -10,6 +10,7 @@ collide at every point. Its 31 bits are enough, for two more windows of a candid
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from itertools import count
@@ -31,7 +32,7 @@ BUDGET_PER_TOKEN = 4
 BUDGET_TOKENS_MIN = 4096
 """Every text has the budget of this many tokens beside its own."""
 PRIME = 2**31 - 1
-SIEVE = 1 << 16
+SIEVE, SIEVES_MAX = 1 << 16, 16
 BLOCK_TOKENS = 8192
 """Hashed at a time, so that the steps stay in the cache."""
 
@@ -60,11 +61,16 @@ class KnownSegments:
     def __init__(self, random: Random | None = None, count_max: int = COUNT_MAX) -> None:
         self._point = int.from_bytes((random or SystemRandom()).bytes(8), "little") % (PRIME - 2) + 2
         self._count_max = count_max
+        self._begin()
+
+    def _begin(self) -> None:
+        """Empty. Also in a forked child, whose parent may have been in the middle of something."""
+        self._pid = os.getpid()
         self._entries: OrderedDict[tuple[bytes, bytes], _Entry] = OrderedDict()
         self._alike: dict[bytes, dict[int, tuple[_Entry, ...]]] = {}
         """Model -> anchor -> the documents that begin so, the longest first."""
         self._anchors: dict[bytes, tuple[Hashes, NDArray[np.bool_]]] = {}
-        """Model -> its anchors in order, and which remainders they have; made when next needed."""
+        """Of a few models the anchors in order, and which remainders they have; made when next needed."""
         self._serials = count()
         self._lock = threading.Lock()
 
@@ -73,6 +79,8 @@ class KnownSegments:
 
     def add(self, name: bytes, tokens: Tokens) -> None:
         """Remember a document of the model that ``name``, its fingerprint, stands for."""
+        if self._pid != os.getpid():
+            self._begin()
         if len(tokens) < ANCHOR_TOKENS:
             return
         last = len(tokens) - ANCHOR_TOKENS
@@ -111,6 +119,8 @@ class KnownSegments:
         Cost: some 0.1 us per token, and digests of at most BUDGET_PER_TOKEN times the text and BUDGET_TOKENS_MIN. When
         that is used up, what comes after is not found.
         """
+        if self._pid != os.getpid():
+            self._begin()
         alike = self._alike.get(name)
         if len(tokens) < ANCHOR_TOKENS or alike is None:
             return []
@@ -140,6 +150,8 @@ class KnownSegments:
                 anchors = np.array(sorted(self._alike.get(name, ())) or [PRIME], np.uint64)
                 sieve = np.zeros(SIEVE, np.bool_)
                 sieve[anchors % np.uint64(SIEVE)] = True
+                if len(self._anchors) == SIEVES_MAX:
+                    self._anchors.clear()
                 known = self._anchors[name] = anchors, sieve
         anchors, sieve = known
         rest = np.flatnonzero(sieve[hashes % np.uint64(SIEVE)])
