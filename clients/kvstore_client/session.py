@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
-from kvstore.seams.mapping import Bytes, SharedMap
+from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2, cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc
@@ -62,9 +62,10 @@ class Session(Calls):
             self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome["secret"])),)
             self.session_id: int = welcome["session"]
             self.server_pid: int = welcome["server_pid"]
-            generations = self._map(descriptors[0], welcome["generations_bytes"])
-            self.generations: NDArray[np.uint64] = generations.view(np.uint64)
-            self._add_regions(welcome["regions"], descriptors[1:])
+            with closing_all(descriptors):
+                generations = self._map(descriptors[0], welcome["generations_bytes"])
+                self.generations: NDArray[np.uint64] = generations.view(np.uint64)
+                self._add_regions(welcome["regions"], descriptors[1:])
         except BaseException:
             self._socket.close()
             raise
@@ -142,10 +143,7 @@ class Session(Calls):
     # ------------------------------------------------------------ memory
 
     def _map(self, descriptor: int, byte_count: int) -> Bytes:
-        try:
-            mapping = SharedMap(descriptor, byte_count, writable=False)
-        finally:
-            os.close(descriptor)
+        mapping = SharedMap(descriptor, byte_count, writable=False)
         self._maps.append(mapping)
         return mapping.bytes
 
@@ -162,19 +160,23 @@ class Session(Calls):
             with self._growing:
                 have = len(self._regions)
                 reply, descriptors = self._exchange({"op": "regions", "have": have})
-                self._add_regions(reply["regions"], descriptors)
+                with closing_all(descriptors):
+                    self._add_regions(reply["regions"], descriptors)
                 found = self._regions.get(index)
                 if found is None and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
         return found
 
     def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
-        """Writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit."""
+        """Writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit, Unavailable
+        where it cannot be mapped."""
         reply, descriptors = self._exchange({"op": "staging", "bytes": byte_count})
-        try:
-            mapping = SharedMap(descriptors[0], byte_count, writable=True)
-        finally:
-            os.close(descriptors[0])
+        with closing_all(descriptors):
+            try:
+                mapping = SharedMap(descriptors[0], byte_count, writable=True)
+            except Unavailable:
+                self._exchange({"op": "staging_close", "staging_id": reply["staging_id"]})
+                raise
         self._maps.append(mapping)
         return int(reply["staging_id"]), mapping
 

@@ -52,7 +52,7 @@ class StagingPool:
 
     def take(self, byte_count: int, expected_bytes: int) -> Run | None:
         """A run, or None when the budget is used up. ``expected_bytes``: what the store still needs, to size a new
-        segment by."""
+        segment by. Raises Exhausted when the machine has no memory for it."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             run = self._first_fit(byte_count)
@@ -63,11 +63,12 @@ class StagingPool:
     def _first_fit(self, byte_count: int) -> Run | None:
         for index, (segment, offset, size) in enumerate(self._free):
             if size >= byte_count:
+                memory = self._segments[segment].backed_to(offset + byte_count)  # first: it may raise
                 if size == byte_count:
                     del self._free[index]
                 else:
                     self._free[index] = (segment, offset + byte_count, size - byte_count)
-                return Run(segment, offset, byte_count, self._segments[segment].backed_to(offset + byte_count))
+                return Run(segment, offset, byte_count, memory)
         return None
 
     def _grow(self, byte_count: int, expected_bytes: int) -> bool:

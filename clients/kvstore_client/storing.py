@@ -181,12 +181,12 @@ class Store:
                     "earlier stores"
                 )
             remaining -= unit.byte_count
+            self._staged.append((unit, run))  # at once: it is given back whatever comes next
             batch.append((unit, run))
         self._copy_batch(batch)
         self._faults.reach("store.staged")
 
     def _copy_batch(self, batch: list[tuple[Unit, Run]]) -> None:
-        self._staged += batch
         groups: list[list[tuple[Unit, Run]]] = []
         for unit, run in batch:
             if groups and _continues(groups[-1], unit, run):

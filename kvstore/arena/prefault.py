@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena.arena import Arena
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Clock, Workers
 
 STEP_BYTES = 16 << 20
@@ -50,7 +50,11 @@ async def prefault(
         if available_bytes() * (1 - RESERVE_SHARE) < STEP_BYTES * 2:
             _log.warning("pre-faulting stopped: memory is short; lower arena.capacity_bytes", extra=_state(arena))
             return
-        region = arena.unbacked()
+        try:
+            region = arena.unbacked()
+        except Unavailable as error:
+            _log.warning(error.message, extra=_state(arena))
+            return
         if region is None:
             _log.info("arena pre-faulted", extra=_state(arena))
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
 from kvstore.remote.session import Session
-from kvstore.seams.mapping import Bytes, SharedMap
+from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
@@ -52,11 +51,10 @@ class Node:
         """A session of the sidecar for one remote client. Raises what the sidecar refuses it with."""
         session, welcome, descriptors = await Session.open(self._sockets / "data.sock")
         try:
-            if self.generations.size:
-                os.close(descriptors[0])
-            else:
-                self.generations = self._map(descriptors[0], welcome["generations_bytes"]).view(np.uint64)
-            self._add_regions(welcome["regions"], descriptors[1:])
+            with closing_all(descriptors):
+                if not self.generations.size:
+                    self.generations = self._map(descriptors[0], welcome["generations_bytes"]).view(np.uint64)
+                self._add_regions(welcome["regions"], descriptors[1:])
         except BaseException:
             session.close()
             raise
@@ -83,18 +81,13 @@ class Node:
     # ------------------------------------------------------------ memory
 
     def _map(self, descriptor: int, byte_count: int) -> Bytes:
-        try:
-            mapping = SharedMap(descriptor, byte_count, writable=False)
-        finally:
-            os.close(descriptor)
+        mapping = SharedMap(descriptor, byte_count, writable=False)
         self._maps.append(mapping)
         return mapping.bytes
 
     def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
         for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
-            if index in self._regions:
-                os.close(descriptor)
-            else:
+            if index not in self._regions:
                 self._regions[index] = self._map(descriptor, byte_count)
 
     async def region(self, session: Session, index: int) -> Bytes:
@@ -103,7 +96,8 @@ class Node:
             async with self._growing:
                 have = len(self._regions)
                 reply, descriptors = await session.exchange({"op": "regions", "have": have})
-                self._add_regions(reply["regions"], descriptors)
+                with closing_all(descriptors):
+                    self._add_regions(reply["regions"], descriptors)
                 if index not in self._regions and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
         return self._regions[index]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import array
 import asyncio
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import Unavailable, from_status
-from kvstore.seams.mapping import SharedMap
+from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.wire import METADATA_SESSION
 
 PROTOCOL_VERSION = 1
@@ -110,11 +109,14 @@ class Session:
             if segment.bytes.size >= byte_count:
                 self._idle.remove(segment)
                 return segment
-        reply, (descriptor,) = await self.exchange({"op": "staging", "bytes": byte_count})
-        try:
-            return Segment(int(reply["staging_id"]), SharedMap(descriptor, byte_count, writable=True))
-        finally:
-            os.close(descriptor)
+        reply, descriptors = await self.exchange({"op": "staging", "bytes": byte_count})
+        with closing_all(descriptors):
+            try:
+                mapping = SharedMap(descriptors[0], byte_count, writable=True)
+            except Unavailable:
+                await self.exchange({"op": "staging_close", "staging_id": reply["staging_id"]})
+                raise
+        return Segment(int(reply["staging_id"]), mapping)
 
     def give_back(self, segment: Segment) -> None:
         """Nobody writes it any more, and the sidecar has read it."""

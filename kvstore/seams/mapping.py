@@ -13,11 +13,13 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, Unavailable
 
 Bytes = NDArray[np.uint8]
 
@@ -71,6 +73,16 @@ def _map(descriptor: int, byte_count: int, protection: int) -> int:
     return address
 
 
+@contextmanager
+def closing_all(descriptors: Sequence[int]) -> Iterator[None]:
+    """Closes descriptors whatever happens: what was mapped meanwhile stays mapped."""
+    try:
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 def _error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
@@ -78,11 +90,18 @@ def _error() -> OSError:
 
 class SharedMap:
     """A descriptor's bytes in this process; forked children do not have them. The mapping lives as long as an array
-    over it does. Raises OSError when the kernel refuses it."""
+    over it does. Raises Unavailable when the kernel refuses it."""
 
     def __init__(self, descriptor: int, byte_count: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._address = _map(descriptor, byte_count, protection)
+        try:
+            self._address = _map(descriptor, byte_count, protection)
+        except OSError as error:
+            raise Unavailable(
+                f"cannot map {byte_count} bytes of shared memory ({error.strerror}): raise this process's address "
+                "space (ulimit -v) or the machine's vm.max_map_count",
+                byte_count=byte_count,
+            ) from error
         self.byte_count = byte_count
         self.bytes: Bytes = np.asarray(_Pages(self._address, byte_count))
         self._advise(0, byte_count, mmap.MADV_DONTFORK)
@@ -101,12 +120,13 @@ class SharedMap:
         if first < stop:
             self._advise(first, stop - first, _MADV_COLLAPSE)
         problem = self._advise(offset, byte_count, _MADV_POPULATE_WRITE)
-        if problem == errno.ENOMEM:
-            raise Exhausted(
-                f"no memory for {byte_count} bytes of pages: lower arena.capacity_bytes, or have fewer clients"
-            )
-        if problem:  # before Linux 5.14: read one byte of each page
+        if problem == errno.EINVAL:  # before Linux 5.14: read one byte of each page
             self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()
+        elif problem:  # EFAULT, too: where it is refused for another reason than room, a touch would end the process
+            raise Exhausted(
+                f"no memory for {byte_count} bytes of pages ({os.strerror(problem)}): lower arena.capacity_bytes, or "
+                "have fewer clients"
+            )
 
     def close(self) -> None:
         """Let go of the bytes. Views of them keep the mapping. Idempotent."""

@@ -65,6 +65,9 @@ class _MemfdMapping:
             os.ftruncate(self.descriptor, byte_count)
             self._map = SharedMap(self.descriptor, byte_count, writable=True)
             fcntl.fcntl(self.descriptor, F_ADD_SEALS, seals)
+        except Unavailable:
+            os.close(self.descriptor)
+            raise
         except OSError as error:
             os.close(self.descriptor)
             raise Unavailable(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.arena import Arena, Placement, prefault
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SystemMemory
-from kvstore.seams.memory import POISON
+from kvstore.seams.memory import POISON, Mapping
 
 PAGE = 4096
 
@@ -116,6 +116,19 @@ async def test_prefault_stops_when_memory_is_short_and_the_arena_still_serves() 
     assert arena.prefaulted_bytes == 32 << 20
     for _ in range(2):
         assert arena.allocate((PAGE, 30 << 20)) is not None
+
+
+async def test_prefault_ends_without_an_error_when_the_machine_shares_no_more_memory() -> None:
+    memory = BytearrayMemory()
+    arena = Arena(memory, FaultPoints(), capacity_bytes=96 << 20, region_bytes=48 << 20)
+
+    def refuse(name: str, byte_count: int) -> Mapping:
+        raise Unavailable(f"cannot share {byte_count} bytes of memory")
+
+    assert arena.allocate((PAGE, 30 << 20)) is not None
+    memory.read_only_to_others = refuse  # type: ignore[method-assign]
+    await prefault(arena, InlineWorkers(), ManualClock(), lambda: 1 << 40)
+    assert arena.prefaulted_bytes == 48 << 20
 
 
 @pytest.fixture

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore.errors import Unavailable
 from kvstore.seams.mapping import HUGE_BYTES, SharedMap
 
 
@@ -77,7 +80,7 @@ def test_a_mapping_lives_as_long_as_its_views() -> None:
 def test_a_refused_mapping_leaves_nothing_behind() -> None:
     read_end, write_end = os.pipe()
     before = Path("/proc/self/maps").read_text().count("---p")
-    with pytest.raises(OSError):
+    with pytest.raises(Unavailable, match="cannot map"):
         SharedMap(read_end, HUGE_BYTES, writable=False)
     assert Path("/proc/self/maps").read_text().count("---p") == before
     os.close(read_end)
@@ -98,3 +101,25 @@ def test_a_forked_child_neither_has_the_pages_nor_unmaps_what_lies_there() -> No
         os._exit(1 if there else 0 if not same or mapped_at(address) else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(descriptor)
+
+
+WITHOUT_PAGES = """
+import os
+from kvstore.errors import Exhausted
+from kvstore.seams.mapping import HUGE_BYTES, SharedMap
+descriptor = os.memfd_create("test")
+os.ftruncate(descriptor, 4096)
+try:
+    SharedMap(descriptor, 2 * HUGE_BYTES, writable=True).back(0, 2 * HUGE_BYTES)
+except Exhausted as error:
+    print(error.message)
+"""
+
+
+def test_a_range_whose_pages_the_kernel_refuses_is_an_error_and_not_the_end_of_the_process() -> None:
+    """Here for want of a file behind it; with strict overcommit for want of memory. A touch would be SIGBUS."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PAGES], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "arena.capacity_bytes" in ended.stdout
