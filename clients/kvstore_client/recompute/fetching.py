@@ -11,6 +11,7 @@ import torch
 from kvstore.keys import Extra, Tokens
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, ModelSpec
+from kvstore_client.fetching import LayerStream
 from kvstore_client.match import Match
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.fetched import FetchedRun, places
@@ -20,9 +21,7 @@ from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import Run
 from kvstore_client.segments.runs import segment_prompt
 from kvstore_client.setting import Recompute
-from kvstore_client.target import given_places
 from kvstore_client.transfer import Transfer
-from kvstore_client.wanted import Wanted
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -181,12 +180,12 @@ class Fetching:
             assert match.ticket is not None, "what a lookup found, it holds"
             self._tickets.discard(match.ticket)
             return self._client.start_fetch(match.ticket, into=into, layers=layers)
-        wanted, prompt = Wanted.of(spec, layers, None, (), verify=False), self._prompt(spec, piece)
-        given = given_places(wanted, into)
-        transfer = Transfer(piece.stop - piece.origin, wanted.layers)
-        start_thread(
-            lambda: transfer.run(lambda: self._client._stream(wanted, prompt, given)), "kvstore-transfer"
-        )  # fmt: skip
+        prompt, transfer = self._prompt(spec, piece), Transfer(piece.stop - piece.origin, layers)
+
+        def open_stream() -> LayerStream:
+            return self._client._get_layers(prompt, layers, None, into, verify=False)
+
+        start_thread(lambda: transfer.run(open_stream), "kvstore-transfer")
         return transfer
 
     def _prompt(self, spec: ModelSpec, piece: Piece) -> Prompt:
