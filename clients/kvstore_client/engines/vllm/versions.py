@@ -10,7 +10,7 @@ from kvstore.errors import InvalidRequest
 
 PROVEN = ("0.32",)
 BY_INTERFACE = ("0.33",)
-"""0.33.0's own classes pass tests/vllm, as far as these start no engine; there is no CPU build of it to run."""
+"""0.33.0's own classes pass those of tests/vllm that start no engine; there is no CPU build of it to run them all."""
 WANTED = {
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
