@@ -89,8 +89,7 @@ class Fetching:
                 reason = UNPROFILED
             elif not setting.computes_all(spec.layer_count):
                 reason = self._take_best(setting, exact, own, senders, segments)
-        for ticket in self._tickets:
-            self._client.release_ticket(ticket)
+        self._release()
         lossy = any(not planned.is_exact for planned in self._planned)
         plan = Plan(len(self._tokens), tuple(self._planned), setting if lossy else None, reason)
         return plan, self._runs, self._planes
@@ -101,9 +100,14 @@ class Fetching:
             source.finish()
 
     def close(self) -> None:
-        """Stop what is on its way. Idempotent."""
+        """Stop what is on its way, and hold nothing. Idempotent."""
         for source in self._sources:
             source.close()
+        self._release()
+
+    def _release(self) -> None:
+        while self._tickets:
+            self._client.release_ticket(self._tickets.pop())
 
     def _held(self, spec: ModelSpec, segments: Sequence[Any] | None) -> Match:
         match = self._client.lookup(spec, self._tokens, hold=True, extras=self._extras, segments=segments)
