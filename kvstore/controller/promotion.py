@@ -106,10 +106,19 @@ class Promotion:
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
     ) -> tuple[list[Loading | None], MissReason]:
         """Have these chunks brought in, ``layers`` first; rows that are in memory give None. The list ends early where
-        there is no room, or no device to read from, and the reason says which."""
+        there is no room, or no device to read from, and the reason says which. Raises what the arena refuses."""
+        fresh: list[Loading] = []
+        try:
+            return self._begin(rows, keep, layers, fresh)
+        finally:  # what was begun is brought in and ends, also when the next chunk's room was refused
+            if fresh:
+                self._queue.put_nowait(fresh)
+
+    def _begin(
+        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int], fresh: list[Loading]
+    ) -> tuple[list[Loading | None], MissReason]:
         table = self._catalog.table
         found: list[Loading | None] = []
-        fresh: list[Loading] = []
         reason = MissReason.NONE
         for row in rows:
             loading = self._loading.get(row)
@@ -126,8 +135,6 @@ class Promotion:
                     break
                 fresh.append(loading)
             found.append(loading)
-        if fresh:
-            self._queue.put_nowait(fresh)
         return found, reason
 
     def _start(self, row: int, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
@@ -156,7 +163,11 @@ class Promotion:
 
         try:
             async with asyncio.TaskGroup() as group:
-                await asyncio.gather(*(begin(each) for each in batch))
+                async with asyncio.TaskGroup() as tasks:  # however it ends, none is being opened any more
+                    for each in batch:
+                        tasks.create_task(begin(each))
+                order = {each: number for number, each in enumerate(batch)}
+                chunks.sort(key=lambda opened: order[opened[0]])
                 for each, stored, slabs in _by_layer(chunks):
                     group.create_task(self._read(each, stored, slabs))
             for each, stored in chunks:

@@ -110,7 +110,7 @@ def _claim(tenants: list[Tenant]) -> None:
 
 async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_s: float) -> None:
     """A clean stop of every tenant, all at once. Raises what kept one from it, after all have ended."""
-    await asyncio.gather(*(tenant.close_doors(grace_s) for tenant in tenants))
+    ends = await asyncio.gather(*(tenant.close_doors(grace_s) for tenant in tenants), return_exceptions=True)
     for task in besides:
         task.cancel()
     tasks = [*besides, *(task for tenant in tenants for task in tenant.tasks)]
@@ -118,7 +118,7 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
         _leave_now(tenants)
-    ends = await asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
+    ends += await asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     for end in ends:
         if end is not None:
             raise end

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import Settings
-from kvstore.errors import InvalidRequest, Unavailable, from_status
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, from_status
 from kvstore.seams import Clock
 from kvstore.units import split_address
 
@@ -72,8 +72,8 @@ class RemoteDoor:
             await self._clock.sleep(RESTART_PAUSE_S)
             try:
                 await self.start()
-            except (Unavailable, InvalidRequest) as error:
-                _log.error("the remote plane does not start", extra={"reason": error.message})
+            except (KVStoreError, OSError, ValueError) as error:  # whatever it is: those on this host are served on
+                _log.error("the remote plane does not start", extra={"reason": str(error)})
 
     async def stop(self) -> None:
         """End it. Idempotent."""

@@ -113,12 +113,14 @@ class Tenant:
         """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
         end: who waits for them knows how long."""
         with log_as(self.said):
-            await self._health.enter_graceful_shutdown()
-            await self.controller.drain(grace_s)
-            await self._server.stop(1.0)
-            self._listener.close()
-            for task in self.tasks:
-                task.cancel()
+            try:
+                await self._health.enter_graceful_shutdown()
+                await self.controller.drain(grace_s)
+                await self._server.stop(1.0)
+            finally:
+                self._listener.close()
+                for task in self.tasks:
+                    task.cancel()
 
     async def detach(self) -> None:
         """After the tasks ended: sessions, then a clean stop of the device."""
