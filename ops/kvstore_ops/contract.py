@@ -1,9 +1,10 @@
 """The wire contract's keeper: generates the stubs, lints the protos, and refuses a breaking change.
 
 The baseline is a committed descriptor set (``proto/baseline.binpb``). A change breaks when it removes or renames
-a service, method, message, field, enum or enum value, or changes a field's number, type or label, or a method's
-types. A removed field's number and name must be ``reserved``. ``make proto-baseline`` takes what was added into the
-baseline; a break of ``v1alpha`` goes with it, one of ``v1`` (and every later version without a suffix) is refused.
+a service, method, message, field, enum or enum value, or changes a field's number, type, label or ``oneof``, or a
+method's types, or uses again what was ``reserved``. Where a version is not frozen a field may go, when its number and
+name are ``reserved``. ``make proto-baseline`` takes what was added into the baseline; a break of ``v1alpha`` goes with
+it, one of ``v1`` (and every later version without a suffix) is refused.
 
     python -m kvstore_ops.contract generate | check | baseline
 """
@@ -25,7 +26,8 @@ PROTO = ROOT / "proto"
 BASELINE = PROTO / "baseline.binpb"
 STUBS = (Path("kvstore/v1"), Path("kvstore/v1alpha"))
 
-_FROZEN = re.compile(r"\bkvstore\.v\d+\.")  # v1, and not v1alpha
+_FROZEN = re.compile(r"[a-z ]+ (\w+\.)+v\d+\.")  # what a name of v1 begins with, and not one of v1alpha
+_LOOSE = re.compile(r"/v\d+[a-z]")
 _PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -72,11 +74,15 @@ def stale_stubs() -> list[str]:
 
 def lint(files: descriptor_pb2.FileDescriptorSet) -> list[str]:
     """House rules: package named by its folder and version; PascalCase types, snake_case fields; enum values carry
-    the enum's name and start at UNSPECIFIED; requests and responses named by their method."""
+    the enum's name and start at UNSPECIFIED; requests and responses named by their method; what is frozen is made of
+    nothing that is not."""
     found = []
     for file in files.file:
         if file.package != str(Path(file.name).parent).replace("/", "."):
             found.append(f"{file.name}: package {file.package} does not match its folder")
+        if _FROZEN.match(f"file {file.package}."):
+            loose = [each for each in file.dependency if _LOOSE.search(each)]
+            found += [f"{file.name}: is frozen and imports {each}, which may change" for each in loose]
         for message in file.message_type:
             found += _lint_message(file.name, message)
         for enum in file.enum_type:
@@ -126,7 +132,9 @@ def _surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
         name = f"{prefix}.{message.name}"
         surface[f"message {name}"] = ""
         for field in message.field:
-            surface[f"field {name}.{field.name}"] = f"{field.number} {field.type} {field.label} {field.type_name}"
+            oneof = message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else ""
+            shape = f"{field.number} {field.type} {field.label} {field.type_name} {oneof}"
+            surface[f"field {name}.{field.name}"] = shape.strip()
         for nested in message.nested_type:
             add_message(name, nested)
         for enum in message.enum_type:
@@ -168,22 +176,48 @@ def _reserved(files: descriptor_pb2.FileDescriptorSet) -> set[str]:
     return kept
 
 
+def _kept_free(files: descriptor_pb2.FileDescriptorSet) -> dict[str, list[tuple[str, int, int]]]:
+    """Per message what it has reserved, each as (name, first number, number after the last)."""
+    kept: dict[str, list[tuple[str, int, int]]] = {}
+
+    def add(prefix: str, message: descriptor_pb2.DescriptorProto) -> None:
+        spans = [("", span.start, span.end) for span in message.reserved_range]
+        kept[f"message {prefix}.{message.name}"] = spans + [(name, 0, 0) for name in message.reserved_name]
+        for nested in message.nested_type:
+            add(f"{prefix}.{message.name}", nested)
+
+    for file in files.file:
+        for message in file.message_type:
+            add(file.package, message)
+    return kept
+
+
+def _freed(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet) -> Iterator[str]:
+    """What was reserved once and is not any more: the next field there meets peers that mean another."""
+    now = _kept_free(after)
+    for message, kept in _kept_free(before).items():
+        for name, start, stop in kept:
+            held = any(name == other and low <= start and stop <= high for other, low, high in now.get(message, []))
+            if message in now and not held:
+                yield f"{message} reserves {name or f'{start} to {stop - 1}'} no more"
+
+
 def breaking(before: descriptor_pb2.FileDescriptorSet, after: descriptor_pb2.FileDescriptorSet) -> list[str]:
     """What a peer built against ``before`` would trip over in ``after``."""
     old, new, reserved = _surface(before), _surface(after), _reserved(after)
     found = []
     for name, shape in old.items():
         if name not in new:
-            if f"{name} {shape.split(' ')[0]}" not in reserved:
-                found.append(f"{name} was removed (reserve its number and name)")
+            if _FROZEN.match(name) or f"{name} {shape.split(' ')[0]}" not in reserved:
+                found.append(f"{name} was removed (reserve its number and name; what is frozen stays)")
         elif new[name] != shape:
             found.append(f"{name} changed: {shape} -> {new[name]}")
-    return found
+    return found + list(_freed(before, after))
 
 
 def frozen(names: list[str]) -> list[str]:
     """Of breaks that :func:`breaking` found, those of a version that is frozen: v1, v2 and so on."""
-    return [name for name in names if _FROZEN.search(name)]
+    return [name for name in names if _FROZEN.match(name)]
 
 
 def _baseline() -> descriptor_pb2.FileDescriptorSet:

@@ -70,7 +70,7 @@ def test_breaking_changes_are_found() -> None:
     assert contract.breaking(before, before) == []
     for change in ({"removed": True}, {"number": 9}, {"name": "question"}, {"type": 9}):
         assert contract.breaking(before, contract_set(**change)), change
-    assert contract.breaking(before, contract_set(reserved=True)) == []
+    assert contract.frozen(contract.breaking(before, contract_set(reserved=True))), "v1 never loses a field"
 
 
 def test_naming_rules_are_found() -> None:
@@ -85,10 +85,17 @@ def test_the_committed_contract_is_in_order(capsys: pytest.CaptureFixture[str]) 
 def one_file(change: str = "") -> descriptor_pb2.FileDescriptorSet:
     """A small contract with something of each sort, and one change to it."""
     files = descriptor_pb2.FileDescriptorSet()
-    file = files.file.add(name="a/v1/x.proto", package="a.v1")
+    file = files.file.add(name="a/v1alpha/x.proto", package="a.v1alpha")
     outer = file.message_type.add(name="Outer")
     inner = outer.nested_type.add(name="Inner")
-    inner.field.add(name="kept", number=1, type=9, label=1)
+    kept = inner.field.add(name="kept", number=1, type=9, label=1)
+    if change in ("into a oneof", "with presence"):
+        kept.oneof_index, kept.proto3_optional = 0, change == "with presence"
+        inner.oneof_decl.add(name="_kept" if kept.proto3_optional else "step")
+    if change != "use what was reserved":
+        inner.reserved_range.add(start=7, end=9)
+    if change != "use a name that was reserved":
+        inner.reserved_name.append("former")
     if not change.startswith("drop field"):
         inner.field.add(name="gone", number=3 if change == "renumber" else 2, type=9, label=1)
     if change in ("drop field, reserve number", "drop field, reserve both"):
@@ -104,25 +111,29 @@ def one_file(change: str = "") -> descriptor_pb2.FileDescriptorSet:
         state.value.add(name="MY_STATE_ON", number=2 if change == "renumber value" else 1)
     service = file.service.add(name="XService")
     if change != "drop method":
-        output = ".a.v1.Outer" if change == "retype method" else ".a.v1.GetResponse"
+        output = ".a.v1alpha.Outer" if change == "retype method" else ".a.v1alpha.GetResponse"
         stream = change == "stream"
-        service.method.add(name="Get", input_type=".a.v1.GetRequest", output_type=output, server_streaming=stream)
+        service.method.add(name="Get", input_type=".a.v1alpha.GetRequest", output_type=output, server_streaming=stream)
     return files
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("drop field", "field a.v1.Outer.Inner.gone was removed"),
-        ("drop field, reserve number", "field a.v1.Outer.Inner.gone was removed"),
-        ("drop field, reserve name", "field a.v1.Outer.Inner.gone was removed"),
-        ("renumber", "field a.v1.Outer.Inner.gone changed"),
-        ("drop message", "message a.v1.GetResponse was removed"),
-        ("drop value", "enum value a.v1.MyState.MY_STATE_ON was removed"),
-        ("renumber value", "enum value a.v1.MyState.MY_STATE_ON changed"),
-        ("drop method", "method a.v1.XService.Get was removed"),
-        ("retype method", "method a.v1.XService.Get changed"),
-        ("stream", "method a.v1.XService.Get changed"),
+        ("drop field", "field a.v1alpha.Outer.Inner.gone was removed"),
+        ("drop field, reserve number", "field a.v1alpha.Outer.Inner.gone was removed"),
+        ("drop field, reserve name", "field a.v1alpha.Outer.Inner.gone was removed"),
+        ("renumber", "field a.v1alpha.Outer.Inner.gone changed"),
+        ("drop message", "message a.v1alpha.GetResponse was removed"),
+        ("drop value", "enum value a.v1alpha.MyState.MY_STATE_ON was removed"),
+        ("renumber value", "enum value a.v1alpha.MyState.MY_STATE_ON changed"),
+        ("drop method", "method a.v1alpha.XService.Get was removed"),
+        ("retype method", "method a.v1alpha.XService.Get changed"),
+        ("stream", "method a.v1alpha.XService.Get changed"),
+        ("into a oneof", "field a.v1alpha.Outer.Inner.kept changed"),
+        ("with presence", "field a.v1alpha.Outer.Inner.kept changed"),
+        ("use what was reserved", "message a.v1alpha.Outer.Inner reserves 7 to 8 no more"),
+        ("use a name that was reserved", "message a.v1alpha.Outer.Inner reserves former no more"),
     ],
 )
 def test_each_breaking_change_is_named_and_only_it(change: str, named: str) -> None:
@@ -132,8 +143,26 @@ def test_each_breaking_change_is_named_and_only_it(change: str, named: str) -> N
 
 
 def test_a_frozen_version_is_never_rebased() -> None:
-    breaks = ["field kvstore.v1.A.b was removed", "field kvstore.v1alpha.A.b was removed", "enum kvstore.v2.E changed"]
-    assert contract.frozen(breaks) == [breaks[0], breaks[2]]
+    breaks = ["field kvstore.v1.A.b was removed", "enum value kvstore.v2.E.ON changed"]
+    loose = [
+        "field kvstore.v1alpha.A.b was removed",
+        "field kvstore.v1alpha.A.c changed: 1 11 1 .kvstore.v1.X -> 1 9 1",
+    ]
+    assert contract.frozen([*breaks, *loose]) == breaks
+
+
+def test_a_frozen_version_loses_no_field_in_whatever_order() -> None:
+    before, after = one_file(), one_file("drop field, reserve both")
+    for files in (before, after):
+        files.file[0].package = "a.v1"
+    assert contract.frozen(contract.breaking(before, after))
+
+
+def test_what_is_frozen_is_made_of_nothing_that_is_not() -> None:
+    files = contract._descriptors()
+    file = next(each for each in files.file if each.package == "kvstore.v1")
+    file.dependency.append("kvstore/v1alpha/admin.proto")
+    assert ["is frozen and imports kvstore/v1alpha/admin.proto" in line for line in contract.lint(files)] == [True]
 
 
 def test_what_peers_survive_is_not_breaking() -> None:
