@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from kvstore_client.setting import Recompute
 from kvstore_ops.testbed import calibration, contexts
-from kvstore_ops.testbed.trial import Trial
+from kvstore_ops.testbed.trial import Trial, one_thread
 
 from kvstore.errors import InvalidRequest
 
@@ -16,12 +15,9 @@ COUNT = 8
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations this small wait longer for a second thread than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quickly() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def test_moved_chunks_are_worth_what_is_computed_again() -> None:

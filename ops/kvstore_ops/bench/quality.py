@@ -150,9 +150,9 @@ def tables(rows: list[Row]) -> None:
 
 def run(scale: str) -> Result:
     """The worst of the judged ratios, with its f."""
-    import torch
 
     from kvstore_ops.testbed import shipped
+    from kvstore_ops.testbed.trial import one_thread
 
     bases = [name for name in shipped() if name.count("-") == 1]
     kinds: list[tuple[str, str]] = [(base, "position") for base in bases]
@@ -161,15 +161,10 @@ def run(scale: str) -> Result:
         kinds = [each for each in kinds if each[0] == bases[0]]
     if scale == "tiny":
         kinds = kinds[:1]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # operations this small wait longer for a second thread than they compute
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            bench = Bench(scale, progress)
-            for model, reuse in kinds:
-                bench.measure(model, reuse)
-    finally:
-        torch.set_num_threads(before)
+    with one_thread(), Progress(console=Console(stderr=True), transient=True) as progress:
+        bench = Bench(scale, progress)
+        for model, reuse in kinds:
+            bench.measure(model, reuse)
     tables(bench.rows)
     worst = min(bench.judged, key=lambda row: row.over_full)
     ratios = [row.over_full for row in bench.judged]

@@ -13,6 +13,7 @@ from kvstore_client import connect
 from rich.console import Console
 
 from kvstore.errors import Unavailable
+from kvstore_ops.demo import reuse
 from kvstore_ops.demo.scene import Outcome
 from kvstore_ops.demo.show import picture, table
 from kvstore_ops.sidecar import Sidecar
@@ -81,12 +82,14 @@ def main() -> int:
             sidecar.wait_prefaulted()
         outcomes.append(act(sidecar, "restarted", console))
         source = device_bytes(sidecar)[1]
-    warm, restarted = outcomes[-2:]
-    console.print(f"  restarted: sidecar pid {warm.sidecar_pid} -> {restarted.sidecar_pid}, "
-                  f"engine pid {warm.pid} -> {restarted.pid}")  # fmt: skip
-    console.print(table(outcomes, source))
-    picture(outcomes, PICTURE)
-    console.print(f"timelines: {PICTURE}")
+        warm, restarted = outcomes[-2:]
+        console.print(f"  restarted: sidecar pid {warm.sidecar_pid} -> {restarted.sidecar_pid}, "
+                      f"engine pid {warm.pid} -> {restarted.pid}")  # fmt: skip
+        console.print(table(outcomes, source))
+        picture(outcomes, PICTURE)
+        console.print(f"timelines: {PICTURE}")
+        with connect(sidecar.address) as client:
+            reuse.perform(client, console)
     return verdict(outcomes, console)
 
 

@@ -7,6 +7,7 @@ stands), "sibling" (another model's cache of the same context), "both" (another 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -42,6 +43,17 @@ class _Given:
     hidden: tuple[torch.Tensor, ...]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations as small as these models' wait longer for a second thread than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Trial:
     """One model and one kind of reuse, over some contexts."""
 
@@ -53,10 +65,10 @@ class Trial:
         self.reuse = reuse
         self.found = found
         self._model, self._recipe = load(receiver)
-        self._runner = TransformersRunner(self._model, spec=_spec(self._model, receiver))
+        self._runner = TransformersRunner(self._model, spec=spec_of(self._model, receiver))
         self.layer_count = self._runner.spec.layer_count
         source = self._model if sender is None else load(sender)[0]
-        self._sender = None if sender is None else _spec(source, sender)
+        self._sender = None if sender is None else spec_of(source, sender)
         self._alone = reuse != "sibling"
         self._given = _caches(source, found, alone=self._alone)
 
@@ -90,7 +102,7 @@ class Trial:
             yield Run(start, stop - start, GivenKV(kv, hidden), rotated_from, self._sender)
 
 
-def _spec(model: Any, name: str) -> ModelSpec:
+def spec_of(model: Any, name: str) -> ModelSpec:
     """Nothing is stored under it: the model's name tells it from its siblings."""
     found = ModelSpec.from_transformers(model.config, f"unverified:testbed-{name}", task.CHUNK_TOKENS)
     dtype = str(model.dtype).removeprefix("torch.")

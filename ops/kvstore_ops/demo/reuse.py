@@ -1,0 +1,141 @@
+"""Two more scenes, where no exact prefix is there: documents that were cached one by one, and a prompt that only a
+sibling model has seen. A small trained model answers, so that it shows what the reused caches are worth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvstore_client import Client
+from kvstore_client.setting import Recompute
+from rich.console import Console
+from rich.table import Table
+
+MODEL, SENDER = "l12-s2", "l12-s2-plus3"
+COUNT = 16
+"""Prompts of each scene: as many from every seed that figures may be reported on."""
+BLEND = Recompute.cacheblend(4, 0.15)
+TOLD = f"layers 0..{BLEND.last_layer}, then the {BLEND.ratio:.0%} that deviate most"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to answer a scene's prompts."""
+
+    name: str
+    accuracy: str
+    share: float
+    seconds: float
+    reused: int
+
+
+class Cast:
+    """The receiver, its sibling, and the prompts."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        import numpy as np
+        import torch
+        from kvstore_client.engines.transformers_runner import TransformersRunner
+
+        from kvstore_ops.testbed import Shape, evaluation, load
+        from kvstore_ops.testbed.task import generate
+        from kvstore_ops.testbed.trial import spec_of
+
+        self.client = client
+        self.model, self.recipe = load(MODEL, torch.float32)
+        self.runner = TransformersRunner(self.model, spec=spec_of(self.model, MODEL))
+        theirs = load(SENDER, torch.float32)[0]
+        self.sender = TransformersRunner(theirs, spec=spec_of(theirs, SENDER))
+        each = count // len(evaluation().numbers)
+        self.prompts = [
+            generate(np.random.default_rng(seed), each, Shape(), crossing_only=True) for seed in evaluation().numbers
+        ]
+
+    def alone(self, runner: Any, tokens: Any) -> Any:
+        """What a model caches of tokens by themselves."""
+        from kvstore_client.recompute import recompute
+
+        return recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
+
+    def answered(self, name: str, ask: Callable[[Any, int], Any]) -> Row:
+        """Every prompt asked once: ``ask`` gives a result with logits, share and plan."""
+        import numpy as np
+
+        from kvstore_ops.testbed.evaluate import expected, summary
+
+        right, seconds, shares, reused = [], [], [], []
+        for batch in self.prompts:
+            wanted = expected(batch, self.recipe.answers)
+            for tokens, answers in zip(batch.tokens, wanted, strict=True):
+                started = time.perf_counter()
+                done = ask(tokens, batch.suffix.shape[1])
+                seconds.append(time.perf_counter() - started)
+                right.append(done.logits[1::2].argmax(-1).numpy() == answers)
+                shares.append(done.share)
+                reused.append(done.plan.reused_token_count if hasattr(done, "plan") else 0)
+        found = summary(np.stack(right))
+        accuracy = f"{found.accuracy:.2f} +- {found.standard_error:.2f}"
+        return Row(name, accuracy, statistics.mean(shares), statistics.median(seconds), int(statistics.median(reused)))
+
+    def rows(self, **known: Any) -> list[Row]:
+        """Full prefill, reuse as it is, and reuse mended."""
+        from kvstore_client.recompute import recompute
+
+        full = Recompute.full(self.runner.spec.layer_count)
+
+        def plain(tokens: Any, count: int) -> Any:
+            return recompute(self.runner, tokens, [], full, logit_count=count)
+
+        def through(setting: Recompute) -> Callable[[Any, int], Any]:
+            return lambda tokens, count: self.client.partial_prefill(
+                self.runner, tokens, recompute=setting, logit_count=count, **known
+            )
+
+        return [
+            self.answered("full prefill", plain),
+            self.answered("reused as it is", through(Recompute.reuse())),
+            self.answered(TOLD, through(BLEND)),
+        ]
+
+    def documents(self) -> list[Row]:
+        """Each document was computed alone, once, and stands behind others now."""
+        bounds = list(pairwise(self.prompts[0].boundaries))
+        for tokens in (tokens for batch in self.prompts for tokens in batch.context):
+            for start, stop in bounds:
+                alone = self.alone(self.runner, tokens[start:stop])
+                self.client.store_segment(self.runner.spec, tokens[start:stop], alone.kv)
+        return self.rows(segments=bounds)
+
+    def sibling(self) -> list[Row]:
+        """Another model, fine-tuned to other answers, has read the same context."""
+        for tokens in (tokens for batch in self.prompts for tokens in batch.context):
+            self.client.store(self.sender.spec, tokens, self.alone(self.sender, tokens).kv)
+        return self.rows(senders=(self.sender.spec,))
+
+
+def perform(client: Client, console: Console, count: int = COUNT) -> None:
+    """Both scenes, a table each."""
+    from kvstore_ops.testbed.trial import one_thread
+
+    with console.status("reuse: loading a small trained model and its sibling"):
+        cast = Cast(client, count)
+    scenes = {
+        "documents: six in a prompt nobody asked before, each cached by itself": cast.documents,
+        "sibling: a context that only another model has read, one fine-tuned to other answers": cast.sibling,
+    }
+    for title, scene in scenes.items():
+        with console.status(title), one_thread():
+            rows = scene()
+        table = Table("way", "right answers", "computed again", "time", "tokens reused")
+        for row in rows:
+            table.add_row(row.name, row.accuracy, f"{row.share:.0%}", f"{row.seconds * 1e3:.0f} ms", str(row.reused))
+        console.print(f"\n{title}")
+        console.print(table)
+    console.print(
+        "  a model of 1.8 M parameters, prompts of 208 tokens: the answers are shown, not the speed: a layer costs it "
+        "less than a call. Speed: kvstore bench ttft-blend, ttft-sibling"
+    )
