@@ -1,0 +1,253 @@
+"""Profiles: what settings were worth to one pair of models on calibration contexts, and what they cost. JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from blake3 import blake3
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
+from kvstore.spec import ModelSpec, Provenance
+from kvstore_client.setting import Recompute
+
+FORMAT = "kvstore profile"
+VERSION = 1
+REUSES = ("position", "sibling", "both")
+PROFILE_BYTES_MAX = 4 << 20
+AGAIN = "measure it again with kvstore profile"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model of a profile. ``regime``: hex fingerprint of its spec without name and chunk size, which say nothing
+    about its caches' worth: architecture, rope, dtypes and weights."""
+
+    model_id: str
+    weights_digest: str
+    regime: str
+
+    @staticmethod
+    def of(spec: ModelSpec) -> Side:
+        plain = replace(spec, model_id="any", chunk_tokens=1)
+        return Side(spec.model_id, spec.weights_digest, fingerprint(plain, plain.kind).hex())
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The contexts behind a profile: a digest of them, the seeds they were drawn from, how many, and how many answers
+    in all were scored."""
+
+    digest: str
+    seeds: tuple[int, ...]
+    contexts: int
+    answers: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting, measured. ``share``: f, of a prefill's compute. ``quality`` in 0..1 with its standard error over
+    contexts; ``loss_error``: the standard error of full prefill's quality less this one's, context by context, which is
+    smaller. ``misled``: the share of answers for which ``drift.misled`` holds."""
+
+    setting: Recompute
+    share: float
+    quality: float
+    standard_error: float
+    loss_error: float
+    misled: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The Pareto frontier of one (sender, receiver, reuse, provenance): every point has a higher quality than all that
+    cost less. ``sender`` is None for the receiver's own cache at another position. ``measured_at_s``: seconds since
+    1970, when the measuring began."""
+
+    receiver: Side
+    sender: Side | None
+    reuse: str
+    provenance: Provenance
+    layer_count: int
+    calibration: Calibration
+    full_quality: float
+    full_standard_error: float
+    points: tuple[Point, ...]
+    measured_at_s: int
+
+    def cheapest(self, floor: float, *, errors: float = 1.0) -> Point | None:
+        """The point of least f whose quality over that of full prefill is at least ``floor``; None: only a full prefill
+        will do. ``errors``: it must be so after that many standard errors of the loss are taken off, so that a point
+        measured on few contexts has to be better. Raises: InvalidRequest for a floor outside 0..1."""
+        if not 0.0 <= floor <= 1.0:
+            raise InvalidRequest(f"floor {floor!r:.40} must be in 0..1, a share of full prefill's quality")
+        wanted = floor * self.full_quality
+        good = [each for each in self.points if each.quality - errors * each.loss_error >= wanted]
+        return min(good, key=lambda each: each.share, default=None)
+
+    def check(self, receiver: ModelSpec, sender: ModelSpec | None) -> None:
+        """Raises: InvalidRequest when it is not about these models."""
+        if receiver.layer_count != self.layer_count:
+            raise InvalidRequest(f"the profile is of {self.layer_count} layers, the model has {receiver.layer_count}")
+        for name, ours, spec in (("receiver", self.receiver, receiver), ("sender", self.sender, sender)):
+            theirs = None if spec is None else Side.of(spec)
+            if ours is None or theirs is None:
+                if ours is not theirs:
+                    raise InvalidRequest(f"the profile has {_named(ours)} as {name}, asked was for {_named(theirs)}")
+            elif ours.weights_digest != theirs.weights_digest:
+                raise InvalidRequest(
+                    f"the profile is of other weights: its {name} {ours.model_id!r} has {ours.weights_digest:.12}, "
+                    f"{theirs.model_id!r} has {theirs.weights_digest:.12}; {AGAIN}"
+                )
+            elif ours.regime != theirs.regime:
+                raise InvalidRequest(
+                    f"the profile's {name} {ours.model_id!r} has these weights in another dtype, rope or architecture; "
+                    f"{AGAIN}"
+                )
+
+    def to_json(self) -> str:
+        found = {name: value for name, value in vars(self).items() if name not in ("receiver", "sender", "points")}
+        found |= {
+            "format": FORMAT,
+            "version": VERSION,
+            "receiver": asdict(self.receiver),
+            "sender": self.sender and asdict(self.sender),
+            "provenance": self.provenance.value,
+            "calibration": asdict(self.calibration),
+            "points": [asdict(point) for point in self.points],
+        }
+        return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """Which measurement it is: hex."""
+        return blake3(self.to_json().encode()).hexdigest()
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Raises: InvalidRequest naming the field that is wrong."""
+        found = parsed(text, "the profile")
+        version = found.get("version") if isinstance(found, dict) else None
+        if not isinstance(found, dict) or found.get("format") != FORMAT or version != VERSION:
+            raise InvalidRequest(
+                f"not a profile of version {VERSION} (its version is {version!r:.40}): {AGAIN}, by this release"
+            )
+        found = {name: value for name, value in found.items() if name not in ("format", "version")}
+        return _profile_of(found)
+
+
+def parsed(text: str, what: str) -> Any:
+    """JSON without NaN, infinities and repeated names. Raises: InvalidRequest."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name stands twice in one object")
+        return dict(pairs)
+
+    def finite(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=finite)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} is not JSON ({error}): {AGAIN}") from error
+
+
+def setting_of(value: Any, layer_count: int, what: str) -> Recompute:
+    """A setting as ``asdict`` wrote it. Raises: InvalidRequest."""
+    setting = _object(value, Recompute, what, lambda found: Recompute(**found))
+    try:
+        setting.check(layer_count)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{what}: {error.message}") from error
+    return setting
+
+
+def _profile_of(found: dict[str, Any]) -> Profile:
+    _names(found, Profile, "the profile")
+    layers = _whole(found["layer_count"], "layer_count")
+    if found["reuse"] not in REUSES:
+        raise InvalidRequest(f"reuse {found['reuse']!r:.40} must be one of {', '.join(REUSES)}")
+    if (found["sender"] is None) != (found["reuse"] == "position"):
+        raise InvalidRequest("sender must be there for the reuses 'sibling' and 'both', and only for them")
+    if found["provenance"] not in list(Provenance):
+        raise InvalidRequest(f"provenance {found['provenance']!r:.40} must be one of {', '.join(Provenance)}")
+    if not isinstance(found["points"], list):
+        raise InvalidRequest("points must be a list")
+    points = tuple(_point_of(each, layers, f"points[{index}]") for index, each in enumerate(found["points"]))
+    if any(a.share >= b.share or a.quality >= b.quality for a, b in pairwise(points)):
+        raise InvalidRequest(f"points must rise in share and in quality: {AGAIN}")
+    return Profile(
+        receiver=_side_of(found["receiver"], "receiver"),
+        sender=None if found["sender"] is None else _side_of(found["sender"], "sender"),
+        reuse=found["reuse"],
+        provenance=Provenance(found["provenance"]),
+        layer_count=layers,
+        calibration=_object(found["calibration"], Calibration, "calibration", _calibration_of),
+        full_quality=_share(found["full_quality"], "full_quality"),
+        full_standard_error=_share(found["full_standard_error"], "full_standard_error"),
+        points=points,
+        measured_at_s=_whole(found["measured_at_s"], "measured_at_s"),
+    )
+
+
+def _point_of(value: Any, layer_count: int, what: str) -> Point:
+    def build(found: dict[str, Any]) -> Point:
+        setting = setting_of(found.pop("setting"), layer_count, f"{what}.setting")
+        return Point(setting, **{name: _share(each, f"{what}.{name}") for name, each in found.items()})
+
+    return _object(value, Point, what, build)
+
+
+def _side_of(value: Any, what: str) -> Side:
+    def build(found: dict[str, Any]) -> Side:
+        return Side(**{name: _text(each, f"{what}.{name}") for name, each in found.items()})
+
+    return _object(value, Side, what, build)
+
+
+def _calibration_of(found: dict[str, Any]) -> Calibration:
+    if not isinstance(found["seeds"], list):
+        raise InvalidRequest("calibration.seeds must be a list")
+    seeds = tuple(_whole(each, "calibration.seeds", least=0) for each in found["seeds"])
+    counts = (_whole(found[name], f"calibration.{name}") for name in ("contexts", "answers"))
+    return Calibration(_text(found["digest"], "calibration.digest"), seeds, *counts)
+
+
+def _object(value: Any, kind: type[Any], what: str, build: Callable[[dict[str, Any]], Value]) -> Value:
+    _names(value, kind, what)
+    return build(dict(value))
+
+
+def _names(value: Any, kind: type[Any], what: str) -> None:
+    expected = {each.name for each in fields(kind)}
+    if not isinstance(value, dict) or set(value) != expected:
+        wrong = sorted(set(value) ^ expected) if isinstance(value, dict) else type(value).__name__
+        raise InvalidRequest(f"{what} must have exactly {', '.join(sorted(expected))}; differing: {wrong!s:.200}")
+
+
+def _share(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise InvalidRequest(f"{what} {value!r:.40} must be a number in 0..1")
+    return float(value)
+
+
+def _whole(value: Any, what: str, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidRequest(f"{what} {value!r:.40} must be a whole number of at least {least}")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{what} {value!r:.40} must be text")
+    return value
+
+
+def _named(side: Side | None) -> str:
+    return "the receiver itself" if side is None else repr(side.model_id)

@@ -1,0 +1,138 @@
+"""Where profiles lie: a file per pair, found by the models' weights, and beside it a note if it was switched off."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.spec import ModelSpec, Provenance
+from kvstore_client.recompute.profile import AGAIN, PROFILE_BYTES_MAX, REUSES, Profile, parsed
+
+
+def default_directory() -> Path:
+    """``profiles`` in the user's state directory: $XDG_STATE_HOME/kvstore, else ~/.local/state/kvstore."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "kvstore" / "profiles"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whose caches are reused by whom, and how. ``sender`` None: the receiver's own, at another position."""
+
+    receiver: str
+    sender: str | None
+    reuse: str
+    provenance: Provenance
+
+    @staticmethod
+    def of(receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance) -> Pair:
+        if reuse not in REUSES:
+            raise InvalidRequest(f"reuse {reuse!r:.40} must be one of {', '.join(REUSES)}")
+        if (sender is None) != (reuse == "position"):
+            raise InvalidRequest("sender: 'sibling' and 'both' take one, 'position' takes none")
+        return Pair(receiver.weights_digest, sender.weights_digest if sender else None, reuse, provenance)
+
+    @property
+    def file_name(self) -> str:
+        """Unverified digests may hold anything: they are hashed."""
+        both = blake3(json.dumps([self.receiver, self.sender]).encode()).hexdigest()
+        return f"{self.reuse}-{self.provenance.value}-{both[:32]}.json"
+
+
+class Profiles:
+    """A directory of profiles. Safe to share between threads and processes: files are replaced whole."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or default_directory()
+
+    def path(self, pair: Pair) -> Path:
+        return self.directory / pair.file_name
+
+    def stamp(self, pair: Pair) -> tuple[object, ...]:
+        """Equal as long as neither the profile nor the note beside it changed. Cost: two stat calls."""
+        return tuple(_stamp(path) for path in (self.path(pair), _note(self.path(pair))))
+
+    def read(self, pair: Pair) -> Profile | None:
+        """None: there is none. Raises: InvalidRequest for a file that is none, Unavailable for one that cannot be
+        read."""
+        text = _text(self.path(pair))
+        if text is None:
+            return None
+        try:
+            return Profile.from_json(text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self.path(pair)}: {error.message}") from error
+
+    def write(self, profile: Profile, path: Path) -> None:
+        """Put a profile in its place, and forget that the one before was switched off."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _replace(path, profile.to_json())
+        _note(path).unlink(missing_ok=True)
+
+    def switch_off(self, pair: Pair, profile: Profile, reason: str) -> None:
+        """Leave a note for every process, until there is another profile. Raises: Unavailable when it cannot be."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _replace(_note(self.path(pair)), json.dumps({"profile": profile.digest, "reason": reason}) + "\n")
+        except OSError as error:
+            raise Unavailable(f"{_note(self.path(pair))}: {error.strerror}") from error
+
+    def switched_off(self, pair: Pair, profile: Profile) -> str:
+        """Why this profile was switched off; empty when it was not. A note that cannot be read counts."""
+        note = _note(self.path(pair))
+        try:
+            text = _text(note)
+            if text is None:
+                return ""
+            found = parsed(text, str(note))
+            return str(found["reason"]) if found["profile"] == profile.digest else ""
+        except (KVStoreError, KeyError, TypeError):
+            return f"{note} cannot be read: {AGAIN}"
+
+
+def _note(path: Path) -> Path:
+    return path.with_suffix(".off.json")
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _text(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            found = file.read(PROFILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from error
+    if len(found) > PROFILE_BYTES_MAX:
+        raise InvalidRequest(f"{path} is larger than {PROFILE_BYTES_MAX} bytes: no profile; {AGAIN}")
+    try:
+        return found.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is not text: no profile; {AGAIN}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all, also when the machine stops."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
