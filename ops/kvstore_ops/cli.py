@@ -147,6 +147,27 @@ def bench(
 
 
 @app.command()
+def profile(
+    receiver: Annotated[str, typer.Argument(help="The model that reuses: one of the testbed's.")],
+    sender: Annotated[str | None, typer.Option(help="Whose caches it reuses: a sibling. None: its own.")] = None,
+    reuse: Annotated[
+        str | None, typer.Option(help="position, sibling or both (default: what the sender says).")
+    ] = None,
+    contexts: Annotated[int, typer.Option(help="How many to measure on: a multiple of the calibration seeds.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Refinements around the frontier.", min=0)] = 3,
+    floor: Annotated[float, typer.Option(help="Share of full prefill's quality to mark the choice at.")] = 0.99,
+    seeds: Annotated[str, typer.Option(help="Whose contexts; evaluation seeds are refused.")] = "calibration",
+    out: Annotated[Path | None, typer.Option(help="The profile (default: where clients look).")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever was measured.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what each setting of recompute is worth for a pair of models. A killed run goes on where it was."""
+    from kvstore_ops.profiling.command import run
+
+    run(receiver, sender, reuse, contexts, rounds, floor, seeds, out, fresh=fresh, as_json=as_json)
+
+
+@app.command()
 def demo() -> None:
     """A repeated prompt in front of a real model, cold and warm."""
     from kvstore_ops.demo import main as run

@@ -1,0 +1,109 @@
+"""Which settings to measure: a coarse grid, cheapest first, then what lies around the frontier. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from kvstore_client.recompute.profile import Point
+from kvstore_client.setting import METRICS, Recompute
+
+COARSE_RATIOS = (0.1, 0.25)
+COARSE_SELECTORS = ("deviation", "product", "suffix_attention")
+SELECTORS = (*COARSE_SELECTORS, "first")
+RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
+PROMISING = 0.75
+"""Frontier points below that share of full prefill's quality are not looked around: nobody would ask for them."""
+
+
+def nominal_share(setting: Recompute, layer_count: int) -> float:
+    """f of a setting: its group whole, and the chosen tokens from the check layer on."""
+    group = setting.check_layer - setting.first_layer
+    return (group + setting.ratio * (layer_count - setting.check_layer)) / layer_count
+
+
+def coarse(layer_count: int, reuse: str) -> list[Recompute]:
+    """The grid, cheapest first: groups that begin at three depths and end every few layers, DroidSpeak's two or more,
+    each alone and with two ratios by three selectors. Of a cache at another position only groups from the embeddings:
+    its E was computed without what lies before, as its KV was."""
+    step = max(2, -(-layer_count // 6))
+    firsts = (0,) if reuse == "position" else (0, layer_count // 3, 2 * layer_count // 3)
+    found = []
+    for first in dict.fromkeys(firsts):
+        for last in range(first - 1, layer_count, step):
+            found += [Recompute(first, last)] if last >= first or first == 0 else []
+            if last < layer_count - 1:
+                found += [
+                    Recompute(first, last, ratio, selector) for ratio in COARSE_RATIOS for selector in COARSE_SELECTORS
+                ]
+    return by_cost({setting for setting in found if not setting.computes_all(layer_count)}, layer_count)
+
+
+def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompute]:
+    """Settings that differ by one step in one argument."""
+    firsts = [setting.first_layer] if reuse == "position" else [setting.first_layer + step for step in (-1, 0, 1)]
+    for first in firsts:
+        for last in (setting.last_layer - 1, setting.last_layer, setting.last_layer + 1):
+            if 0 <= first < layer_count and first - 1 <= last < layer_count:
+                yield from _kept(replace(setting, first_layer=first, last_layer=last), layer_count)
+    index = sum(ratio < setting.ratio for ratio in RATIOS)
+    for ratio in RATIOS[max(index - 1, 0) : index + 2]:
+        yield from _kept(replace(setting, ratio=ratio), layer_count)
+    if setting.ratio:
+        for selector in SELECTORS:
+            yield from _kept(replace(setting, selector=selector, metric="both"), layer_count)
+        if setting.selector in ("deviation", "product"):
+            for metric in METRICS:
+                yield from _kept(replace(setting, metric=metric), layer_count)
+
+
+def _kept(setting: Recompute, layer_count: int) -> Iterator[Recompute]:
+    """Without a ratio nothing is selected: one spelling of it. A full prefill is measured anyway."""
+    if setting.check_layer >= layer_count or not setting.ratio:
+        setting = Recompute(setting.first_layer, setting.last_layer)
+    if not setting.computes_all(layer_count):
+        yield setting
+
+
+def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that nothing of less or the same f equals in quality, by rising f."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.share, -each.quality)):
+        if not found or point.quality > found[-1].quality:
+            found.append(point)
+    return tuple(found)
+
+
+def by_cost(settings: Iterable[Recompute], layer_count: int) -> list[Recompute]:
+    """Cheapest first; of equal cost in an order that every run has."""
+    return sorted(settings, key=lambda each: (nominal_share(each, layer_count), str(each)))
+
+
+class Search:
+    """What remains to be measured, given what is known. ``full``: the quality of a full prefill.
+
+    What costs more than a setting that already answers as well as a full prefill is left out."""
+
+    def __init__(self, layer_count: int, reuse: str, full: float, rounds: int) -> None:
+        self._layer_count, self._reuse, self._full = layer_count, reuse, full
+        self._rounds = rounds
+
+    def next(self, known: Mapping[Recompute, Point]) -> list[Recompute]:
+        """A batch, cheapest first; empty when all is measured. The same for the same ``known``, so that a run that was
+        killed goes on as it would have."""
+        wanted = coarse(self._layer_count, self._reuse)
+        left = self.left(wanted, known)
+        seen = {setting: known[setting] for setting in wanted if setting in known}
+        for _ in range(self._rounds):
+            if left:
+                return left
+            promising = [point for point in frontier(seen.values()) if point.quality >= PROMISING * self._full]
+            wanted = [each for point in promising for each in around(point.setting, self._layer_count, self._reuse)]
+            left = self.left(by_cost(set(wanted), self._layer_count), known)
+            seen |= {setting: known[setting] for setting in wanted if setting in known}
+        return left
+
+    def left(self, wanted: list[Recompute], known: Mapping[Recompute, Point]) -> list[Recompute]:
+        """Those not yet measured that are worth it."""
+        enough = min((point.share for point in known.values() if point.quality >= self._full), default=1.0)
+        return [each for each in wanted if each not in known and nominal_share(each, self._layer_count) < enough]
