@@ -39,11 +39,12 @@ def test_drift_is_seen_soon_and_seldom_where_there_is_none() -> None:
     for each in draws.tolist():
         steady.add(each)
         assert not steady.has_drifted
-    for count in range(1, 7):
+    for _ in range(6):
         steady.add(True)
         if steady.has_drifted:
             break
-    assert 2 <= count <= 6
+    assert steady.has_drifted
+    assert steady.misled - int(draws.sum()) >= 2
 
 
 def test_without_a_valid_profile_nothing_lossy(tmp_path: Path) -> None:
