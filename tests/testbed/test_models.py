@@ -107,8 +107,6 @@ def test_a_phase_keeps_to_its_stages(tmp_path: Path) -> None:
         begun.step()
         begun.progress = replace(begun.progress, accuracy=1.0)
     assert begun.progress.stage == 2, "and no further"
-    assert recipe("l2-s5").seedling
-    assert not recipe("l6-s5").seedling
 
 
 def test_the_rate_warms_up_then_falls_to_three_hundredths_in_each_phase() -> None:

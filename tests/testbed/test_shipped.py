@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvstore_ops.testbed import calibration, contexts, full_prefill, load, recipe, shipped, store
+from kvstore_ops.testbed import calibration, contexts, full_prefill, load, shipped, store
 from kvstore_ops.testbed.__main__ import app
 from kvstore_ops.testbed.models import RECIPES
 from kvstore_ops.testbed.net import Geometry, Net
@@ -25,7 +25,7 @@ def test_all_weights_together_stay_under_their_limit() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in shipped() if not recipe(name).seedling])
+@pytest.mark.parametrize("name", shipped())
 def test_a_shipped_model_answers(name: str) -> None:
     model, made = load(name)
     found = contexts(calibration(), 32)

@@ -109,8 +109,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(g.hidden, g.epsilon)
         self.mlp = Mlp(g)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, *, attends: bool = True
+    ) -> torch.Tensor:
+        if attends:
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -143,14 +146,20 @@ class Net(nn.Module):
         """Takes over weights by name, all of them."""
         self.load_state_dict(tensors)
 
-    def forward(self, tokens: torch.Tensor, at: torch.Tensor, *, window: int | None = None) -> torch.Tensor:
-        """Logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`; layer 0 windowed."""
+    def forward(
+        self, tokens: torch.Tensor, at: torch.Tensor, *, window: int | None = None, without: int | None = None
+    ) -> torch.Tensor:
+        """Logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`.
+
+        window narrows layer 0 to that many tokens; without names a layer that does no attention.
+        """
         g = self.geometry
         count = tokens.shape[1]
         cos, sin = rotation(g, count)
         x = F.embedding(tokens, self.model.embed_tokens.weight)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, _window(count, window) if window is not None and i == 0 else None)
+            mask = _window(count, window) if window is not None and i == 0 else None
+            x = layer(x, cos, sin, mask, attends=i != without)
         x = x.reshape(-1, g.hidden).index_select(0, at)
         logits: torch.Tensor = self.lm_head(self.model.norm(x))
         return logits

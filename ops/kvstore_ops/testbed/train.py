@@ -108,7 +108,8 @@ class Run:
         at = (labels.reshape(-1) != task.NO_LABEL).nonzero()[:, 0]
         wanted = self._answers[labels.reshape(-1)[at]]
         window = WINDOW if stage < WINDOWED_STAGES else None
-        logits = self.net(tokens, at, window=window)
+        without = int(random.integers(1, self.recipe.layers)) if random.random() < phase.without else None
+        logits = self.net(tokens, at, window=window, without=without)
         loss = F.cross_entropy(logits, wanted)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
