@@ -121,10 +121,15 @@ class Session(Calls):
                 self._socket.send(json.dumps(request).encode())
             except OSError as error:
                 raise Unavailable("the sidecar is gone") from error
-            with self._arrived:
-                come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
-                if self._replies:
-                    return _unless_error(*self._replies.pop(0))
+            try:
+                with self._arrived:
+                    come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
+                    reply = self._replies.pop(0) if self._replies else None
+            except BaseException:  # an interrupt: as below
+                self.close()
+                raise
+        if reply is not None:
+            return _unless_error(*reply)
         if come:
             raise Unavailable("the sidecar is gone")
         self.close()  # an answer that comes later would be taken for the next question's

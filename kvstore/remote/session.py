@@ -33,6 +33,8 @@ class Session:
         self._connection = connection
         self._turn = asyncio.Lock()
         self._idle: list[Segment] = []
+        self._owed = False
+        """Whether an answer is on its way that nobody waits for any more."""
         self.secret = b""
         self.session_id = 0
         self.server_pid = 0
@@ -67,14 +69,27 @@ class Session:
         """One question and its answer. Raises the typed error it may be; Unavailable when none came."""
         try:
             async with self._turn, asyncio.timeout(EXCHANGE_TIMEOUT_S):
+                while self._owed:
+                    await self._take_owed()
                 await asyncio.get_running_loop().sock_sendall(self._connection, json.dumps(request).encode())
+                self._owed = True
                 reply, descriptors = await self._receive()
+                self._owed = False
         except (OSError, TimeoutError) as error:
             self.close()  # an answer that comes later would be taken for the next question's
             raise Unavailable("the sidecar does not answer") from error
         if reply.get("op") == "error":
             raise from_status(reply["status"], reply["message"])
         return reply, descriptors
+
+    async def _take_owed(self) -> None:
+        """The answer to somebody who was cancelled while he waited: nobody else's, and its staging is spare."""
+        reply, descriptors = await self._receive()
+        self._owed = False
+        with closing_all(descriptors):
+            if reply.get("op") == "staging":
+                mapping = SharedMap(descriptors[0], int(reply["bytes"]), writable=True)
+                self._idle.append(Segment(int(reply["staging_id"]), mapping))
 
     async def _receive(self) -> tuple[dict[str, Any], list[int]]:
         while True:

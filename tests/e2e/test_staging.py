@@ -117,5 +117,27 @@ def test_staging_that_cannot_be_mapped_is_no_part_of_the_budget(
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
 
 
+def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook, and the next store asks for more."""
+    spec = small_spec()
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with connect(local_sidecar.address) as client:
+        client.lookup(spec, tokens_of(COUNT))
+        session: Any = client._connection.session()
+        with monkeypatch.context() as patch:
+            patch.setattr(session._arrived, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.create_staging(4096)
+        session = client._connection.session()
+        _, memory = session.create_staging(1 << 20)
+        memory.back(0, 1 << 20)  # raises where less came
+        assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
+
+
 def _is_open(number: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{number}")
