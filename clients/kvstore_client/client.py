@@ -20,7 +20,7 @@ from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, c
 from kvstore_client.match import Match, chunk_matches, matching_tail, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged, Pages
-from kvstore_client.partial import PartialPrefillCalls
+from kvstore_client.partial import DRIFT_COUNTERS, PartialPrefillCalls
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
@@ -35,7 +35,7 @@ from kvstore_client.writer import StoreWriter
 
 DEFAULT_TIMEOUT_S = 10.0
 TICKET_BYTES = 16
-_COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes")
+_COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes", *DRIFT_COUNTERS)
 
 
 def connect(
@@ -380,7 +380,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         return reply
 
     def statistics(self) -> dict[str, int]:
-        """This client's own counters: sessions, unavailable, stores_refused, fetched_bytes."""
+        """This client's own counters: sessions, unavailable, stores_refused, fetched_bytes, and the gate's."""
         return {name: self._connection.counters[name] for name in _COUNTERS}
 
     def close(self) -> None:

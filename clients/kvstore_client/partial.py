@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 from kvstore.keys import Extra
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
+from kvstore_client.connection import Connection
 from kvstore_client.setting import Recompute
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
     from kvstore_client.recompute import ModelRunner, PartialPrefill
+    from kvstore_client.recompute.gate import Gate
+
+DRIFT_COUNTERS = ("drift_checks", "drift_misled", "lossy_switched_off")
 
 
 class PartialPrefillCalls:
@@ -20,6 +24,22 @@ class PartialPrefillCalls:
 
     _timeout_s: float
     _clock: Clock
+    _connection: Connection
+
+    @property
+    def gate(self) -> Gate:
+        """What lets lossy reuse through when ``recompute`` is None, and watches it: a ``Gate`` over the profiles of
+        this user. Set another for another floor, directory or check interval."""
+        from kvstore_client.recompute.gate import Gate
+
+        found: Gate | None = vars(self).get("_gate")
+        # Of threads that come here at once, all get the first one's.
+        return found or vars(self).setdefault("_gate", Gate(counters=self._connection.counters))
+
+    @gate.setter
+    def gate(self, gate: Gate) -> None:
+        gate.counters = self._connection.counters
+        vars(self)["_gate"] = gate
 
     def partial_prefill(
         self,
@@ -35,8 +55,9 @@ class PartialPrefillCalls:
         """A prompt's cache and the logits of its last ``logit_count`` tokens, from what the sidecar has and what the
         runner computes: the model's own exact prefix, and behind it, as ``recompute`` says, its ``segments`` (runs
         (start, stop) of the prompt) that were stored with ``store_segment``, or what a sibling model left of the same
-        tokens, of those named in ``senders``; whoever has the most. None: decided for you; without a valid profile that
-        is exact reuse or a plain prefill.
+        tokens, of those named in ``senders``; whoever has the most. None: decided for you: the cheapest setting that a
+        profile of these weights has at the ``gate``'s floor; without one, exact reuse or a plain prefill. Some of these
+        requests are checked: prefilled in full as well, which is then the answer.
 
         What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says what the
         cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in full.

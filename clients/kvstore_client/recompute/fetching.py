@@ -15,6 +15,7 @@ from kvstore_client.fetching import LayerStream
 from kvstore_client.match import Match
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.fetched import FetchedRun, places
+from kvstore_client.recompute.gate import Permit
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.plan import Plan, PlannedRun
 from kvstore_client.recompute.runner import ModelRunner
@@ -25,8 +26,6 @@ from kvstore_client.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
-
-UNPROFILED = "no valid profile for these weights: only the exact prefix is reused; give recompute= to decide yourself"
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,16 @@ def pieces_of(match: Match, exact: int, limit: int, token_count: int, *, is_own:
     return pieces
 
 
+def _reuse_of(pieces: Sequence[Piece], sender: ModelSpec | None) -> str:
+    """The kind of reuse whose profile speaks for all of the pieces."""
+    if sender is None:
+        return "position"
+    return "both" if any(piece.is_standalone for piece in pieces) else "sibling"
+
+
 class Fetching:
-    """What is fetched of one prompt, and where it goes. ``limit``: tokens from there on are computed in any case."""
+    """What is fetched of one prompt, and where it goes. ``limit``: tokens from there on are computed in any case.
+    ``permit``: by which what is not exact is reused, when the gate was asked and something is."""
 
     def __init__(
         self, client: Client, runner: ModelRunner, tokens: Tokens, extras: tuple[Extra, ...], limit: int,
@@ -65,6 +72,7 @@ class Fetching:
     ) -> None:  # fmt: skip
         self._client, self._runner, self._tokens, self._extras = client, runner, tokens, extras
         self._limit, self._timeout_s = limit, timeout_s
+        self.permit: Permit | None = None
         self._tickets: set[bytes] = set()
         self._sources: list[FetchedRun] = []
         self._runs: list[Run] = []
@@ -85,10 +93,8 @@ class Fetching:
         if any(chunk.reason is MissReason.UNAVAILABLE for chunk in own.chunks[:1]):
             reason = "the sidecar is unavailable"
         elif senders or segments:
-            if setting is None:
-                reason = UNPROFILED
-            elif not setting.computes_all(spec.layer_count):
-                reason = self._take_best(setting, exact, own, senders, segments)
+            if setting is None or not setting.computes_all(spec.layer_count):
+                setting, reason = self._take_best(setting, exact, own, senders, segments)
         self._release()
         lossy = any(not planned.is_exact for planned in self._planned)
         plan = Plan(len(self._tokens), tuple(self._planned), setting if lossy else None, reason)
@@ -116,25 +122,40 @@ class Fetching:
         return match
 
     def _take_best(
-        self, setting: Recompute, exact: int, own: Match, senders: Sequence[ModelSpec], segments: Sequence[Any] | None
-    ) -> str:
+        self, given: Recompute | None, exact: int, own: Match, senders: Sequence[ModelSpec],
+        segments: Sequence[Any] | None,
+    ) -> tuple[Recompute | None, str]:  # fmt: skip
         """Fetch the tokens behind the exact prefix from whoever has the most of them: the model itself, of segments, or
-        a sender. Returns why nothing is."""
-        count = len(self._tokens)
+        a sender; as ``given``, else as the gate permits. Returns the setting, and why nothing is."""
+        count, reason = len(self._tokens), ""
         offers: list[tuple[list[Piece], Match, ModelSpec | None]] = [
             (pieces_of(own, exact, self._limit, count, is_own=True), own, None)
         ]
         for sender in senders:
+            asked = [] if given else [self._permit(sender, reuse) for reuse in ("sibling", "both")]
+            if asked and not any(permit.setting for permit in asked):
+                reason = reason or asked[0].reason
+                continue
             match = self._held(sender, segments)
             offers.append((pieces_of(match, exact, self._limit, count, is_own=False), match, sender))
         offers.sort(key=lambda offer: -sum(piece.stop - piece.start for piece in offer[0]))
-        reason = "nobody has anything behind the exact prefix"
         for pieces, match, whose in offers:
+            if not pieces:
+                continue
+            permit = None if given else self._permit(whose, _reuse_of(pieces, whose))
+            setting = permit.setting if permit else given
+            if setting is None:
+                reason = permit.reason if permit else reason
+                continue
             missing = [self._take_piece(setting, piece, match, whose) for piece in pieces]
             if not all(missing):
-                return ""
-            reason = missing[0] if missing else reason
-        return reason
+                self.permit = permit
+                return setting, ""
+            reason = missing[0]
+        return given, reason or "nobody has anything behind the exact prefix"
+
+    def _permit(self, sender: ModelSpec | None, reuse: str) -> Permit:
+        return self._client.gate.permit(self._runner.spec, sender, reuse)
 
     def _take_piece(self, setting: Recompute, piece: Piece, match: Match, sender: ModelSpec | None) -> str:
         """Fetch a piece that is not exact, E first. Returns why not."""

@@ -72,8 +72,9 @@ class Request:
         """What lies before the tokens whose logits are wanted."""
         return int(self.tokens.size) - self.logit_count
 
-    def computed(self, runs: Sequence[Run], kv: Any, clock: Clock) -> Recomputed:
-        setting = self.setting or Recompute.reuse()
+    def computed(self, runs: Sequence[Run], kv: Any, clock: Clock, chosen: Recompute | None = None) -> Recomputed:
+        """``chosen``: the setting that a profile decided."""
+        setting = self.setting or chosen or Recompute.reuse()
         tokens = self.tokens.astype("int64")
         return recompute(self.runner, tokens, runs, setting, logit_count=self.logit_count, kv=kv, clock=clock)
 
@@ -87,7 +88,7 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
     try:
         plan, runs, planes = fetching.begin(request.setting, request.senders, request.segments)
         prepared_s = clock.monotonic()
-        result = request.computed(runs, planes, clock)
+        result = request.computed(runs, planes, clock, plan.recompute)
         fetching.finish()
     except LOST as error:
         _log.warning("kvstore: %s; computing the prompt in full", error.message)
@@ -98,5 +99,11 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
     except BaseException:
         fetching.close()
         raise
+    permit = fetching.permit
+    if permit and result.exactness is not Exactness.EXACT and client.gate.is_due(permit):
+        lossy = result.logits[-1].clone()
+        del result, runs, planes  # one cache at a time
+        result = request.computed((), None, clock)
+        plan = Plan(len(request.tokens), reason=client.gate.checked(permit, result.logits[-1], lossy))
     timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
     return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
