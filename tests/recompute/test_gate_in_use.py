@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, Exactness, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
-from kvstore_client.recompute import recompute
+from kvstore_client.recompute import Recomputed, recompute
 from kvstore_client.recompute.gate import Gate
 from kvstore_client.recompute.profile import Calibration, Profile, Side
 from kvstore_client.recompute.profiles import Pair, Profiles
@@ -106,6 +109,28 @@ def test_a_model_that_changed_under_its_profile_is_noticed_and_reuse_ends(client
     last = client.partial_prefill(receiver, drawn[0], senders=[sender.spec])
     assert "switched off" not in last.plan.reason
     assert last.plan.recompute == SETTING or "checked" in last.plan.reason
+
+
+def test_a_check_holds_one_cache_at_a_time(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the full prefill begins, the lossy one's cache is gone."""
+    measured(tmp_path, 1)
+    receiver, sender = runner_of(RECEIVER), runner_of(SENDER)
+    tokens = torch.from_numpy(contexts(calibration(), 8).tokens[2])
+    client.store(sender.spec, tokens[:192], recompute(sender, tokens[:192], [], Recompute.full(6)).kv).wait(10.0)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(*arguments: Any, **named: Any) -> Recomputed:
+        gc.collect()
+        alive.append(sum(each() is not None for each in made))
+        found = recompute(*arguments, **named)
+        made.append(weakref.ref(found.kv[0][0]))
+        return found
+
+    alive: list[int] = []
+    monkeypatch.setattr("kvstore_client.recompute.prefill.recompute", watched)
+    found = client.partial_prefill(receiver, tokens, senders=[sender.spec])
+    assert "checked" in found.plan.reason
+    assert alive == [0, 0]
 
 
 def test_a_setting_of_the_callers_own_needs_no_profile(client: Client) -> None:

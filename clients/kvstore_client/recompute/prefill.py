@@ -20,6 +20,7 @@ from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.fetching import Fetching
 from kvstore_client.recompute.fused import recompute
+from kvstore_client.recompute.gate import Permit
 from kvstore_client.recompute.plan import Plan
 from kvstore_client.recompute.result import PartialPrefill, Recomputed
 from kvstore_client.recompute.runner import ModelRunner
@@ -82,6 +83,20 @@ class Request:
 def partial_prefill(client: Client, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
     """See ``Client.partial_prefill``."""
     started_s = clock.monotonic()
+    plan, result, permit, prepared_s = _reused(client, request, timeout_s, clock)
+    if permit and result.exactness is not Exactness.EXACT and client.gate.is_due(permit):
+        lossy = result.logits[-1].clone()
+        del result  # one cache at a time
+        result = request.computed((), None, clock)
+        plan = Plan(len(request.tokens), reason=client.gate.checked(permit, result.logits[-1], lossy))
+    timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
+    return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
+
+
+def _reused(
+    client: Client, request: Request, timeout_s: float, clock: Clock
+) -> tuple[Plan, Recomputed, Permit | None, float]:
+    """The prompt with what is there of it; by which permit, if the gate was asked; and when computing began."""
     fetching = Fetching(
         client, request.runner, request.tokens, request.extras, request.reusable_token_count, timeout_s
     )  # fmt: skip
@@ -99,11 +114,4 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
     except BaseException:
         fetching.close()
         raise
-    permit = fetching.permit
-    if permit and result.exactness is not Exactness.EXACT and client.gate.is_due(permit):
-        lossy = result.logits[-1].clone()
-        del result, runs, planes  # one cache at a time
-        result = request.computed((), None, clock)
-        plan = Plan(len(request.tokens), reason=client.gate.checked(permit, result.logits[-1], lossy))
-    timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
-    return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
+    return plan, result, fetching.permit, prepared_s
