@@ -4,6 +4,7 @@ connectors keep; a thin layer over opaque values."""
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -59,24 +60,24 @@ def unpacked(value: NDArray[np.uint8]) -> Any:
     return presented(array, dtype)
 
 
-class EncoderCalls:
+class EncoderCalls(ABC):
     """The client's calls for encoder caches."""
 
+    @abstractmethod
     def put_bytes(
         self, namespace: str, key: str | bytes, data: Any, *, durability: Durability | None = None
     ) -> Receipt:
         """See ``OpaqueCalls``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get_bytes(
         self, namespace: str, key: str | bytes, *, into: Any = None, verify: bool = False
     ) -> NDArray[np.uint8] | None:
         """See ``OpaqueCalls``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exists(self, namespace: str, keys: Any) -> Any:
         """See ``OpaqueCalls``."""
-        raise NotImplementedError
 
     def put_encoder(self, spec: ModelSpec, key: str | bytes, embeddings: Any, *, dtype: str | None = None) -> Receipt:
         """Keep the embeddings [tokens, hidden] of a multimodal item under its hash. ``dtype`` names that of unsigned

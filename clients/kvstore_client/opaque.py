@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -44,8 +45,9 @@ class OpaqueCalls(EncoderCalls):
     _timeout_s: float
     faults: FaultPoints
 
+    @abstractmethod
     def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
-        raise NotImplementedError
+        """The client's."""
 
     def _local(self, spec: ModelSpec) -> tuple[Session, bytes]:
         """Raises InvalidRequest on the remote plane, whose streams do not carry opaque values yet."""
@@ -56,8 +58,9 @@ class OpaqueCalls(EncoderCalls):
             )
         return session, name
 
+    @abstractmethod
     def _means(self) -> Means:
-        raise NotImplementedError
+        """The client's."""
 
     def put_bytes(
         self, namespace: str, key: str | bytes, data: Any, *, durability: Durability | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -93,12 +94,12 @@ def _event(event: pb.ChunkEvent) -> ChunkEvent:
     )  # fmt: skip
 
 
-class Watching:
+class Watching(ABC):
     """The client's call for it."""
 
+    @abstractmethod
     def connect_now(self) -> Session:
         """The client's live session."""
-        raise NotImplementedError
 
     def watch(self, *, tenant: str = "") -> Watch:
         """What becomes visible, goes and moves from now on. ``tenant``: empty, or the session's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,27 +19,30 @@ from kvstore_client.segments.known import KnownSegments
 from kvstore_client.segments.runs import SegmentMatch, runs_of, segment_prompt
 
 
-class SegmentCalls:
+class SegmentCalls(ABC):
     """What ``Client`` can do with documents."""
 
     _known: KnownSegments
 
+    @abstractmethod
     def _keep(
         self, prompt: Prompt, kv: Sequence[Any], hidden: Mapping[int, Any] | None, durability: Durability | None
     ) -> Receipt:
-        raise NotImplementedError
+        """The client's."""
 
+    @abstractmethod
     def _get(
         self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
         hidden_layers: Sequence[int], into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
     ) -> FetchedKV:  # fmt: skip
-        raise NotImplementedError
+        """The client's."""
 
+    @abstractmethod
     def _get_layers(
         self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
         into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
     ) -> LayerStream:  # fmt: skip
-        raise NotImplementedError
+        """The client's."""
 
     def store_segment(
         self,
