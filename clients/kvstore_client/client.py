@@ -19,7 +19,7 @@ from kvstore_client.copying import Copier
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
 from kvstore_client.match import Match, chunk_matches, matching_tail, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
-from kvstore_client.paged import Paged, Pages
+from kvstore_client.paged import Paged
 from kvstore_client.partial import DRIFT_COUNTERS, PartialPrefillCalls
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
@@ -28,7 +28,7 @@ from kvstore_client.remote.place import TLS, Place, place_of
 from kvstore_client.segments.calls import SegmentCalls
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.starting import Means
-from kvstore_client.target import given_places, target_of
+from kvstore_client.target import Places, given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
 from kvstore_client.watching import Watching
 from kvstore_client.writer import StoreWriter
@@ -186,7 +186,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         start_thread(lambda: transfer.run(lambda: self._redeem(held, wanted, given)), "kvstore-transfer")
         return transfer
 
-    def _redeem(self, held: Held, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
+    def _redeem(self, held: Held, wanted: Wanted, given: Places) -> LayerStream:
         session, name = self._ready(held.spec)
         prefix = open_held(session, wanted, name, held, self._timeout_s)
         return self._layers_of(prefix, wanted, given)
@@ -208,8 +208,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
     ) -> FetchedKV:
         """The cache of the longest stored prefix, in owned memory or ``into`` the caller's tensors.
 
-        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim]; ``into`` has room for the whole prompt;
-        ``Paged`` pages get it where their slots say, and the list has their views.
+        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim], or E (see ``FetchedKV``); ``into`` has room
+        for the whole prompt; ``Paged`` pages get it where their slots say, and the list has their views.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
         """
         return self._get(Prompt.of(spec, tokens, extras, exactness), layers, heads, hidden_layers, into, verify)
@@ -227,7 +227,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
             lambda _: self._gather(wanted, None, MissReason.UNAVAILABLE, given),
         )
 
-    def _fetch(self, wanted: Wanted, prompt: Prompt, given: list[Any] | Pages | None) -> FetchedKV:
+    def _fetch(self, wanted: Wanted, prompt: Prompt, given: Places) -> FetchedKV:
         prefix = self._open(wanted, prompt)
         try:
             return self._gather(wanted, prefix, prefix.reason, given)
@@ -258,7 +258,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
 
     def _gather(
-        self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: list[Any] | Pages | None
+        self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: Places
     ) -> FetchedKV:  # fmt: skip
         count = prefix.token_count if prefix else 0
         target = target_of(wanted, count, given)
@@ -266,9 +266,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         if prefix is not None and count:
             good = copy_all(prefix, target, self._copier, self.faults, self._timeout_s)
             reason = prefix.reason
-        dtype, hidden_dtype = wanted.spec.cache_dtype, wanted.spec.hidden_dtype
-        planes = target.planes if given is not None else [presented(each, dtype)[:, :good] for each in target.planes]
-        result = FetchedKV(zip(planes[::2], planes[1::2], strict=True))
+        hidden_dtype = wanted.spec.hidden_dtype
+        result = FetchedKV(target.layer(position, good) for position in range(len(wanted.layers)))
         result.token_count = good
         result.tier = prefix.tier if prefix and good else Tier.NONE
         result.reason = reason
@@ -309,7 +308,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
             lambda _: missed(MissReason.UNAVAILABLE),
         )
 
-    def _layers_of(self, prefix: AnyPrefix, wanted: Wanted, given: list[Any] | Pages | None) -> LayerStream:
+    def _layers_of(self, prefix: AnyPrefix, wanted: Wanted, given: Places) -> LayerStream:
         try:
             target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
         except BaseException:
@@ -332,9 +331,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
     ) -> Receipt:
         """Keep a context's cache. Returns as soon as the tensors may be reused; the receipt tells what was kept.
 
-        Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype; ``hidden``
-        {layer: [tokens, hidden_size]}. ``durability``: what the receipt's ``wait`` waits for; None: the highest
-        level the sidecar has. Raises: InvalidRequest naming the argument that is wrong.
+        Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E,
+        [tokens, hidden_size], where the spec keeps that; ``hidden`` {layer: [tokens, hidden_size]}. ``durability``:
+        what the receipt's ``wait`` waits for; None: the highest level the sidecar has. Raises: InvalidRequest.
         """
         return self._keep(Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 

@@ -24,7 +24,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 class FetchedKV(list[Any]):
-    """Per requested layer (K, V), each [kv_heads, token_count, head_dim]; owned memory. A miss has 0 tokens.
+    """Per requested layer (K, V), each [kv_heads, token_count, head_dim], or where a spec keeps E that,
+    [token_count, hidden_size]; owned memory. A miss has 0 tokens.
 
     ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where
     it does (NONE: the whole prompt was there).
@@ -146,7 +147,7 @@ def _each(work: Sequence[Callable[[], None]]) -> None:
 
 
 class LayerStream:
-    """Yields (layer, (K, V)) in order while later layers are still being copied.
+    """Yields (layer, (K, V)), or (layer, E) where a spec keeps E, in order while later layers are still being copied.
 
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
@@ -176,13 +177,12 @@ class LayerStream:
         self.tier = hit.tier if hit else Tier.NONE
         self.byte_count = hit.wanted.byte_count(self.token_count) if hit else 0
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         prefix, target = self._prefix, self._target
         if prefix is None or target is None or not self.token_count:
             self.close()
             return
         layers = prefix.wanted.layers
-        dtype = prefix.wanted.spec.cache_dtype
         bad: set[int] = set()
         # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
         landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed, self._timeout_s)
@@ -198,8 +198,7 @@ class LayerStream:
                 self.good_token_count = prefix.settle(bad)
                 if self.good_token_count < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
-                k, v = target.planes[2 * position : 2 * position + 2]
-                yield layer, (target.shown(k, dtype), target.shown(v, dtype))
+                yield layer, target.layer(position, self.token_count)
             self._await_commit(prefix, landing, bad)
         finally:
             running = [job for jobs in landing.layers for job in jobs if not job.cancel()]

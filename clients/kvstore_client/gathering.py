@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from kvstore.chunk import ChunkLayout, Part, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.arrays import checked, settle_device
+from kvstore_client.arrays import settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.paged import Pages
+from kvstore_client.planes import checked_planes
 from kvstore_client.staging import Run
 from kvstore_client.wanted import Wanted
 
@@ -100,10 +101,4 @@ class FromPages:
 
 
 def dense(wanted: Wanted, layer: int, kv: Any) -> Dense:
-    if not isinstance(kv, Sequence) or len(kv) != 2:
-        raise InvalidRequest(f"kv must be a pair (K, V), or Paged, not {type(kv).__name__}")
-    count = int(kv[0].shape[1]) if len(getattr(kv[0], "shape", ())) == 3 else 0
-    spec, heads = wanted.spec.layers[layer], wanted.heads_of(layer)
-    k = checked(kv[0], (heads, count, spec.k_dim), wanted.spec.cache_dtype, "kv[0] (K)")
-    v = checked(kv[1], (heads, count, spec.v_dim), wanted.spec.cache_dtype, "kv[1] (V)")
-    return Dense([k, v])
+    return Dense(checked_planes(wanted.spec, layer, kv, "kv", None, wanted.heads_of(layer)))

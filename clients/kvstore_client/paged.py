@@ -61,6 +61,8 @@ class Pages:
     """
 
     def __init__(self, wanted: Wanted, paged: Paged) -> None:
+        if wanted.spec.keeps_e:
+            raise InvalidRequest("pages hold K and V, this spec keeps E (keeps_e): fetch_projected writes into tensors")
         if len(paged.layers) != len(wanted.layers):
             raise InvalidRequest(f"layers has {len(paged.layers)} entries, {len(wanted.layers)} layers are wanted")
         self.views = [
@@ -159,11 +161,11 @@ class PagedTarget:
             raise InvalidRequest("hidden states do not go into pages: fetch them apart")
         self._wanted = wanted
         self._pages = pages
-        self.planes = [plane for pair in pages.views for plane in pair]
         self.hidden: dict[int, Any] = {}
 
-    def shown(self, plane: Any, dtype: str) -> Any:
-        return plane
+    def layer(self, position: int, token_count: int) -> Any:
+        """A wanted layer as the caller knows it: (K, V) of its pages."""
+        return self._pages.views[position]
 
     def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""

@@ -9,6 +9,7 @@ from kvstore.keys import Extra
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection
+from kvstore_client.fetching import FetchedKV
 from kvstore_client.setting import Recompute
 
 if TYPE_CHECKING:
@@ -40,6 +41,27 @@ class PartialPrefillCalls:
     def gate(self, gate: Gate) -> None:
         gate.counters = self._connection.counters
         vars(self)["_gate"] = gate
+
+    def fetch_projected(
+        self,
+        runner: ModelRunner,
+        tokens: Any,
+        *,
+        step_tokens: int | None = None,
+        extras: Sequence[Extra] = (),
+        verify: bool = False,
+    ) -> FetchedKV:
+        """The cache of the longest stored prefix of a model whose spec keeps E in the place of KV: each layer's K and V
+        are projected by the runner as its E lands, while later layers' E is on its way.
+
+        Shapes as in ``fetch``, on the runner's device; ``byte_count`` is what came. ``step_tokens``: rows projected at
+        a time (None: a chunk): the same bits as a prefill in these steps, otherwise the same within rounding. What is
+        lost on the way is a miss, of all of it. Needs torch. Raises: InvalidRequest for a spec that keeps KV, and a
+        runner without ``project_kv``.
+        """
+        from kvstore_client.recompute.projecting import fetch_projected
+
+        return fetch_projected(cast("Client", self), runner, tokens, step_tokens, extras, verify)
 
     def partial_prefill(
         self,

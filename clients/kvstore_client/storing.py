@@ -13,6 +13,7 @@ from kvstore.spec import CacheKind, Durability, Exactness, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
+from kvstore_client.planes import checked_planes
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.staging import Run
@@ -41,16 +42,16 @@ class Source:
             )
         if not isinstance(kv, Sequence) or len(kv) != spec.layer_count:
             found = len(kv) if isinstance(kv, Sequence) else type(kv).__name__
-            raise InvalidRequest(f"kv must be one (K, V) per layer, {spec.layer_count} of them, not {found}")
-        slabs: list[tuple[Any, ...]] = []
-        for index in spec.slab_layers:
-            layer, pair = spec.layers[index], kv[index]
-            if not isinstance(pair, Sequence) or len(pair) != 2:
-                raise InvalidRequest(f"kv[{index}] must be a pair (K, V)")
-            k = checked(pair[0], (layer.kv_heads, token_count, layer.k_dim), spec.cache_dtype, f"kv[{index}][0] (K)")
-            v = checked(pair[1], (layer.kv_heads, token_count, layer.v_dim), spec.cache_dtype, f"kv[{index}][1] (V)")
-            slabs.append((raw(k), raw(v)))
-        planes = [slabs]
+            entry = "E" if spec.keeps_e else "(K, V)"
+            raise InvalidRequest(f"kv must be one {entry} per layer, {spec.layer_count} of them, not {found}")
+        if hidden and spec.keeps_e:
+            raise InvalidRequest("hidden: this spec keeps E of every layer as its cache (keeps_e): leave it out")
+        planes: list[list[tuple[Any, ...]]] = [
+            [
+                tuple(map(raw, checked_planes(spec, index, kv[index], f"kv[{index}]", token_count)))
+                for index in spec.slab_layers
+            ]
+        ]
         if hidden is not None and not isinstance(hidden, Mapping):
             raise InvalidRequest(f"hidden must be {{layer: [tokens, hidden]}}, not {type(hidden).__name__}")
         for layer_index in hidden or ():

@@ -11,43 +11,49 @@ from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.spec import item_size
-from kvstore_client.arrays import carve, checked, destination, is_writable, presented, settle_device
+from kvstore_client.arrays import carve, destination, is_writable, presented, settle_device
 from kvstore_client.copying import copy, plane_run, raw
 from kvstore_client.paged import Paged, PagedTarget, Pages
+from kvstore_client.planes import checked_planes, plane_shapes, shown
 from kvstore_client.prefix import ChunkRun
 from kvstore_client.remote.fetching import Strips
 from kvstore_client.wanted import Wanted
 
 ALIGNMENT = 64
+Places = list[list[Any]] | Pages | None
+"""Where the caller wants it: planes per layer, pages, or in memory of ours."""
 
 
 class Target:
     """Where a prefix goes: one run of owned memory, or the caller's tensors."""
 
-    def __init__(self, wanted: Wanted, token_count: int, given: list[Any] | None) -> None:
+    def __init__(self, wanted: Wanted, token_count: int, given: list[list[Any]] | None) -> None:
         """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one is too short."""
         spec = wanted.spec
         self._wanted = wanted
         self._is_callers = given is not None
         if given is None:
-            self.planes = _owned(_shapes(wanted, token_count), spec.item_size)
+            self._layers = _owned_layers(wanted, token_count)
         else:
-            self.planes = given
+            self._layers = given
             _check_room(given, token_count)
         shape = (1, token_count, spec.hidden_size)
         rows = _owned([shape] * len(wanted.hidden_layers), item_size(spec.hidden_dtype))
         self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
-        self._raw = [raw(plane) for plane in self.planes]
+        self._raw = [[raw(plane) for plane in planes] for planes in self._layers]
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
-    def shown(self, plane: Any, dtype: str) -> Any:
-        """A plane as the caller knows it: its own tensor, or a view of ours."""
-        return plane if self._is_callers else presented(plane, dtype)
+    def layer(self, position: int, token_count: int) -> Any:
+        """A requested layer as the caller knows it: its own tensors, or so many tokens of ours."""
+        spec, planes = self._wanted.spec, self._layers[position]
+        if not self._is_callers:
+            planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
+        return shown(spec, planes)
 
     def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         layer = self._wanted.layers[position]
-        planes = self._raw[2 * position : 2 * position + 2]
+        planes = self._raw[position]
         for run in runs:
             faults.reach("fetch.copy.middle")
             self._copy_run(run, run.chunks[0].layout.slab_of_layer[layer], planes, bad)
@@ -58,7 +64,7 @@ class Target:
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy strips of one requested layer, as a message brought them."""
-        self._copy_strips(self._raw[2 * position : 2 * position + 2], strips)
+        self._copy_strips(self._raw[position], strips)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
         self._copy_strips([self._raw_hidden[layer]], strips)
@@ -84,13 +90,12 @@ class Target:
             copy(target, raw(part.array[:, start:stop]))
 
 
-def _shapes(wanted: Wanted, token_count: int) -> list[tuple[int, int, int]]:
-    layers = wanted.spec.layers
-    return [
-        (wanted.heads_of(layer), token_count, dim)
-        for layer in wanted.layers
-        for dim in (layers[layer].k_dim, layers[layer].v_dim)
-    ]
+def _owned_layers(wanted: Wanted, token_count: int) -> list[list[Any]]:
+    """Per requested layer its planes, in one run of memory."""
+    spec = wanted.spec
+    shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
+    planes = iter(_owned([shape for each in shapes for shape in each], spec.item_size))
+    return [[next(planes) for _ in each] for each in shapes]
 
 
 def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Any]:
@@ -103,7 +108,7 @@ def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Any]:
     return planes
 
 
-def given_places(wanted: Wanted, into: Any) -> list[Any] | Pages | None:
+def given_places(wanted: Wanted, into: Any) -> Places:
     """``into``, checked before anything is sent: planes, pages, or None for memory of our own."""
     return Pages(wanted, into) if isinstance(into, Paged) else given_planes(wanted, into)
 
@@ -111,38 +116,32 @@ def given_places(wanted: Wanted, into: Any) -> list[Any] | Pages | None:
 AnyTarget = Target | PagedTarget
 
 
-def target_of(wanted: Wanted, token_count: int, given: list[Any] | Pages | None) -> AnyTarget:
+def target_of(wanted: Wanted, token_count: int, given: Places) -> AnyTarget:
     """Where ``token_count`` tokens go."""
     return PagedTarget(wanted, given, token_count) if isinstance(given, Pages) else Target(wanted, token_count, given)
 
 
-def given_planes(wanted: Wanted, into: Any) -> list[Any] | None:
-    """The planes of ``into``, checked before anything is sent. Raises InvalidRequest naming the one that is wrong."""
+def given_planes(wanted: Wanted, into: Any) -> list[list[Any]] | None:
+    """Per requested layer its planes of ``into``, checked before anything is sent. Raises InvalidRequest naming the one
+    that is wrong."""
     if into is None:
         return None
     if not isinstance(into, Sequence) or len(into) != len(wanted.layers):
         found = len(into) if isinstance(into, Sequence) else type(into).__name__
-        raise InvalidRequest(f"into must be one (K, V) per layer, {len(wanted.layers)} of them, not {found}")
-    planes: list[Any] = []
-    shapes = _shapes(wanted, 0)
-    for number, pair in enumerate(into):
-        if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise InvalidRequest(f"into[{number}] must be a pair (K, V)")
-        for which, plane in enumerate(pair):
-            name = f"into[{number}][{which}]"
-            heads, _, dim = shapes[2 * number + which]
-            room = tuple(getattr(plane, "shape", ()))
-            shape = (heads, room[1] if len(room) == 3 else 0, dim)
-            planes.append(checked(plane, shape, wanted.spec.cache_dtype, name))
-            if not is_writable(plane):
-                raise InvalidRequest(f"{name} is read-only, or runs backwards")
-    settle_device(planes)
-    return planes
+        entry = "E" if wanted.spec.keeps_e else "(K, V)"
+        raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
+    layers = []
+    for number, (layer, entry) in enumerate(zip(wanted.layers, into, strict=True)):
+        planes = checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer))
+        if not all(map(is_writable, planes)):
+            raise InvalidRequest(f"into[{number}] is read-only, or runs backwards")
+        layers.append(planes)
+    settle_device([plane for planes in layers for plane in planes])
+    return layers
 
 
-def _check_room(planes: list[Any], token_count: int) -> None:
-    for number, plane in enumerate(planes):
-        if plane.shape[1] < token_count:
-            raise InvalidRequest(
-                f"into[{number // 2}][{number % 2}] has room for {plane.shape[1]} tokens, {token_count} are stored"
-            )
+def _check_room(layers: list[list[Any]], token_count: int) -> None:
+    for number, planes in enumerate(layers):
+        room = min(plane.shape[1] for plane in planes)
+        if room < token_count:
+            raise InvalidRequest(f"into[{number}] has room for {room} tokens, {token_count} are stored")

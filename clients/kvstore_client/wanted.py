@@ -34,18 +34,22 @@ class Wanted:
         hidden = _numbers("hidden_layers", hidden_layers)
         if len(set(hidden)) < len(hidden) or not all(0 <= layer < spec.layer_count for layer in hidden):
             raise InvalidRequest(f"hidden_layers {hidden} must be different layers in 0..{spec.layer_count - 1}")
+        if hidden and spec.keeps_e:
+            raise InvalidRequest(
+                "hidden_layers: this spec keeps E of every layer as its cache (keeps_e): ask for layers="
+            )
         most = min((spec.layers[layer].kv_heads for layer in chosen), default=1)
-        start, stop = (0, None) if heads is None else _head_range(heads, 0 if spec.mla else most)
+        start, stop = (0, None) if heads is None else _head_range(heads, 0 if spec.mla or spec.keeps_e else most)
         return Wanted(spec, chosen, start, stop, hidden, verify)
 
     def heads_of(self, layer: int) -> int:
-        kv_heads = self.spec.layers[layer].kv_heads
+        kv_heads = self.spec.kept(layer)[0]
         return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
 
     def byte_count(self, token_count: int) -> int:
         """What that many tokens of it weigh."""
         spec = self.spec
-        widths = (self.heads_of(each) * (spec.layers[each].k_dim + spec.layers[each].v_dim) for each in self.layers)
+        widths = (self.heads_of(each) * sum(spec.kept(each)[1]) for each in self.layers)
         hidden = len(self.hidden_layers) * spec.hidden_size * item_size(spec.hidden_dtype)
         return token_count * (sum(widths) * spec.item_size + hidden)
 
@@ -58,7 +62,7 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _head_range(heads: range | tuple[int, int], most: int) -> tuple[int, int]:
-    """(first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the model has one latent, no heads."""
+    """(first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the cache has no heads: MLA, or E."""
     if isinstance(heads, range):
         heads = (heads.start, heads.stop if heads.step == 1 else -1)
     bounds = _numbers("heads", heads)

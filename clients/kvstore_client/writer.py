@@ -113,7 +113,8 @@ class StoreWriter:
     ) -> None:
         """Keep some tokens of one layer. Returns when the tensors may be reused.
 
-        Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots.
+        Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
+        where the spec keeps E that, [tokens, hidden_size].
         ``heads``: which kv heads these are (None: all). ``token_start``: the first token's place in the prompt.
         Raises: InvalidRequest naming what does not fit, or was put before.
         """

@@ -309,7 +309,8 @@ def _check_agreement(known: ModelSpec | None, spec: ModelSpec) -> None:
     """The same weights have one geometry; only how their cache is cut and typed may differ."""
     if known is None:
         return
-    free = {name: getattr(spec, name) for name in ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales")}
+    how = ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales", "keeps_e")
+    free = {name: getattr(spec, name) for name in how}
     if replace(known, **free) == spec:
         return
     fixed = ("layers", "hidden_size", "vocab_size", "rope", "mla")

@@ -46,7 +46,7 @@ READER_VERSION = 1
 KNOWN_FEATURES = 0
 HEADER_BYTES_MAX = 64 << 20
 
-_KINDS = (CacheKind.KV, CacheKind.E, CacheKind.MLA, CacheKind.ENCODER, CacheKind.OPAQUE)
+_KINDS = (CacheKind.KV, CacheKind.E, CacheKind.MLA, CacheKind.ENCODER, CacheKind.OPAQUE, CacheKind.E_FOR_KV)
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 ENCODINGS = ("raw", "lz4")

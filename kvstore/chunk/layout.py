@@ -141,10 +141,7 @@ def layout_of(spec: ModelSpec, kind: CacheKind, token_count: int, layer: int | N
         return _build(kind, token_count, full, item_size(spec.hidden_dtype), [(0, 1, (spec.hidden_size,))])
     if kind is not spec.kind:
         raise InvalidRequest(f"this model's cache is of kind {spec.kind}, not {kind}")
-    rows = [
-        (index, spec.layers[index].kv_heads, (spec.layers[index].k_dim, spec.layers[index].v_dim))
-        for index in spec.slab_layers
-    ]
+    rows = [(index, *spec.kept(index)) for index in spec.slab_layers]
     return _build(kind, token_count, token_count == spec.chunk_tokens, spec.item_size, rows)
 
 

@@ -16,7 +16,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _digests: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], str]] = weakref.WeakKeyDictionary()
 
 
-def spec_from_transformers(config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "") -> ModelSpec:
+def spec_from_transformers(
+    config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", keeps_e: bool = False
+) -> ModelSpec:
     """See ``ModelSpec.from_transformers``. Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
@@ -36,6 +38,7 @@ def spec_from_transformers(config: Any, weights: Any, chunk_tokens: int = 256, a
         rope=rope,
         chunk_tokens=chunk_tokens,
         adapter_id=adapter_id,
+        keeps_e=keeps_e,
     )
 
 

@@ -23,13 +23,15 @@ CHUNK_TOKENS_MAX = 65536
 
 
 class CacheKind(StrEnum):
-    """What a chunk holds. KV, MLA or OPAQUE follows from the spec; E is hidden states entering one layer."""
+    """What a chunk holds. KV, MLA, E_FOR_KV or OPAQUE follows from the spec; E is hidden states entering one layer,
+    E_FOR_KV those entering each layer, in the place of KV."""
 
     KV = "kv"
     E = "e"
     MLA = "mla"
     ENCODER = "encoder"
     OPAQUE = "opaque"
+    E_FOR_KV = "e_for_kv"
 
 
 class Provenance(StrEnum):
@@ -104,6 +106,8 @@ class ModelSpec:
 
     ``weights_digest`` is a hex digest of the weights, or ``unverified:<name>`` when the caller vouches for the
     identity by name; the two never mix. ``hidden_dtype`` is the dtype of E.
+    ``keeps_e``: E of every layer is kept in the place of its KV, which is projected from it on arrival: half the bytes
+    where every query head has a KV head of its own.
     ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is of no model: its
     chunks are opaque bytes, a "token" of them is ``hidden_size`` items of ``hidden_dtype``.
 
@@ -122,6 +126,7 @@ class ModelSpec:
     adapter_id: str = ""
     mla: bool = False
     scales: tuple[tuple[float, float], ...] = ()
+    keeps_e: bool = False
 
     def __post_init__(self) -> None:
         scales = tuple((_real(k, "k_scale"), _real(v, "v_scale")) for k, v in self.scales)
@@ -130,6 +135,8 @@ class ModelSpec:
         _check_sizes(self)
         for index, layer in enumerate(self.layers):
             _check_layer(self, index, layer)
+        if self.keeps_e:
+            _check_e(self)
 
     @classmethod
     def dense(
@@ -147,6 +154,7 @@ class ModelSpec:
         rope: RopeSpec | None = None,
         chunk_tokens: int = 256,
         adapter_id: str = "",
+        keeps_e: bool = False,
     ) -> ModelSpec:
         """A decoder whose layers are all alike: full attention, K and V of one head dim."""
         if not 0 < layer_count <= LAYER_COUNT_MAX:
@@ -163,16 +171,19 @@ class ModelSpec:
             rope=rope or RopeSpec(rotary_dim=head_dim),
             chunk_tokens=chunk_tokens,
             adapter_id=adapter_id,
+            keeps_e=keeps_e,
         )
 
     @classmethod
-    def from_transformers(cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "") -> ModelSpec:
+    def from_transformers(
+        cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", *, keeps_e: bool = False
+    ) -> ModelSpec:
         """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
         (a model, a state dict, or a digest string). Needs torch when weights are tensors."""
         from kvstore.spec.from_transformers import spec_from_transformers
 
         build: Callable[..., ModelSpec] = spec_from_transformers
-        return build(config, weights, chunk_tokens, adapter_id)
+        return build(config, weights, chunk_tokens, adapter_id, keeps_e)
 
     @property
     def layer_count(self) -> int:
@@ -183,6 +194,8 @@ class ModelSpec:
         """The kind of this model's attention cache."""
         if not self.layers:
             return CacheKind.OPAQUE
+        if self.keeps_e:
+            return CacheKind.E_FOR_KV
         return CacheKind.MLA if self.mla else CacheKind.KV
 
     @property
@@ -196,8 +209,17 @@ class ModelSpec:
 
     @cached_property
     def canonical(self) -> bytes:
-        """The spec as canonical JSON: the bytes that are digested, sent and compared."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        """The spec as canonical JSON: the bytes that are digested, sent and compared. What came after version 1 is
+        in it only where it is not the default, so that names stay what they are."""
+        fields = asdict(self)
+        if not self.keeps_e:
+            del fields["keeps_e"]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+    def kept(self, layer: int) -> tuple[int, tuple[int, ...]]:
+        """(heads, dims) of what a layer keeps of a token: K and V of each kv head, or E."""
+        each = self.layers[layer]
+        return (1, (self.hidden_size,)) if self.keeps_e else (each.kv_heads, (each.k_dim, each.v_dim))
 
     @classmethod
     def parse(cls, canonical: bytes) -> ModelSpec:
@@ -242,8 +264,9 @@ def _integer(value: object, low: int, high: int) -> bool:
 def _check_sizes(spec: ModelSpec) -> None:
     item_size(spec.cache_dtype)
     item_size(spec.hidden_dtype)
-    if not isinstance(spec.mla, bool):
-        raise InvalidRequest(f"mla must be true or false, not {spec.mla!r}")
+    for name in ("mla", "keeps_e"):
+        if not isinstance(getattr(spec, name), bool):
+            raise InvalidRequest(f"{name} must be true or false, not {getattr(spec, name)!r}")
     if not _integer(spec.chunk_tokens, 1, CHUNK_TOKENS_MAX):
         raise InvalidRequest(f"chunk_tokens {spec.chunk_tokens} must be in 1..{CHUNK_TOKENS_MAX}")
     if not _integer(spec.hidden_size, 1, DIM_MAX * 16):
@@ -275,3 +298,24 @@ def _check_layer(spec: ModelSpec, index: int, layer: LayerSpec) -> None:
         raise InvalidRequest(f"layer {index}: a sliding window needs window >= 1")
     if spec.mla and layer.kv_heads != 1:
         raise InvalidRequest(f"layer {index}: MLA keeps one latent, kv_heads must be 1, got {layer.kv_heads}")
+
+
+def _check_e(spec: ModelSpec) -> None:
+    """Whether K and V of every layer follow from E alone, and E is smaller."""
+    if spec.mla or spec.scales or not spec.layers:
+        raise InvalidRequest("keeps_e is for plain K and V: mla and scales must be unset, and there must be layers")
+    if spec.hidden_dtype != spec.cache_dtype:
+        raise InvalidRequest(
+            f"keeps_e: K and V projected from E are {spec.hidden_dtype} (hidden_dtype), the cache is "
+            f"{spec.cache_dtype} (cache_dtype): give both the model's dtype"
+        )
+    for index in spec.slab_layers:
+        layer = spec.layers[index]
+        if layer.kind not in (LayerKind.FULL, LayerKind.SLIDING_WINDOW):
+            raise InvalidRequest(f"keeps_e: K and V of layer {index} ({layer.kind}) do not follow from its E")
+        width = layer.kv_heads * (layer.k_dim + layer.v_dim)
+        if spec.hidden_size >= width:
+            raise InvalidRequest(
+                f"keeps_e saves nothing: E of layer {index} has {spec.hidden_size} numbers per token, its K and V "
+                f"{width}; it is for models with a KV head for every query head. Leave it out"
+            )

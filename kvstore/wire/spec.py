@@ -40,6 +40,7 @@ def spec_to_message(spec: ModelSpec) -> pb.ModelSpec:
         chunk_tokens=spec.chunk_tokens,
         mla=spec.mla,
         scales=[pb.LayerScales(k=k, v=v) for k, v in spec.scales],
+        keeps_e=spec.keeps_e,
     )
 
 
@@ -77,4 +78,5 @@ def spec_from_message(message: pb.ModelSpec) -> ModelSpec:
         chunk_tokens=message.chunk_tokens,
         mla=message.mla,
         scales=tuple((scales.k, scales.v) for scales in message.scales),
+        keeps_e=message.keeps_e,
     )

@@ -196,7 +196,7 @@ def test_kinds_and_layers_do_not_share_a_name() -> None:
     specs = [mla, replace(mla, mla=False)]
     found = [keys.fingerprint(spec, kind) for spec in specs for kind in CacheKind if kind is not CacheKind.E]
     found += [keys.fingerprint(spec, CacheKind.E, layer) for spec in specs for layer in (0, 1)]
-    assert len(set(found)) == len(found) == 12
+    assert len(set(found)) == len(found) == 14
 
 
 def test_equal_specs_have_one_canonical_form() -> None:

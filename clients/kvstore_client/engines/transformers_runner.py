@@ -13,6 +13,7 @@ from kvstore_kernels import Rotary, rotary_of
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
+from kvstore.spec.from_transformers import weights_digest
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -22,7 +23,8 @@ class TransformersRunner:
 
     ``spec``: default, ``ModelSpec.from_transformers`` of it, which digests the weights. Runs in inference mode, in the
     model's dtype and on its device. Raises: InvalidRequest for a family without a runner, a rotation that depends on
-    the prompt's length, and a spec that is not this model's.
+    the prompt's length, and a spec that is not this model's; where the spec keeps E, which these weights will turn into
+    KV, also for other weights than it names by digest.
     """
 
     def __init__(self, model: Any, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
@@ -41,6 +43,8 @@ class TransformersRunner:
         _check_spec(self.spec, config, self._head_dim, len(self._layers))
         if self.spec.cache_dtype != str(model.dtype).removeprefix("torch."):
             raise InvalidRequest(f"spec.cache_dtype is {self.spec.cache_dtype}, the model's is {model.dtype}")
+        if self.spec.keeps_e:
+            _check_weights(self.spec, model)
         self.scale = float(self._layers[0].self_attn.scaling)
         self.device: torch.device = model.device
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -54,17 +58,28 @@ class TransformersRunner:
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._layers[layer]
-        attention, rows = block.self_attn, hidden.shape[0]
-        x = block.input_layernorm(hidden)
-        q, k, v = (
-            linear(x).view(rows, -1, self._head_dim)
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if self.model.config.model_type == "qwen3":
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = self._rotations(positions, hidden)
-        return _rotated(q.transpose(0, 1), cos, sin), _rotated(k.transpose(0, 1), cos, sin), v.transpose(0, 1)
+        x = self._layers[layer].input_layernorm(hidden)
+        q = self._heads_of(layer, "q", x)
+        k, v = self._kv(layer, x, positions)
+        return _rotated(q, *self._rotations(positions, hidden)), k, v
+
+    @torch.inference_mode()
+    def project_kv(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kv(layer, self._layers[layer].input_layernorm(hidden), positions)
+
+    def _kv(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, rotated, and V of rows behind the layer's first norm."""
+        return _rotated(self._heads_of(layer, "k", x), *self._rotations(positions, x)), self._heads_of(layer, "v", x)
+
+    def _heads_of(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys or values, [heads, rows, dim], before they are rotated."""
+        attention = self._layers[layer].self_attn
+        heads: torch.Tensor = getattr(attention, f"{which}_proj")(x).view(x.shape[0], -1, self._head_dim)
+        if which != "v" and self.model.config.model_type == "qwen3":
+            heads = getattr(attention, f"{which}_norm")(heads)
+        return heads.transpose(0, 1)
 
     @torch.inference_mode()
     def finish(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
@@ -78,13 +93,13 @@ class TransformersRunner:
         out: torch.Tensor = self.model.lm_head(self._base.norm(hidden))
         return out
 
-    def _rotations(self, positions: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotations(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by doubling."""
         stop = int(positions[-1]) + 1 if len(positions) else 0
         if self._tables is None or len(self._tables[0]) < stop:
             size = 1 << max(8, (stop - 1).bit_length())
             every = torch.arange(size, device=self.device)[None]
-            cos, sin = self._base.rotary_emb(hidden, every)
+            cos, sin = self._base.rotary_emb(like, every)
             self._tables = cos[0], sin[0]
         cos, sin = self._tables
         return cos[positions], sin[positions]
@@ -117,3 +132,11 @@ def _check_spec(spec: ModelSpec, config: Any, head_dim: int, layer_count: int) -
                 f"spec.layers[{index}]: layers, kv_heads, head_dim, hidden_size, vocab_size are {named} in the spec "
                 f"and {found} in the model"
             )
+
+
+def _check_weights(spec: ModelSpec, model: Any) -> None:
+    if not spec.weights_digest.startswith("unverified:") and spec.weights_digest != weights_digest(model):
+        raise InvalidRequest(
+            f"spec.weights_digest {spec.weights_digest[:16]}... is not of this model's weights: K and V projected from "
+            "its E would be another model's. Give ModelSpec.from_transformers(config, model, keeps_e=True)"
+        )
