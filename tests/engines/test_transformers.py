@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from kvstore_client import Client, connect
-from kvstore_client.engines.transformers import CachedModel
+from kvstore_client import Client, Recompute, connect
+from kvstore_client.engines.transformers import CachedModel, TransformersRunner
+from kvstore_client.recompute import recompute
 from kvstore_ops.sidecar import Sidecar
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
+from tests.recompute.models import LAYERS
 from tests.recompute.models import model_of as family_of
 
 STEP = 32
@@ -158,3 +161,60 @@ def test_a_chunk_lost_under_the_copy_is_recomputed(client: Client) -> None:
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(InvalidRequest, match="gpt2"):
         ModelSpec.from_transformers(GPT2Config(), "ab" * 32)
+
+
+def keeping_e(model: Any, client: Client) -> CachedModel:
+    spec = ModelSpec.from_transformers(model.config, model, STEP, keeps_e=True)
+    return CachedModel(model, client, spec=spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama-biased-mha", "mistral-window", "qwen2-windows", "qwen3-windows-yarn"])
+def test_e_in_the_place_of_kv_gives_the_same_bits(client: Client, family: str, dtype: torch.dtype) -> None:
+    model = family_of(family, 5, dtype, num_key_value_heads=4)
+    ids = prompt(STEP * 4, 84) % 96
+    kv, plain = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    cold, first = logits(keeping_e(model, client), ids)
+    assert (first.reused_token_count, first.wait_stored(10.0)) == (0, Durability.MEMORY)
+    assert first.receipt.stored_token_count == STEP * 4
+    warm, second = logits(keeping_e(model, client), ids)
+    assert second.reused_token_count == STEP * 3
+    assert torch.equal(cold, warm)
+    assert torch.equal(cold, kv)
+    plain.wait_stored(10.0)
+    _, plain = logits(CachedModel(model, client, chunk_tokens=STEP), ids)
+    assert second.fetched_bytes <= plain.fetched_bytes / 2
+
+
+def test_a_longer_prompt_keeps_the_e_that_it_fetched_with_what_it_computed(client: Client) -> None:
+    model, ids = family_of("llama-biased-mha", 6), prompt(STEP * 4 + 3, 85) % 96
+    keeping_e(model, client).generate(ids[:, : STEP * 2], max_new_tokens=1).report.wait_stored()
+    longer, report = logits(keeping_e(model, client), ids)
+    assert report.reused_token_count == STEP * 2
+    report.wait_stored()
+    with torch.inference_mode():
+        made = recompute(
+            TransformersRunner(model), ids[0], [], Recompute.full(LAYERS), hidden_layers=range(LAYERS)
+        )  # fmt: skip
+    found = client.fetch(keeping_e(model, client).spec, ids[0])
+    assert found.token_count == STEP * 4
+    for layer, e in enumerate(found):
+        assert torch.allclose(e, made.hidden[layer][: STEP * 4], rtol=1e-4, atol=1e-4)
+    warm, report = logits(keeping_e(model, client), ids)
+    assert report.reused_token_count == STEP * 4
+    assert torch.equal(warm, longer)
+
+
+def test_two_threads_with_one_model_keep_each_its_own_e(client: Client) -> None:
+    model = family_of("llama-biased-mha", 7)
+    cached, prompts = keeping_e(model, client), [prompt(STEP * 3, 86 + each) % 96 for each in range(4)]
+    with ThreadPoolExecutor(2) as threads:
+        for output in list(threads.map(lambda ids: cached.generate(ids, max_new_tokens=2), prompts)):
+            output.report.wait_stored()
+    for ids in prompts:
+        found = client.fetch(cached.spec, ids[0])
+        with torch.no_grad():
+            expected = model(ids, output_hidden_states=True).hidden_states
+        assert found.token_count == STEP * 3
+        for e, other in zip(found, expected[:LAYERS], strict=True):
+            assert torch.allclose(e, other[0], rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.client import Client
+from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.fetching import LayerStream
 from kvstore_client.receipt import Receipt
@@ -137,6 +139,7 @@ class _Arrivals:
     def __init__(self) -> None:
         self._stream: Iterator[Any] | None = None
         self._next = 0
+        self.on_layer: Callable[[int], None] = lambda _: None
         self.on_last: Callable[[], None] = lambda: None
 
     def attach(self, stream: LayerStream) -> None:
@@ -149,6 +152,7 @@ class _Arrivals:
                 self._end()
                 return
             self._next = item[0] + 1
+            self.on_layer(item[0])
 
     def finish(self) -> None:
         """Pull the rest."""
@@ -176,7 +180,8 @@ class CachedModel:
     """A causal language model in front of a sidecar.
 
     ``step_tokens``: rows per prefill step, a multiple of ``chunk_tokens`` (default: one chunk). Models that are to
-    share caches to the bit use the same. Raises: InvalidRequest for a model family without a spec.
+    share caches to the bit use the same. ``spec``: with ``keeps_e`` the prompt's E is captured, stored and fetched in
+    the place of KV, which is projected layer by layer. Raises: InvalidRequest for a model family without a spec.
     """
 
     def __init__(
@@ -197,6 +202,7 @@ class CachedModel:
             raise InvalidRequest(
                 f"step_tokens {self.step_tokens} must be a multiple of chunk_tokens {self.spec.chunk_tokens}"
             )
+        self._runner = TransformersRunner(model, spec=self.spec) if self.spec.keeps_e else None
         self._clock = clock or SystemClock()
         self._background = WorkerThreads(1, "kvstore-keep")
 
@@ -266,25 +272,31 @@ class CachedModel:
         arrivals = _Arrivals()
         layers = self._layers(count + self._new_token_count(options, count), arrivals)
         report = Report(token_count=count)
+        prompt_e = PromptE(self._runner, self._whole(count)) if self._runner else None
         reused = 0
         if may_reuse and last_step:
-            reused = self._reuse(tokens[:last_step], layers, arrivals, report, started_s)
+            reused = self._reuse(tokens[:last_step], layers, prompt_e, arrivals, report, started_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
-        for start in range(reused, last_step, self.step_tokens):
-            self.model.base_model(
-                input_ids=input_ids[:, start : start + self.step_tokens],
-                past_key_values=cache,
-                use_cache=True,
-            )
 
         def first_token() -> None:
             self._stamp(report, started_s)
             arrivals.finish()
-            report.receipt = self._keep(tokens, layers, reused)
+            report.receipt = self._keep(tokens, layers, prompt_e, reused)
 
-        sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
+        with prompt_e.captured(cache) if prompt_e else nullcontext():
+            for start in range(reused, last_step, self.step_tokens):
+                self.model.base_model(
+                    input_ids=input_ids[:, start : start + self.step_tokens],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
         return report, sequences
+
+    def _whole(self, count: int) -> int:
+        """How many of so many tokens are whole steps: these are kept."""
+        return count // self.step_tokens * self.step_tokens
 
     def _new_token_count(self, options: dict[str, Any], count: int) -> int:
         limit = options.get("max_new_tokens")
@@ -303,14 +315,19 @@ class CachedModel:
             for layer, (k, v) in enumerate(planes)
         ]
 
-    def _reuse(self, tokens: Any, layers: list[_Layer], arrivals: _Arrivals, report: Report, started_s: float) -> int:
+    def _reuse(
+        self, tokens: Any, layers: list[_Layer], prompt_e: PromptE | None, arrivals: _Arrivals, report: Report,
+        started_s: float,
+    ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns how many tokens of it, whole steps, will arrive."""
-        into = [layer.first(len(tokens)) for layer in layers]
+        into: list[Any] = [layer.first(len(tokens)) for layer in layers]
+        if prompt_e is not None:
+            into = [plane[: len(tokens)] for plane in prompt_e.planes]
         stream = self.client.fetch_layers(self.spec, tokens, into=into)
         opened_s = self._clock.monotonic()
         report.lookup_s = opened_s - started_s
         report.reason = stream.reason
-        reused = stream.token_count // self.step_tokens * self.step_tokens
+        reused = self._whole(stream.token_count)
         if not reused:
             stream.close()
             return 0
@@ -319,18 +336,31 @@ class CachedModel:
         def landed() -> None:
             report.fetch_s = stream.landed_s - opened_s
 
+        def project(layer: int) -> None:
+            if prompt_e is not None:
+                prompt_e.arrive(layer, reused, layers[layer].first(reused), self.step_tokens)
+
+        if prompt_e is not None:
+            prompt_e.announce(reused)
+        arrivals.on_layer = project
         arrivals.on_last = landed
         arrivals.attach(stream)
         for layer in layers:
             layer.show(reused)
         return reused
 
-    def _keep(self, tokens: Any, layers: list[_Layer], reused: int) -> Receipt | None:
+    def _keep(
+        self, tokens: Any, layers: list[_Layer], prompt_e: PromptE | None, reused: int
+    ) -> Receipt | None:  # fmt: skip
         """Store the whole steps that were computed here, in the background."""
-        whole = len(tokens) // self.step_tokens * self.step_tokens
+        whole = self._whole(len(tokens))
+        if prompt_e is not None:
+            whole = min(whole, self._whole(prompt_e.token_count))
         if whole <= reused:
             return None
-        kv = [layer.first(whole) for layer in layers]
+        kv: list[Any] = [layer.first(whole) for layer in layers]
+        if prompt_e is not None:
+            kv = [plane[:whole] for plane in prompt_e.planes]
         outcome: Future[tuple[Durability, int, str]] = Future()
 
         def store() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
 import torch
 
-from kvstore.spec import ModelSpec
+from kvstore.spec import ModelSpec, item_size
 from kvstore_client.arrays import as_tensor, carve, destination
 
 ALIGNMENT = 64
@@ -21,15 +22,24 @@ def dense_planes(
     shapes = [
         (layer.kv_heads, token_count, dim) for layer in spec.layers for dim in (layer.k_dim, layer.v_dim)
     ]  # fmt: skip
-    with torch.inference_mode(False):  # what leaves must be the caller's to write to
-        if device is None or device.type == "cpu":
-            sizes = [-(-prod(shape) * spec.item_size // ALIGNMENT) * ALIGNMENT for shape in shapes]
-            memory = destination(sum(sizes))
-            offsets = accumulate(sizes[:-1], initial=0)
-            planes = [
-                as_tensor(carve(memory, offset, shape, spec.item_size), spec.cache_dtype)
-                for offset, shape in zip(offsets, shapes, strict=True)
-            ]
-        else:
-            planes = [torch.empty(shape, dtype=getattr(torch, spec.cache_dtype), device=device) for shape in shapes]
+    planes = _planes(shapes, spec.cache_dtype, device)
     return list(zip(planes[::2], planes[1::2], strict=True))
+
+
+def hidden_planes(spec: ModelSpec, token_count: int, device: torch.device | None = None) -> list[torch.Tensor]:
+    """As ``dense_planes``, for E of every layer: [token_count, hidden_size] each."""
+    shapes = [(token_count, spec.hidden_size)] * spec.layer_count
+    return _planes(shapes, spec.hidden_dtype, device)
+
+
+def _planes(shapes: Sequence[tuple[int, ...]], dtype: str, device: torch.device | None) -> list[torch.Tensor]:
+    with torch.inference_mode(False):  # what leaves must be the caller's to write to
+        if device is not None and device.type != "cpu":
+            return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes]
+        size = item_size(dtype)
+        sizes = [-(-prod(shape) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
+        memory = destination(sum(sizes))
+        offsets = accumulate(sizes[:-1], initial=0)
+        return [
+            as_tensor(carve(memory, offset, shape, size), dtype) for offset, shape in zip(offsets, shapes, strict=True)
+        ]

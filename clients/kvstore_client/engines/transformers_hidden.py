@@ -1,0 +1,62 @@
+"""E of a prompt in a model of transformers: captured as the prefill goes, fetched where it was kept, and projected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvstore_client.engines.transformers_runner import TransformersRunner
+from kvstore_client.recompute.merged import hidden_planes
+from kvstore_client.recompute.projecting import project_into
+
+
+class PromptE:
+    """What enters each layer, of a prompt's first ``token_count`` tokens: ``planes`` per layer, [token_count,
+    hidden_size], of which the first tokens are there."""
+
+    def __init__(self, runner: TransformersRunner, token_count: int) -> None:
+        self._runner = runner
+        self.planes = hidden_planes(runner.spec, token_count, runner.device)
+        self._there = [0] * len(self.planes)
+
+    @property
+    def token_count(self) -> int:
+        """How many leading tokens are there in every layer."""
+        return min(self._there)
+
+    @contextmanager
+    def captured(self, cache: Any) -> Iterator[None]:
+        """Take note of what enters the layers in forward passes over ``cache``, and over no other: other threads may
+        use the model at the same time."""
+        blocks = self._runner.model.base_model.layers
+        hooks = [
+            block.register_forward_pre_hook(partial(self._capture, cache, layer), with_kwargs=True)
+            for layer, block in enumerate(blocks)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _capture(self, cache: Any, layer: int, _block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if named.get("past_key_values") is not cache:
+            return
+        hidden = (args[0] if args else named["hidden_states"])[0]
+        start, plane = int(cache.layers[layer].keys.shape[-2]), self.planes[layer]
+        if start == self._there[layer] < len(plane):
+            stop = min(start + len(hidden), len(plane))
+            plane[start:stop] = hidden[: stop - start]
+            self._there[layer] = stop
+
+    def announce(self, token_count: int) -> None:
+        """The first tokens come from elsewhere, each layer's before it is computed; or the attempt fails."""
+        self._there = [token_count] * len(self.planes)
+
+    def arrive(self, layer: int, token_count: int, into: tuple[torch.Tensor, torch.Tensor], step_tokens: int) -> None:
+        """A layer's E was fetched: its K and V, in the steps of the prefill."""
+        project_into(self._runner, layer, self.planes[layer][:token_count], into, step_tokens)
