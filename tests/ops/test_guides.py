@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
     "bytes.md": ["LOCAL", "[True, False]", "True"],
+    "kept-e.md": ["LOCAL", "256 196608", "256 (4, 256, 16)", "(256, 64)"],
     "sglang.md": [],
 }
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.recompute.merged import hidden_planes
@@ -29,7 +30,7 @@ class PromptE:
         return min(self._there)
 
     @contextmanager
-    def captured(self, cache: Any) -> Iterator[None]:
+    def captured(self, cache: DynamicCache) -> Iterator[None]:
         """Take note of what enters the layers in forward passes over ``cache``, and over no other: other threads may
         use the model at the same time."""
         blocks = self._runner.model.base_model.layers
@@ -43,8 +44,10 @@ class PromptE:
             for hook in hooks:
                 hook.remove()
 
-    def _capture(self, cache: Any, layer: int, _block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if named.get("past_key_values") is not cache:
+    def _capture(
+        self, cache: DynamicCache, layer: int, _block: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        if not any(value is cache for value in named.values()):
             return
         hidden = (args[0] if args else named["hidden_states"])[0]
         start, plane = int(cache.layers[layer].keys.shape[-2]), self.planes[layer]

@@ -8,20 +8,22 @@ LAYERS = {"full": 16, "quick": 4, "tiny": 1}
 TINY_HIDDEN = 128
 
 
-def build(scale: str) -> Any:
-    """16 layers (quick: 4), hidden 2048, 32 / 8 heads, head dim 64, MLP 8192, vocabulary 128,256, bf16."""
+def build(scale: str, *, is_mha: bool = False) -> Any:
+    """16 layers (quick: 4), hidden 2048, 32 / 8 heads, head dim 64, MLP 8192, vocabulary 128,256, bf16. ``is_mha``: a
+    KV head for every query head."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
     tiny = scale == "tiny"
+    heads = 4 if tiny else 32
     config = LlamaConfig(
         vocab_size=512 if tiny else 128_256,
         hidden_size=TINY_HIDDEN if tiny else 2048,
         intermediate_size=256 if tiny else 8192,
         num_hidden_layers=LAYERS[scale],
-        num_attention_heads=4 if tiny else 32,
-        num_key_value_heads=2 if tiny else 8,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if is_mha else heads // (2 if tiny else 4),
         head_dim=64,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
