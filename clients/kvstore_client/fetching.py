@@ -203,6 +203,7 @@ class LayerStream:
         finally:
             running = [job for jobs in landing.layers for job in jobs if not job.cancel()]
             wait(running, self._timeout_s)
+            landing.layers.clear()  # a copy that failed keeps its frame, which keeps the landing and where it lands
             self.close()
 
     def _await_commit(self, prefix: AnyPrefix, landing: Landing | RemoteLanding, bad: set[int]) -> None:

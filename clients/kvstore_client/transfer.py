@@ -58,6 +58,16 @@ def open_held(session: AnySession, wanted: Wanted, name: bytes, held: Held, time
     return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
 
 
+def without_frames(error: KVStoreError) -> KVStoreError:
+    """The error, and what it came from, without the frames they passed: an error that is kept would keep what these
+    hold, a whole cache, and is part of it, so that only garbage collection would end both."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error
+
+
 class Transfer:
     """A fetch on its way. Its destination belongs to it until ``is_done``.
 
@@ -149,7 +159,7 @@ class Transfer:
             stream.close()
 
     def _fail(self, error: KVStoreError) -> None:
-        self.error = error
+        self.error = without_frames(error)
         for future in self._layers.values():
             if not future.done():
                 future.set_exception(error)

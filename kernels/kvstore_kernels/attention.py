@@ -110,8 +110,10 @@ def attend_with_mass(
 
 def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int = 0) -> torch.Tensor:
     """Which keys each query sees, by position: bool [rows, tokens]."""
-    distance = q_positions[:, None] - k_positions[None, :]
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    seen = q_positions[:, None] >= k_positions  # compared as they are: differences would take 8 bytes each
+    if window:
+        seen &= (q_positions - window)[:, None] < k_positions
+    return seen
 
 
 def _are_all(q_positions: torch.Tensor, k_positions: torch.Tensor) -> bool:

@@ -45,9 +45,10 @@ class FetchedRun:
             rotate(k, turn, out=k)
 
     def hidden(self) -> torch.Tensor:
-        if self._hidden is None:
+        hidden, self._hidden = self._hidden, None  # whoever asked has it: it is as large as the rows it becomes
+        if hidden is None:
             raise DataLoss("E of the transition layer was not fetched")
-        return self._hidden
+        return hidden
 
     def finish(self) -> None:
         """Return when all of it has landed and counts. Raises: DataLoss when it did not."""

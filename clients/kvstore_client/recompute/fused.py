@@ -23,7 +23,7 @@ from kvstore.spec import Exactness
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
-from kvstore_client.recompute.rows import Rows, Split
+from kvstore_client.recompute.rows import STEP_ROWS, Rows, Split, drained
 from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import Run, check_runs
 from kvstore_client.setting import Recompute
@@ -97,7 +97,7 @@ class _Pass:
             first, rows = self._look_ahead(rows)
         for layer in range(first, self._layer_count):
             if layer in hidden_layers:
-                self._hidden[layer] = rows.hidden
+                self._hidden[layer] = rows.hidden.clone()
             rows = self._layer(layer, rows, logit_count)
         logits = self._runner.logits(rows.hidden)
         spared = all(run.is_exact for run in self._runs) or self._setting.computes_all(self._layer_count)
@@ -118,11 +118,11 @@ class _Pass:
     def _layer(self, layer: int, rows: Rows, logit_count: int) -> Rows:
         setting = self._setting
         before_s = self._clock.monotonic()
-        received = self._receive() if layer == setting.first_layer else None
+        received = self._receive() if layer == setting.first_layer else []
         self._land(layer)
         landed_s = self._clock.monotonic()
         if layer == setting.first_layer:
-            rows = rows.joined(self._context(received))
+            rows = self._with_context(rows, received)
         if layer == setting.check_layer and not setting.ratio:
             rows = rows.kept(~self._is_context[rows.positions])
         chooses = self._choosing.at(layer) and bool(len(self._split.context))
@@ -157,15 +157,18 @@ class _Pass:
     def _enter(self, layer: int, rows: Rows, *, compares: bool) -> torch.Tensor:
         """K and V of the rows into the cache, step by step. Returns their queries, [heads, rows, dim]."""
         k, v = self._planes[layer]
-        queries = []
+        queries = None
         for step in rows.steps():
             places = rows.positions[step]
             q, fresh_k, fresh_v = self._runner.project(layer, rows.hidden[step], places)
             if compares:
                 self._choosing.compare(places, (fresh_k, fresh_v), (k[:, places], v[:, places]))
             k[:, places], v[:, places] = fresh_k, fresh_v
-            queries.append(q)
-        return queries[0] if len(queries) == 1 else torch.cat(queries, dim=1)
+            if queries is None:
+                queries = q.new_empty(q.shape[0], len(rows), q.shape[2])
+            queries[:, step] = q
+        assert queries is not None, "there are always rows: those whose logits are wanted"
+        return queries
 
     def _stay(self, layer: int) -> torch.Tensor:
         """Who leaves a layer that chooses: the chosen, and the suffix, always. Bool [tokens]."""
@@ -175,34 +178,36 @@ class _Pass:
         return stay
 
     def _attend(self, layer: int, rows: Rows, q: torch.Tensor) -> Rows:
-        """Attention over everything merged, and the rest of the layer, step by step."""
+        """Attention over everything merged, and the rest of the layer, step by step, each in its own place."""
         k, v = self._planes[layer]
-        window, out = self._runner.spec.layers[layer].window, torch.empty_like(rows.hidden)
+        window = self._runner.spec.layers[layer].window
         for step in rows.steps():
             seen = attend(
                 q[:, step], k, v, rows.positions[step], self._every, window=window, scale=self._runner.scale
             )  # fmt: skip
-            out[step] = self._runner.finish(layer, rows.hidden[step], seen)
-        return Rows(rows.positions, out)
+            rows.hidden[step] = self._runner.finish(layer, rows.hidden[step], seen)
+        return rows
 
     # ------------------------------------------------------------ the rows
 
     def _embedded(self, positions: torch.Tensor) -> Rows:
         return Rows(positions, self._runner.embed(self._tokens[positions]))
 
-    def _receive(self) -> torch.Tensor | None:
-        """E of the context, where the setting starts from it."""
+    def _receive(self) -> list[torch.Tensor]:
+        """E of the context, run by run, where the setting starts from it."""
         if not self._setting.needs_hidden or not len(self._split.context):
-            return None
-        return torch.cat([run.source.hidden() for run in self._runs if not run.is_exact])
+            return []
+        return [run.source.hidden() for run in self._runs if not run.is_exact]
 
-    def _context(self, received: torch.Tensor | None) -> Rows:
-        """The context's rows as they enter the first layer that computes them; none when no layer does."""
+    def _with_context(self, rows: Rows, received: list[torch.Tensor]) -> Rows:
+        """The rows, and the context's as they enter the first layer that computes them, when one does."""
         context = self._split.context
-        if received is not None:
-            return Rows(context, received)
         nothing = not self._setting.ratio and self._setting.last_layer < self._setting.first_layer
-        return self._embedded(context[:0] if nothing else context)
+        if nothing or not len(context):
+            return rows
+        if received:
+            return rows.joined(context, drained(received))
+        return rows.joined(context, (self._embedded(part).hidden for part in torch.split(context, STEP_ROWS)))
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
         """The suffix over everything as it was reused: how much attention it gives each token, over all layers and

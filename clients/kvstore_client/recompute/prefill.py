@@ -27,6 +27,7 @@ from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import Run, check_sender
 from kvstore_client.segments.runs import runs_of
 from kvstore_client.setting import Recompute
+from kvstore_client.transfer import without_frames
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -97,6 +98,20 @@ def _reused(
     client: Client, request: Request, timeout_s: float, clock: Clock
 ) -> tuple[Plan, Recomputed, Permit | None, float]:
     """The prompt with what is there of it; by which permit, if the gate was asked; and when computing began."""
+    try:
+        return _attempted(client, request, timeout_s, clock)
+    except LOST as error:
+        _log.warning("kvstore: %s; computing the prompt in full", error.message)
+        reason = f"{error.message}: the prompt was computed in full"
+        without_frames(error)
+    # Only now: the spoiled cache is gone with the error's frames, and there is one at a time.
+    prepared_s = clock.monotonic()
+    return Plan(len(request.tokens), reason=reason), request.computed((), None, clock), None, prepared_s
+
+
+def _attempted(
+    client: Client, request: Request, timeout_s: float, clock: Clock
+) -> tuple[Plan, Recomputed, Permit | None, float]:
     fetching = Fetching(
         client, request.runner, request.tokens, request.extras, request.reusable_token_count, timeout_s
     )  # fmt: skip
@@ -105,12 +120,6 @@ def _reused(
         prepared_s = clock.monotonic()
         result = request.computed(runs, planes, clock, plan.recompute)
         fetching.finish()
-    except LOST as error:
-        _log.warning("kvstore: %s; computing the prompt in full", error.message)
-        fetching.close()
-        prepared_s = clock.monotonic()
-        plan = Plan(len(request.tokens), reason=f"{error.message}: the prompt was computed in full")
-        result = request.computed((), None, clock)
     except BaseException:
         fetching.close()
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ STEP_ROWS = 512
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """``positions`` int64 [rows], ascending; ``hidden`` [rows, hidden_size], what enters the next layer."""
+    """``positions`` int64 [rows], ascending; ``hidden`` [rows, hidden_size], what enters the next layer: nobody else's,
+    so that what leaves a layer may take the place of what entered it."""
 
     positions: torch.Tensor
     hidden: torch.Tensor
@@ -27,12 +28,20 @@ class Rows:
         """Those for which ``keep``, bool [rows], is true."""
         return self if bool(keep.all()) else Rows(self.positions[keep], self.hidden[keep])
 
-    def joined(self, other: Rows) -> Rows:
-        """Both, in order."""
-        if not len(other):
-            return self
-        positions, order = torch.cat((self.positions, other.positions)).sort()
-        return Rows(positions, torch.cat((self.hidden, other.hidden))[order])
+    def joined(self, positions: torch.Tensor, pieces: Iterable[torch.Tensor]) -> Rows:
+        """With the rows at ``positions``, all in order. ``pieces``: what enters the next layer of those, one behind the
+        other, each [some of them, hidden_size]; taken one by one, so that no two need be there at once."""
+        every, order = torch.cat((self.positions, positions)).sort()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        hidden = self.hidden.new_empty(len(every), self.hidden.shape[1])
+        hidden[place[: len(self)]] = self.hidden
+        start = len(self)
+        for piece in pieces:
+            hidden[place[start : start + len(piece)]] = piece
+            start += len(piece)
+        assert start == len(every), "every row has its hidden states"
+        return Rows(every, hidden)
 
     def last(self, count: int) -> Rows:
         return Rows(self.positions[len(self) - count :], self.hidden[len(self) - count :])
@@ -40,6 +49,12 @@ class Rows:
     def steps(self) -> Iterator[slice]:
         for start in range(0, len(self), STEP_ROWS):
             yield slice(start, start + STEP_ROWS)
+
+
+def drained(pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each in turn, kept no longer than it is looked at."""
+    while pieces:
+        yield pieces.pop(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,8 @@ class Source(Protocol):
         when it does not come."""
 
     def hidden(self) -> torch.Tensor:
-        """E that enters the transition layer, [token_count, hidden_size]. Raises: KVStoreError when there is none."""
+        """E that enters the transition layer, [token_count, hidden_size]; asked for at most once. Raises: KVStoreError
+        when there is none."""
 
 
 class GivenKV:

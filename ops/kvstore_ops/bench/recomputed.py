@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore_client.setting import Recompute
 
 from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.memory import held_apart
 from kvstore_ops.bench.result import Result, quartiles, show
 
 CONTEXT = {"full": 4096, "quick": 4096, "tiny": 512}
@@ -18,15 +20,32 @@ SHARE_OF_IDEAL = 0.8
 """What the target leaves for loading, choosing and the suffix."""
 
 
-def measured(
-    name: str, scale: str, model: Any, prompt: Any, settings: dict[str, Recompute], ask: Callable[[Recompute], Any]
-) -> Result:
-    """Pairs of a full prefill and each setting. ``ask`` runs one partial prefill, all of the context reused.
+@dataclass(frozen=True)
+class Asked:
+    """A prompt ([1, tokens]), of which ``context`` tokens are to be reused, by each of the settings. ``ask`` runs one
+    partial prefill."""
+
+    runner: Any
+    prompt: Any
+    settings: dict[str, Recompute]
+    documents: list[range]
+    context: int
+    ask: Callable[[Recompute], Any]
+
+    @property
+    def spec(self) -> Any:
+        return self.runner.spec
+
+
+def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> Result:
+    """Pairs of a full prefill and each setting, and what each holds at once, in a process of its own.
 
     The figure is the setting's that misses its own target 0.8 / f by most."""
     import torch
 
     layer_count = model.config.num_hidden_layers
+    prompt, settings, ask = found.prompt, found.settings, found.ask
+    held, full_bytes = held_apart(name, scale, address)
 
     def whole() -> None:
         with torch.inference_mode():
@@ -44,17 +63,27 @@ def measured(
             last[each] = ask(setting)
             assert not last[each].plan.reason, last[each].plan.reason
             seconds[each].append(last[each].timeline.total_s)
-    rows = [("full prefill, one pass", f"{statistics.median(full):.3f} s")]
+    rows = [
+        ("full prefill, one pass", f"{statistics.median(full):.3f} s, the process grew by {full_bytes / 1e6:.0f} MB")
+    ]
     figures: dict[str, dict[str, float]] = {}
     for each, setting in settings.items():
         f, time = setting.share(layer_count), last[each].timeline
         ratio = statistics.median(slow / fast for slow, fast in zip(full, seconds[each], strict=True))
         parts = {"prepare_s": time.prepare_s, "load_s": time.load_s, "recompute_s": time.recompute_s,
                  "suffix_s": time.suffix_s}  # fmt: skip
-        figures[each] = {"f": f, "ratio": ratio, "target": SHARE_OF_IDEAL / f, **parts}
+        figures[each] = {
+            "f": f,
+            "ratio": ratio,
+            "target": SHARE_OF_IDEAL / f,
+            **parts,
+            **asdict(held[each]),
+            "is_within": held[each].is_within,
+        }
         took = statistics.median(seconds[each])
         rows.append((each, f"{took:.3f} s, {ratio:.2f}x at f {f:.3f}; target {SHARE_OF_IDEAL / f:.2f}x"))
         rows.append(("  last run", ", ".join(f"{name[:-2]} {spent:.3f}" for name, spent in parts.items()) + " s"))
+        rows.append(("  memory", str(held[each])))
     show(f"{name}: {CONTEXT[scale]} + {SUFFIX} tokens, {layer_count} layers", rows)
     worst = min(figures, key=lambda each: figures[each]["ratio"] / figures[each]["target"])
     ratio, target = figures[worst]["ratio"], figures[worst]["target"]
@@ -65,5 +94,6 @@ def measured(
         conditions={
             "scale": scale, "layers": layer_count, "context": CONTEXT[scale], "suffix": SUFFIX, "dtype": "bfloat16",
             "device": "cpu", "judged": worst, "settings": figures,
+            "full_resident_bytes": full_bytes,
         },
     )  # fmt: skip

@@ -3,11 +3,13 @@ Speed only, at literal settings: the weights are random, and how well such setti
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvstore_client.setting import Recompute
 
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
-from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, measured
+from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, Asked, measured
 from kvstore_ops.bench.result import Result
 
 DOCUMENTS = 4
@@ -22,25 +24,32 @@ def settings_of(layer_count: int) -> dict[str, Recompute]:
     }
 
 
-def run(scale: str) -> Result:
-    """The documents' KV come from the sidecar, layer by layer, while others are computed."""
+def asked(scale: str, model: Any, client: Any) -> Asked:
+    """A prompt of documents, none of them asked for where it was computed."""
     from kvstore_client.engines.transformers_runner import TransformersRunner
-    from kvstore_client.recompute import recompute
 
     from kvstore.spec import ModelSpec
 
-    model = build(scale)
     runner = TransformersRunner(model, spec=ModelSpec.from_transformers(model.config, "unverified:blend", 256))
-    layer_count = runner.spec.layer_count
     prompt = prompts(model, 1, CONTEXT[scale] + SUFFIX)[0]
     tokens = prompt[0].numpy()
     size = CONTEXT[scale] // DOCUMENTS
     documents = [range(start, start + size) for start in range(0, CONTEXT[scale], size)]
-    with shared.ready("full" if scale != "tiny" else "tiny") as (_, client):
-        for document in documents:
-            alone = recompute(runner, tokens[document.start : document.stop], [], Recompute.full(layer_count))
-            client.store_segment(runner.spec, tokens[document.start : document.stop], alone.kv).wait(60.0)
-        return measured(
-            "ttft-blend", scale, model, prompt, settings_of(layer_count),
-            lambda each: client.partial_prefill(runner, tokens, segments=documents, recompute=each),
-        )  # fmt: skip
+    return Asked(
+        runner, prompt, settings_of(runner.spec.layer_count), documents, CONTEXT[scale],
+        lambda setting: client.partial_prefill(runner, tokens, segments=documents, recompute=setting),
+    )  # fmt: skip
+
+
+def run(scale: str) -> Result:
+    """The documents' KV come from the sidecar, layer by layer, while others are computed."""
+    from kvstore_client.recompute import recompute
+
+    model = build(scale)
+    with shared.ready("full" if scale != "tiny" else "tiny") as (sidecar, client):
+        found = asked(scale, model, client)
+        for document in found.documents:
+            tokens = found.prompt[0, document.start : document.stop].numpy()
+            alone = recompute(found.runner, tokens, [], Recompute.full(found.spec.layer_count))
+            client.store_segment(found.spec, tokens, alone.kv).wait(60.0)
+        return measured("ttft-blend", scale, model, found, sidecar.address)

@@ -4,36 +4,48 @@ the weights are random, and how well such a setting answers is another benchmark
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvstore_client.setting import Recompute
 
+from kvstore.spec import ModelSpec
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
-from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, measured
+from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, Asked, measured
 from kvstore_ops.bench.result import Result
 
 
-def run(scale: str) -> Result:
-    """The sibling's KV and E come from the sidecar, layer by layer, while others are computed."""
+def asked(scale: str, model: Any, client: Any) -> Asked:
+    """A prompt that a sibling has seen, and its E at three eighths of the depth."""
     from kvstore_client.engines.transformers_runner import TransformersRunner
-    from kvstore_client.recompute import recompute
 
-    from kvstore.spec import ModelSpec
-
-    model = build(scale)
     runner = TransformersRunner(model, spec=ModelSpec.from_transformers(model.config, "unverified:receiver", 256))
-    sender = replace(runner.spec, model_id="sibling", weights_digest="unverified:sender")
     layer_count = runner.spec.layer_count
     first = layer_count * 3 // 8
     setting = Recompute.droidspeak(first, first + max(1, layer_count // 4) - 1)
     prompt = prompts(model, 1, CONTEXT[scale] + SUFFIX)[0]
-    tokens = prompt[0].numpy()
-    context = tokens[: CONTEXT[scale]]
-    with shared.ready("full" if scale != "tiny" else "tiny") as (_, client):
-        theirs = recompute(runner, context, [], Recompute.full(layer_count), hidden_layers=(setting.first_layer,))
-        client.store(sender, context, theirs.kv, hidden=theirs.hidden).wait(60.0)
+    tokens, sender = prompt[0].numpy(), sender_of(runner.spec)
+    return Asked(
+        runner, prompt, {f"layers {first}..{setting.last_layer} from E": setting}, [], CONTEXT[scale],
+        lambda each: client.partial_prefill(runner, tokens, senders=(sender,), recompute=each),
+    )  # fmt: skip
+
+
+def sender_of(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, model_id="sibling", weights_digest="unverified:sender")
+
+
+def run(scale: str) -> Result:
+    """The sibling's KV and E come from the sidecar, layer by layer, while others are computed."""
+    from kvstore_client.recompute import recompute
+
+    model = build(scale)
+    with shared.ready("full" if scale != "tiny" else "tiny") as (sidecar, client):
+        found = asked(scale, model, client)
+        (setting,) = found.settings.values()
+        context = found.prompt[0, : found.context].numpy()
+        everything = Recompute.full(found.spec.layer_count)
+        theirs = recompute(found.runner, context, [], everything, hidden_layers=(setting.first_layer,))
+        client.store(sender_of(found.spec), context, theirs.kv, hidden=theirs.hidden).wait(60.0)
         del theirs
-        return measured(
-            "ttft-sibling", scale, model, prompt, {f"layers {first}..{setting.last_layer} from E": setting},
-            lambda each: client.partial_prefill(runner, tokens, senders=(sender,), recompute=each),
-        )  # fmt: skip
+        return measured("ttft-sibling", scale, model, found, sidecar.address)
