@@ -133,7 +133,8 @@ class Merged:
     logits: Array
     chosen: dict[int, list[int]]
     mass: Array
-    """The attention of the tokens behind all runs, summed over them, layers and heads."""
+    """The attention of the tokens behind all runs, summed over them and heads: the geometric mean over layers,
+    each with a thousandth of an even share added to every token."""
 
 
 def fused(
@@ -154,7 +155,7 @@ def fused(
     if selector in ("suffix_attention", "product") and ratio:
         scores = fused(model, tokens, runs, 0, -1).mass
     active, x = suffix.copy(), np.where(suffix[:, None], model.embed(tokens), np.nan)
-    merged, chosen, mass = [], {}, np.zeros(count)
+    merged, chosen, masses = [], {}, []
     survivors = context.copy()
     for layer in range(model.layer_count):
         if layer == first and (ratio or last >= first):
@@ -193,9 +194,10 @@ def fused(
         v = np.where(entered[:, None], fresh_v, old_v)
         merged.append((k, v))
         seen, weights = model.attention(layer, q, k, v)
-        mass += weights[:, tail:].sum((0, 1)) if runs else 0
+        given = weights[:, tail:].sum((0, 1)) if runs else np.ones(count)
+        masses.append(given + 1e-3 * given.sum() / count)
         x = np.where(active[:, None], model.finish(layer, x, seen), np.nan)
-    return Merged(merged, model.logits(x), chosen, mass)
+    return Merged(merged, model.logits(x), chosen, np.prod(masses, axis=0) ** (1 / model.layer_count))
 
 
 def cached_layer(model: Decoder, layer: int, runs: Sequence[Cached], count: int) -> tuple[Array, Array]:

@@ -6,6 +6,9 @@ layer those leave that are not chosen. Departures from the papers: every row tha
 with gradual filtering) leaves its K and V there, since they are computed anyway; in the last layer only rows whose
 logits are wanted go on from K and V, since nothing reads what the others would give.
 
+Departure from those that ask the suffix: its attention's geometric mean over layers, not the sum, which one layer with
+a sharp head decides; at the same ratio fewer answers are lost, in the testbed a quarter to a half fewer.
+
 Sources: CacheBlend (EuroSys '25), DroidSpeak (NSDI '26); asking the suffix, ProphetKV and A3.
 """
 
@@ -27,6 +30,9 @@ from kvstore_client.recompute.rows import STEP_ROWS, Rows, Split, drained
 from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.recompute.runs import Run, check_runs
 from kvstore_client.setting import Recompute
+
+LEAST_MASS = 1e-3
+"""What a token that a layer's suffix does not see counts as there, of an even share of its attention."""
 
 
 @torch.inference_mode()
@@ -210,9 +216,10 @@ class _Pass:
         return rows.joined(context, (self._embedded(part).hidden for part in torch.split(context, STEP_ROWS)))
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
-        """The suffix over everything as it was reused: how much attention it gives each token, over all layers and
-        heads. Returns the layer to start from, and the suffix as it enters that: what lies before stays as it is."""
-        mass = torch.zeros(len(self._tokens), dtype=torch.float32, device=self._tokens.device)
+        """The suffix over everything as it was reused: how much attention it gives each token, summed over heads, then
+        the geometric mean over layers. Returns the layer to start from, and the suffix as it enters that: what lies
+        before stays as it is."""
+        logs = torch.zeros(len(self._tokens), dtype=torch.float32, device=self._tokens.device)
         resumed = rows
         for layer in range(self._layer_count):
             if layer == self._setting.first_layer:
@@ -225,11 +232,12 @@ class _Pass:
                 q, *self._planes[layer], rows.positions, self._every, suffix_rows=self._split.tail_count,
                 window=self._runner.spec.layers[layer].window, scale=self._runner.scale,
             )  # fmt: skip
-            mass += given
+            logs += (given + LEAST_MASS * given.mean()).clamp_min(torch.finfo(given.dtype).tiny).log()
             rows = Rows(rows.positions, self._runner.finish(layer, rows.hidden, seen))
             suffix_s = self._clock.monotonic() - landed_s
             self._times.append(LayerTime(layer, landed_s - before_s, 0.0, suffix_s, len(rows)))
-        self._choosing = Choosing(self._setting, self._split, self._layer_count, mass[self._split.context])
+        attention = (logs / self._layer_count).exp()[self._split.context]
+        self._choosing = Choosing(self._setting, self._split, self._layer_count, attention)
         return self._setting.first_layer, resumed
 
     def _portion(self, rows: Rows) -> float:

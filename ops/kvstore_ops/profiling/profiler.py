@@ -124,7 +124,8 @@ def told(setting: Recompute) -> str:
     if not setting.ratio:
         return group if whole else "reuse as it is"
     metric = f" of {setting.metric}" if setting.selector in ("deviation", "product") else ""
-    return f"{group}, {setting.ratio:.0%} by {setting.selector}{metric}"
+    narrowed = f", gradually by {setting.gradual:.0%}" if setting.gradual else ""
+    return f"{group}, {setting.ratio:.0%} by {setting.selector}{metric}{narrowed}"
 
 
 def _mean(measured: Measured) -> float:

@@ -12,6 +12,7 @@ COARSE_RATIOS = (0.1, 0.25)
 COARSE_SELECTORS = ("deviation", "product", "suffix_attention")
 SELECTORS = (*COARSE_SELECTORS, "first")
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
+GRADUAL = (0.0, 0.3, 0.6, 1.0)
 PROMISING = 0.75
 """Frontier points below that share of full prefill's quality are not looked around: nobody would ask for them."""
 
@@ -55,12 +56,18 @@ def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompu
         if setting.selector in ("deviation", "product"):
             for metric in METRICS:
                 yield from _kept(replace(setting, metric=metric), layer_count)
+        index = GRADUAL.index(setting.gradual)
+        for gradual in GRADUAL[max(index - 1, 0) : index + 2]:
+            yield from _kept(replace(setting, gradual=gradual), layer_count)
 
 
 def _kept(setting: Recompute, layer_count: int) -> Iterator[Recompute]:
-    """Without a ratio nothing is selected: one spelling of it. A full prefill is measured anyway."""
+    """Without a ratio nothing is selected, and behind the last layer but one nothing filtered: one spelling of it. A
+    full prefill is measured anyway."""
     if setting.check_layer >= layer_count or not setting.ratio:
         setting = Recompute(setting.first_layer, setting.last_layer)
+    if setting.check_layer == layer_count - 1:
+        setting = replace(setting, gradual=0.0)
     if not setting.computes_all(layer_count):
         yield setting
 
