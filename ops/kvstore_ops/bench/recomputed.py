@@ -11,7 +11,7 @@ from kvstore_client.setting import Recompute
 
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.memory import held_apart
-from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.result import Result, note, quartiles, show
 
 CONTEXT = {"full": 4096, "quick": 4096, "tiny": 512}
 SUFFIX = 64
@@ -45,6 +45,7 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
 
     layer_count = model.config.num_hidden_layers
     prompt, settings, ask = found.prompt, found.settings, found.ask
+    note(f"{name}: memory, in a process of its own")
     held, full_bytes = held_apart(name, scale, address)
 
     def whole() -> None:
@@ -56,8 +57,9 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
     last: dict[str, Any] = {}
     for each, setting in settings.items():
         last[each] = ask(setting)
-    for _ in range(RUNS[scale]):
+    for number in range(1, RUNS[scale] + 1):
         full.append(shared.timed(whole))
+        note(f"{name}: run {number} of {RUNS[scale]}, full prefill {full[-1]:.1f} s")
         for each, setting in settings.items():
             last[each] = None  # its memory is the next one's
             last[each] = ask(setting)

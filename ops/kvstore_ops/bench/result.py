@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -40,6 +41,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
         return (values[0], values[0])
     low, _, high = statistics.quantiles(values, n=4)
     return (low, high)
+
+
+def note(text: str) -> None:
+    """Where a long run is; beside the output, which is the table and the line for machines."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def show(title: str, rows: Sequence[tuple[str, str]]) -> None:

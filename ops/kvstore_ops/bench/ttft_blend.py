@@ -10,7 +10,7 @@ from kvstore_client.setting import Recompute
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
 from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, Asked, measured
-from kvstore_ops.bench.result import Result
+from kvstore_ops.bench.result import Result, note
 
 DOCUMENTS = 4
 
@@ -49,6 +49,7 @@ def run(scale: str) -> Result:
     with shared.ready("full" if scale != "tiny" else "tiny") as (sidecar, client):
         found = asked(scale, model, client)
         for document in found.documents:
+            note(f"ttft-blend: computing and storing tokens {document.start} to {document.stop} by themselves")
             tokens = found.prompt[0, document.start : document.stop].numpy()
             alone = recompute(found.runner, tokens, [], Recompute.full(found.spec.layer_count))
             client.store_segment(found.spec, tokens, alone.kv).wait(60.0)

@@ -6,7 +6,7 @@ import statistics
 
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
-from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.result import Result, note, quartiles, show
 
 CONTEXT = {"full": 4096, "quick": 4096, "tiny": 512}
 SUFFIX = 64
@@ -23,6 +23,7 @@ def run(scale: str) -> Result:
     prompt = prompts(model, 1, CONTEXT[scale] + SUFFIX)[0]
     with shared.ready("full" if scale != "tiny" else "tiny") as (_, client):
         cached = CachedModel(model, client)
+        note("ttft-prefix: the prompt, cold")
         cold = cached.generate(prompt, max_new_tokens=1, do_sample=False)
         assert cold.report.wait_stored(60.0).name == "MEMORY"
         cached.generate(prompt, max_new_tokens=1, do_sample=False)
@@ -32,8 +33,9 @@ def run(scale: str) -> Result:
                 model(prompt, logits_to_keep=1)
 
         full, warm, fetched = [], [], 0
-        for _ in range(RUNS[scale]):
+        for number in range(1, RUNS[scale] + 1):
             full.append(shared.timed(whole))
+            note(f"ttft-prefix: run {number} of {RUNS[scale]}, full prefill {full[-1]:.1f} s")
             output = cached.generate(prompt, max_new_tokens=1, do_sample=False)
             assert bool((output.sequences == cold.sequences).all())
             warm.append(output.report.ttft_s)

@@ -12,7 +12,7 @@ from kvstore.spec import ModelSpec
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
 from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, Asked, measured
-from kvstore_ops.bench.result import Result
+from kvstore_ops.bench.result import Result, note
 
 
 def asked(scale: str, model: Any, client: Any) -> Asked:
@@ -44,6 +44,7 @@ def run(scale: str) -> Result:
         found = asked(scale, model, client)
         (setting,) = found.settings.values()
         context = found.prompt[0, : found.context].numpy()
+        note(f"ttft-sibling: computing and storing {found.context} tokens as the sibling")
         everything = Recompute.full(found.spec.layer_count)
         theirs = recompute(found.runner, context, [], everything, hidden_layers=(setting.first_layer,))
         client.store(sender_of(found.spec), context, theirs.kv, hidden=theirs.hidden).wait(60.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
-from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.result import Result, note, quartiles, show
 
 TOKENS = {"full": 2048, "quick": 2048, "tiny": 512}
 RUNS = {"full": 6, "quick": 3, "tiny": 1}
@@ -42,8 +42,9 @@ def run(scale: str) -> Result:
         cached = CachedModel(model, client)
         cached.generate(asked[-1], max_new_tokens=1, do_sample=False)
         own, prefill, differences = [], [], []
-        for prompt in asked[:-1]:
+        for number, prompt in enumerate(asked[:-1], start=1):
             plain = plain_seconds(model, prompt, step)
+            note(f"zero-hit: prompt {number} of {RUNS[scale]}, prefill without a sidecar {plain:.1f} s")
             report = cached.generate(prompt, max_new_tokens=1, do_sample=False).report
             assert not report.reused_token_count
             own.append(report.lookup_s)
