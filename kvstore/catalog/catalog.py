@@ -306,10 +306,10 @@ def _absent(namespaces: Sequence[Namespace], digest: bytes) -> tuple[ChunkState,
 
 
 def _check_agreement(known: ModelSpec | None, spec: ModelSpec) -> None:
-    """The same weights have one geometry; only how their cache is cut and typed may differ."""
+    """The same weights have one geometry; only how their cache is cut, typed and spoken to may differ."""
     if known is None:
         return
-    how = ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales", "keeps_e")
+    how = ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales", "keeps_e", "tokenizer_digest")
     free = {name: getattr(spec, name) for name in how}
     if replace(known, **free) == spec:
         return

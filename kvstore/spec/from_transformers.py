@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +18,9 @@ _digests: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], str]] = weakref.
 
 
 def spec_from_transformers(
-    config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", keeps_e: bool = False
-) -> ModelSpec:
+    config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", keeps_e: bool = False,
+    tokenizer: Any = None,
+) -> ModelSpec:  # fmt: skip
     """See ``ModelSpec.from_transformers``. Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
@@ -39,6 +41,7 @@ def spec_from_transformers(
         chunk_tokens=chunk_tokens,
         adapter_id=adapter_id,
         keeps_e=keeps_e,
+        tokenizer_digest=tokenizer if isinstance(tokenizer, str) else tokenizer_digest(tokenizer) if tokenizer else "",
     )
 
 
@@ -81,12 +84,34 @@ def rope_of(config: Any, head_dim: int) -> RopeSpec:
     )
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    """BLAKE3 over what decides which text gets which tokens: of a tokenizer that the tokenizers library runs (all fast
+    ones) its whole definition, without how it was last asked to pad and to cut; of another one its class, vocabulary
+    and special tokens. Raises: InvalidRequest for what is no tokenizer."""
+    definition = getattr(getattr(tokenizer, "backend_tokenizer", tokenizer), "to_str", None)
+    if definition is not None:
+        found = {name: part for name, part in json.loads(definition()).items() if name not in ("padding", "truncation")}
+    elif hasattr(tokenizer, "get_vocab"):
+        special = {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()}
+        found = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "special": special}
+    else:
+        raise InvalidRequest(
+            f"tokenizer is a {type(tokenizer).__name__}: give a transformers or tokenizers tokenizer, or its digest"
+        )
+    hasher = blake3(b"kvstore/tokenizer/1\0")
+    hasher.update(json.dumps(found, sort_keys=True, separators=(",", ":")).encode())
+    return hasher.hexdigest()
+
+
 def weights_digest(weights: Any) -> str:
     """BLAKE3 over every parameter and persistent buffer: name, dtype, shape, bytes; in order of name.
 
-    Cost: about 5 GB/s per core, multi-threaded; kept per model object until one of its tensors changes in place.
+    Cost: about 5 GB/s per core, multi-threaded; kept per model object until one of its tensors changes in place, which
+    nobody can see of tensors that were made in inference mode: a model of these is digested each time.
     """
     state: Mapping[str, Any] = weights if isinstance(weights, Mapping) else weights.state_dict()
+    if any(tensor.is_inference() for tensor in state.values()):
+        return _digest(state)
     # A state dict's entries are fresh aliases, whose own version counters stand still: look at the data's.
     stamp = tuple((name, tensor.data_ptr(), tensor._version) for name, tensor in sorted(state.items()))
     try:

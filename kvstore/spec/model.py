@@ -108,6 +108,8 @@ class ModelSpec:
     identity by name; the two never mix. ``hidden_dtype`` is the dtype of E.
     ``keeps_e``: E of every layer is kept in the place of its KV, which is projected from it on arrival: half the bytes
     where every query head has a KV head of its own.
+    ``tokenizer_digest``: hex digest of the tokenizer, or empty: nobody says. Models of two tokenizers share no caches,
+    nor does one that has a digest with one that has none.
     ``scales`` holds (k_scale, v_scale) per layer for scaled fp8 caches. A spec without layers is of no model: its
     chunks are opaque bytes, a "token" of them is ``hidden_size`` items of ``hidden_dtype``.
 
@@ -127,6 +129,7 @@ class ModelSpec:
     mla: bool = False
     scales: tuple[tuple[float, float], ...] = ()
     keeps_e: bool = False
+    tokenizer_digest: str = ""
 
     def __post_init__(self) -> None:
         scales = tuple((_real(k, "k_scale"), _real(v, "v_scale")) for k, v in self.scales)
@@ -176,14 +179,16 @@ class ModelSpec:
 
     @classmethod
     def from_transformers(
-        cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", *, keeps_e: bool = False
-    ) -> ModelSpec:
+        cls, config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", *, keeps_e: bool = False,
+        tokenizer: Any = None,
+    ) -> ModelSpec:  # fmt: skip
         """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
-        (a model, a state dict, or a digest string). Needs torch when weights are tensors."""
+        (a model, a state dict, or a digest string), and of ``tokenizer`` when one is given (or its digest). Needs torch
+        when weights are tensors."""
         from kvstore.spec.from_transformers import spec_from_transformers
 
         build: Callable[..., ModelSpec] = spec_from_transformers
-        return build(config, weights, chunk_tokens, adapter_id, keeps_e)
+        return build(config, weights, chunk_tokens, adapter_id, keeps_e, tokenizer)
 
     @property
     def layer_count(self) -> int:
@@ -212,8 +217,9 @@ class ModelSpec:
         """The spec as canonical JSON: the bytes that are digested, sent and compared. What came after version 1 is
         in it only where it is not the default, so that names stay what they are."""
         fields = asdict(self)
-        if not self.keeps_e:
-            del fields["keeps_e"]
+        for name in ("keeps_e", "tokenizer_digest"):
+            if not fields[name]:
+                del fields[name]
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     def kept(self, layer: int) -> tuple[int, tuple[int, ...]]:
@@ -250,11 +256,17 @@ def _check_identity(spec: ModelSpec) -> None:
         raise InvalidRequest("adapter_id must be a name of at most 512 characters")
     digest = spec.weights_digest
     unverified = digest.startswith("unverified:") and len(digest) > len("unverified:")
-    hexadecimal = 32 <= len(digest) <= 128 and all(c in "0123456789abcdef" for c in digest)
-    if not (unverified or hexadecimal) or len(digest) > 512:
+    if not (unverified or _is_hex(digest)) or len(digest) > 512:
         raise InvalidRequest(
             f"weights_digest {digest[:40]!r} must be 32..128 lower-case hex digits, or 'unverified:<name>'"
         )
+    tokenizer = spec.tokenizer_digest
+    if not isinstance(tokenizer, str) or (tokenizer and not _is_hex(tokenizer)):
+        raise InvalidRequest(f"tokenizer_digest {tokenizer!r:.40} must be 32..128 lower-case hex digits, or empty")
+
+
+def _is_hex(digest: str) -> bool:
+    return 32 <= len(digest) <= 128 and all(c in "0123456789abcdef" for c in digest)
 
 
 def _integer(value: object, low: int, high: int) -> bool:

@@ -180,7 +180,7 @@ class LayerScales(_message.Message):
     def __init__(self, k: _Optional[float] = ..., v: _Optional[float] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("model_id", "weights_digest", "adapter_id", "layers", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype", "rope", "chunk_tokens", "mla", "scales", "keeps_e")
+    __slots__ = ("model_id", "weights_digest", "adapter_id", "layers", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype", "rope", "chunk_tokens", "mla", "scales", "keeps_e", "tokenizer_digest")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,7 @@ class ModelSpec(_message.Message):
     MLA_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_E_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     weights_digest: str
     adapter_id: str
@@ -207,7 +208,8 @@ class ModelSpec(_message.Message):
     mla: bool
     scales: _containers.RepeatedCompositeFieldContainer[LayerScales]
     keeps_e: bool
-    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., adapter_id: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., hidden_dtype: _Optional[str] = ..., rope: _Optional[_Union[RopeSpec, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., mla: _Optional[bool] = ..., scales: _Optional[_Iterable[_Union[LayerScales, _Mapping]]] = ..., keeps_e: _Optional[bool] = ...) -> None: ...
+    tokenizer_digest: str
+    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., adapter_id: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., hidden_dtype: _Optional[str] = ..., rope: _Optional[_Union[RopeSpec, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., mla: _Optional[bool] = ..., scales: _Optional[_Iterable[_Union[LayerScales, _Mapping]]] = ..., keeps_e: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class RegisterModelRequest(_message.Message):
     __slots__ = ("spec",)

@@ -41,6 +41,7 @@ def spec_to_message(spec: ModelSpec) -> pb.ModelSpec:
         mla=spec.mla,
         scales=[pb.LayerScales(k=k, v=v) for k, v in spec.scales],
         keeps_e=spec.keeps_e,
+        tokenizer_digest=spec.tokenizer_digest,
     )
 
 
@@ -79,4 +80,5 @@ def spec_from_message(message: pb.ModelSpec) -> ModelSpec:
         mla=message.mla,
         scales=tuple((scales.k, scales.v) for scales in message.scales),
         keeps_e=message.keeps_e,
+        tokenizer_digest=message.tokenizer_digest,
     )

@@ -4,6 +4,7 @@ the right answer or a worse one that says so and is never taken for exact."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import sleep
 from typing import Any
 
@@ -217,6 +218,25 @@ def test_a_sender_of_another_architecture_is_refused_by_field(
     other = TransformersRunner(model_of("qwen3", **change))
     with pytest.raises(InvalidRequest, match=field):
         client.partial_prefill(RECEIVER, prompt(40, 403), senders=[other.spec], recompute=FUSED)
+
+
+def test_a_sender_of_another_tokenizer_is_refused_and_shares_no_cache(client: Client) -> None:
+    """Also one of which nobody says what its tokenizer is, to a receiver of which somebody does."""
+    tokens = prompt(40, 411)
+    made = keep(client, SENDER, tokens, 1)
+    ours, theirs, same = (
+        replace(runner.spec, tokenizer_digest=digest)
+        for runner, digest in ((RECEIVER, "aa" * 32), (SENDER, "bb" * 32), (SENDER, "aa" * 32))
+    )
+    runner = TransformersRunner(MODEL, spec=ours)
+    for sender, told in ((theirs, "tokenizer_digest bbbb"), (SENDER.spec, "tokenizer_digest unset")):
+        with pytest.raises(InvalidRequest, match=told):
+            client.partial_prefill(runner, tokens, senders=[sender], recompute=FUSED)
+    with pytest.raises(InvalidRequest, match="the receiver unset"):
+        client.partial_prefill(RECEIVER, tokens, senders=[theirs], recompute=FUSED)
+    assert client.partial_prefill(runner, tokens, senders=[same], recompute=FUSED).plan.runs == ()
+    client.store(same, tokens, made.kv, hidden={1: made.hidden[1]}).wait(10.0)
+    assert client.partial_prefill(runner, tokens, senders=[same], recompute=FUSED).plan.runs[0].sender == same
 
 
 def test_arguments_are_named(client: Client) -> None:

@@ -98,6 +98,7 @@ def different_specs() -> list[ModelSpec]:
         replace(spec, weights_digest="cd" * 32),
         replace(spec, weights_digest="unverified:ab"),
         replace(spec, adapter_id="lora"),
+        replace(spec, tokenizer_digest="ef" * 32),
         replace(spec, cache_dtype="float16"),
         replace(spec, hidden_dtype="float16"),
         replace(spec, chunk_tokens=32),

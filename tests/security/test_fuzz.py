@@ -130,6 +130,7 @@ SPECS = st.builds(
     chunk_tokens=st.sampled_from([0, 1, 16, 65536, 65537, 2**32 - 1]),
     mla=st.booleans(),
     keeps_e=st.booleans(),
+    tokenizer_digest=st.sampled_from(["", "ab" * 32, "unverified:x", "AB" * 32]),
     scales=st.lists(st.builds(pb.LayerScales, k=ANY_FLOAT, v=ANY_FLOAT), max_size=4),
 )  # fmt: skip
 

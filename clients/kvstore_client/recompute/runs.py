@@ -96,8 +96,11 @@ def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
     """
     pairs = [
         (name, getattr(receiver, name), getattr(sender, name))
-        for name in ("layer_count", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype", "mla", "scales")
-    ]
+        for name in (
+            "layer_count", "hidden_size", "vocab_size", "tokenizer_digest", "cache_dtype", "hidden_dtype", "mla",
+            "scales",
+        )
+    ]  # fmt: skip
     pairs += [
         (f"layers[{index}].{name}", getattr(ours, name), getattr(theirs, name))
         for index, (ours, theirs) in enumerate(zip(receiver.layers, sender.layers, strict=False))
@@ -110,6 +113,10 @@ def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
     for name, ours, theirs in pairs:
         if ours != theirs:
             raise InvalidRequest(
-                f"sender {sender.model_id!r} has {name} {theirs}, the receiver {ours}: only models of one "
-                "architecture, rope regime and vocabulary share caches"
+                f"sender {sender.model_id!r} has {name} {_told(theirs)}, the receiver {_told(ours)}: only models of "
+                "one architecture, rope regime and tokenizer share caches"
             )
+
+
+def _told(value: object) -> str:
+    return "unset" if value == "" else f"{value}"
