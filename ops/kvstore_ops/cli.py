@@ -148,12 +148,19 @@ def bench(
 
 @app.command()
 def profile(
-    receiver: Annotated[str, typer.Argument(help="The model that reuses: one of the testbed's.")],
-    sender: Annotated[str | None, typer.Option(help="Whose caches it reuses: a sibling. None: its own.")] = None,
+    receiver: Annotated[str | None, typer.Argument(help="The model that reuses: one of the testbed's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Instead: a directory with a transformers model.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="With --model: JSON lines, as docs/profile.md has them.")] = None,
+    sender: Annotated[
+        str | None, typer.Option(help="Whose caches it reuses: a sibling, or its directory. None: its own.")
+    ] = None,
     reuse: Annotated[
         str | None, typer.Option(help="position, sibling or both (default: what the sender says).")
     ] = None,
-    contexts: Annotated[int, typer.Option(help="How many to measure on: a multiple of the calibration seeds.")] = 64,
+    contexts: Annotated[
+        int | None, typer.Option(help="How many to measure on (default: 64; all of --prompts).", min=1)
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(help="With --model: tokens of each answer to agree on.", min=1)] = 16,
     rounds: Annotated[int, typer.Option(help="Refinements around the frontier.", min=0)] = 3,
     floor: Annotated[float, typer.Option(help="Share of full prefill's quality to mark the choice at.")] = 0.99,
     seeds: Annotated[str, typer.Option(help="Whose contexts; evaluation seeds are refused.")] = "calibration",
@@ -162,9 +169,14 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what each setting of recompute is worth for a pair of models. A killed run goes on where it was."""
-    from kvstore_ops.profiling.command import run
+    from kvstore_ops.profiling.command import Own, run
 
-    run(receiver, sender, reuse, contexts, rounds, floor, seeds, out, fresh=fresh, as_json=as_json)
+    if (receiver is None) == (model is None) or (model is None) != (prompts is None):
+        raise InvalidRequest("give a model of the testbed, or --model DIR and --prompts FILE")
+    whose: str | Own = receiver or ""
+    if model is not None and prompts is not None:
+        whose = Own(model, prompts, None if sender is None else Path(sender), answer_tokens)
+    run(whose, sender, reuse, contexts, rounds, floor, seeds, out, fresh=fresh, as_json=as_json)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,32 +11,50 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import SystemClock
+from kvstore_ops.profiling.own import OwnSubject, local_model
 from kvstore_ops.profiling.picture import plot, table, verdict
 from kvstore_ops.profiling.profiler import default_path, journal_of, profile
-from kvstore_ops.profiling.subject import TestbedSubject
+from kvstore_ops.profiling.prompts import read_prompts
+from kvstore_ops.profiling.subject import Subject, TestbedSubject
 from kvstore_ops.testbed import Seeds, calibration, evaluation
+
+CONTEXTS = 64
+
+
+@dataclass(frozen=True)
+class Own:
+    """A model, and a sibling's, in directories, and a file of prompts."""
+
+    model: Path
+    prompts: Path
+    sender: Path | None
+    answer_tokens: int
 
 
 def run(
-    receiver: str, sender: str | None, reuse: str | None, contexts: int, rounds: int, floor: float, seeds: str,
-    out: Path | None, *, fresh: bool, as_json: bool,
+    receiver: str | Own, sender: str | None, reuse: str | None, contexts: int | None, rounds: int, floor: float,
+    seeds: str, out: Path | None, *, fresh: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Raises: InvalidRequest naming the argument; Exhausted while another process measures the same; Unavailable when
-    the output cannot be written."""
+    """``receiver``: a model of the testbed, with its ``sender`` and ``seeds``, or one's own. Raises: InvalidRequest
+    naming the argument; Exhausted while another process measures the same; Unavailable when the output cannot be
+    written."""
     if not 0.0 <= floor <= 1.0:
         raise InvalidRequest(f"--floor {floor} must be in 0..1")
-    kind = reuse or ("position" if sender is None else "sibling")
+    has_sender = receiver.sender is not None if isinstance(receiver, Own) else sender is not None
+    kind = reuse or ("sibling" if has_sender else "position")
     if kind not in ("position", "sibling", "both"):
         raise InvalidRequest(f"--reuse {kind!r:.40} must be position, sibling or both")
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # operations this small wait longer for a second thread than they compute
     try:
-        subject = TestbedSubject(receiver, kind, sender, _seeds(seeds), contexts)  # type: ignore[arg-type]
-        path = out or default_path(subject)
         with _progress() as progress:
-            found = profile(
-                subject, path, progress, started_s=int(SystemClock().wall()), rounds=rounds, fresh=fresh
-            )  # fmt: skip
+            subject: Subject
+            if isinstance(receiver, Own):
+                subject = _own(receiver, kind, contexts, progress)
+            else:
+                torch.set_num_threads(1)  # operations this small wait longer for a second thread than they compute
+                subject = TestbedSubject(receiver, kind, sender, _seeds(seeds), contexts or CONTEXTS)  # type: ignore[arg-type]
+            path = out or default_path(subject)
+            found = profile(subject, path, progress, started_s=int(SystemClock().wall()), rounds=rounds, fresh=fresh)
         picture = path.with_suffix(".png")
         plot(found, floor, picture)
     except OSError as error:
@@ -49,6 +68,18 @@ def run(
     console.print(table(found.profile, floor))
     console.print(f"{verdict(found.profile, floor)} ({len(found.points)} settings measured)")
     console.print(f"profile {path}\nplot    {picture}\npoints  {journal_of(path)}", soft_wrap=True)
+
+
+def _own(own: Own, reuse: str, contexts: int | None, progress: Progress) -> OwnSubject:
+    receiver, tokenizer = local_model(own.model)
+    sender = None if own.sender is None else local_model(own.sender)[0]
+    prompts = read_prompts(own.prompts, contexts, receiver.spec.vocab_size, tokenizer)
+    task = progress.add_task("the model's own answers, after full prefills", total=len(prompts))
+    subject = OwnSubject(
+        receiver, sender, reuse, prompts, own.answer_tokens, lambda done: progress.update(task, completed=done)
+    )  # fmt: skip
+    progress.remove_task(task)
+    return subject
 
 
 def _seeds(name: str) -> Seeds:

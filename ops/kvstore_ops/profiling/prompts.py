@@ -1,0 +1,111 @@
+"""Calibration prompts of one's own: a JSON object a line, each a prompt whose documents are known.
+
+    {"tokens": [1, 2, 3, ...], "segments": [[0, 120], [120, 300]]}
+    {"segments": ["a document", "another"], "suffix": "the question"}
+
+What no segment covers is computed; what lies behind the last one, the suffix, must be there. Text is cut by the model's
+tokenizer, each part by itself, so that a document has the same tokens wherever it stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from kvstore_client.segments.runs import runs_of
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Tokens, token_array
+
+PROMPTS_MIN = 16
+"""Below that a standard error says little, and the share of answers that mislead nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """``tokens`` u32 [tokens]; ``segments``: runs of it, in order, the last one before its end."""
+
+    tokens: Tokens
+    segments: tuple[range, ...]
+
+    @property
+    def context_stop(self) -> int:
+        """Where the last segment ends and the suffix begins."""
+        return self.segments[-1].stop
+
+
+def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any = None) -> list[Prompt]:
+    """The first ``count`` prompts of a file, None: all. ``tokenizer``: of transformers, for prompts that are text.
+
+    Raises: InvalidRequest for fewer than are asked for or than are any use, and naming the line that is wrong.
+    """
+    if count is not None and count < PROMPTS_MIN:
+        raise InvalidRequest(f"--contexts {count}: at least {PROMPTS_MIN}, a useful profile has dozens")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
+    wanted = PROMPTS_MIN if count is None else count
+    if len(lines) < wanted:
+        raise InvalidRequest(
+            f"--prompts {path} has {len(lines)} prompts, {wanted} are wanted: fewer say nothing; give more"
+            + ("" if count is None or count == PROMPTS_MIN else f", or a smaller --contexts of at least {PROMPTS_MIN}")
+        )
+    return [
+        _prompt_of(line, f"--prompts {path}, line {number}", vocab_size, tokenizer)
+        for number, line in enumerate(lines[:count], start=1)
+    ]
+
+
+def digest_of(prompts: list[Prompt], answer_tokens: int) -> str:
+    """Which prompts, and how many tokens of each answer."""
+    hasher = blake3(f"kvstore/prompts/1 {answer_tokens}\0".encode())
+    for prompt in prompts:
+        hasher.update(json.dumps([[run.start, run.stop] for run in prompt.segments]).encode())
+        hasher.update(prompt.tokens.tobytes())
+    return hasher.hexdigest()
+
+
+def _prompt_of(line: str, what: str, vocab_size: int, tokenizer: Any) -> Prompt:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what}: not JSON: {error}") from error
+    names = set(found) if isinstance(found, dict) else set()
+    if names == {"segments", "suffix"}:
+        if tokenizer is None:
+            raise InvalidRequest(f"{what} is text, and the model's directory has no tokenizer: give token ids")
+        tokens, bounds = _cut(found, what, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    elif names == {"segments", "tokens"}:
+        tokens, bounds = found["tokens"], found["segments"]
+    else:
+        wrong = ", ".join(sorted(names)) or "something else"
+        raise InvalidRequest(
+            f"{what} must have 'tokens' and 'segments', or 'segments' and 'suffix'; it has {wrong:.80}"
+        )
+    try:
+        array = token_array(tokens, vocab_size)
+        segments = tuple(runs_of(bounds, array.size))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{what}: {error.message}") from error
+    if not segments or segments[-1].stop >= array.size:
+        raise InvalidRequest(f"{what}: there must be a segment, and a token at least behind the last one")
+    return Prompt(array, segments)
+
+
+def _cut(found: dict[str, Any], what: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[Any]]:
+    """The tokens of a prompt of text, and where its segments lie."""
+    texts = found["segments"]
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in [*texts, found["suffix"]]):
+        raise InvalidRequest(f"{what}: segments must be a list of texts, and suffix a text")
+    tokens: list[int] = []
+    bounds: list[tuple[int, int]] = []
+    for text in texts:
+        start = len(tokens)
+        tokens += encode(text)
+        bounds.append((start, len(tokens)))
+    return tokens + encode(found["suffix"]), bounds

@@ -1,0 +1,185 @@
+"""A profile of a model in a directory, on prompts in a file: agreement with its own full prefill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.recompute.gate import Gate
+from kvstore_client.recompute.profile import Profile
+from kvstore_client.setting import Recompute
+from kvstore_ops.profiling.command import Own, run
+from kvstore_ops.profiling.own import OwnSubject, local_model
+from kvstore_ops.profiling.profiler import journal_of
+from kvstore_ops.profiling.prompts import PROMPTS_MIN, Prompt, read_prompts
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kvstore.errors import InvalidRequest
+from tests.recompute.models import VOCABULARY, model_of, prompt, sibling_of
+
+MODEL = model_of("llama", num_hidden_layers=2)
+RUNNER = TransformersRunner(MODEL)
+SIBLING = TransformersRunner(sibling_of(MODEL, 3))
+
+
+def asked(count: int) -> list[Prompt]:
+    return [
+        Prompt(prompt(60, 70 + seed).numpy().astype("uint32"), (range(3, 25), range(25, 52))) for seed in range(count)
+    ]
+
+
+def written(path: Path, count: int, **changes: Any) -> Path:
+    lines = [
+        {"tokens": each.tokens.tolist(), "segments": [[run.start, run.stop] for run in each.segments], **changes}
+        for each in asked(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    MODEL.save_pretrained(place / "model")
+    SIBLING.model.save_pretrained(place / "sibling")
+    model_of("qwen2", num_hidden_layers=2, num_key_value_heads=4).save_pretrained(place / "other")
+    return place
+
+
+@pytest.mark.parametrize("reuse", ["position", "sibling", "both"])
+def test_quality_is_agreement_with_the_full_prefill(reuse: str) -> None:
+    answered: list[int] = []
+    subject = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5, answered.append)
+    assert answered == [1, 2, 3, 4]
+    assert subject.full().by_context == (1.0,) * 4
+    assert (subject.calibration.contexts, subject.calibration.answers) == (4, 20)
+    done: list[int] = []
+    same = subject.measure(Recompute(0, 0, 1.0), done.append)
+    assert done == [1, 2, 3, 4]
+    assert (same.by_context, same.share, same.misled) == ((1.0,) * 4, 1.0, 0.0)
+    lossy = subject.measure(Recompute.reuse(), done.append)
+    assert lossy.share == 0.0
+    assert 0.0 <= sum(lossy.by_context) / 4 < 1.0
+    assert lossy.misled > 0.0
+    group = Recompute(1, 1) if reuse != "position" else Recompute(0, 0)
+    again = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5)
+    assert subject.measure(group, done.append) == again.measure(group, done.append)
+
+
+def test_caches_that_do_not_fit_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = OwnSubject(RUNNER, SIBLING, "sibling", asked(2), 3)
+    group = Recompute(1, 1)
+    kept = subject.measure(group, lambda _: None)
+    monkeypatch.setattr(subject._caches, "_room", 0)
+    subject._caches._kv.clear()
+    subject._caches._hidden.clear()
+    assert subject.measure(group, lambda _: None) == kept
+    assert not subject._caches._kv
+
+
+def test_the_command_writes_a_profile_that_a_gate_finds(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that was stopped goes on with the points it has."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    own = Own(directory / "model", written(tmp_path / "p.jsonl", PROMPTS_MIN), directory / "sibling", 4)
+    measure, left = OwnSubject.measure, [3]
+
+    class StoppedError(Exception):
+        pass
+
+    def stopping(self: OwnSubject, setting: Recompute, report: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoppedError
+        return measure(self, setting, report)
+
+    monkeypatch.setattr(OwnSubject, "measure", stopping)
+    with pytest.raises(StoppedError):
+        run(own, None, None, None, 0, 0.5, "calibration", None, fresh=False, as_json=False)
+    (points,) = (tmp_path / "kvstore" / "profiles").glob("*.points.jsonl")
+    before = points.read_bytes()
+    assert len(before.splitlines()) == 5
+    left[0] = 1000
+    run(own, None, None, None, 0, 0.5, "calibration", None, fresh=False, as_json=True)
+    assert points.read_bytes().startswith(before)
+    found = Profile.from_json(capsys.readouterr().out)
+    assert found.full_quality == 1.0
+    assert found.calibration.contexts == PROMPTS_MIN
+    loaded = AutoModelForCausalLM.from_pretrained(directory / "model", dtype="auto")
+    receiver = replace(TransformersRunner(loaded).spec, model_id="in use", tokenizer_digest="aa" * 32)
+    permit = Gate(floor=0.0).permit(receiver, SIBLING.spec, "sibling")
+    assert permit.setting == found.cheapest(0.0).setting  # type: ignore[union-attr]
+    assert journal_of(tmp_path / "x.json").name == "x.points.jsonl"
+
+
+def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    path = tmp_path / "text.jsonl"
+    path.write_text((json.dumps({"segments": ["w5 w6", "w7 w8 w9"], "suffix": "w1"}) + "\n\n") * PROMPTS_MIN)
+    found = read_prompts(path, None, VOCABULARY, tokenizer)
+    assert len(found) == PROMPTS_MIN
+    assert found[0].tokens.tolist() == [5, 6, 7, 8, 9, 1]
+    assert found[0].segments == (range(2), range(2, 5))
+    model = tmp_path / "model"
+    MODEL.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    runner, loaded = local_model(model)
+    assert loaded.encode("w3") == [3]
+    assert runner.spec.tokenizer_digest
+    assert runner.spec.weights_digest == RUNNER.spec.weights_digest
+    assert runner.spec.model_id == "model"
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        read_prompts(path, None, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("count", "contexts", "told"),
+    [(15, None, "15 prompts, 16 are wanted"), (20, 8, "at least 16"), (20, 32, "smaller --contexts")],
+)
+def test_too_few_prompts_are_refused(tmp_path: Path, count: int, contexts: int | None, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        read_prompts(written(tmp_path / "p.jsonl", count), contexts, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tokens": [VOCABULARY] * 60}, "line 1: token 96"),
+        ({"segments": []}, "line 1: there must be a segment"),
+        ({"segments": [[0, 60]]}, "line 1: there must be"),
+        ({"segments": [[0, 10], [5, 20]]}, "line 1: segments\\[1\\]"),
+        ({"labels": []}, "line 1 must have"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        read_prompts(written(tmp_path / "p.jsonl", PROMPTS_MIN, **changes), None, VOCABULARY)
+
+
+def test_what_cannot_be_profiled_is_refused(directory: Path, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "p.jsonl", PROMPTS_MIN)
+    for own, reuse, told in (
+        (Own(tmp_path / "nothing", prompts, None, 4), None, "no config.json"),
+        (Own(directory / "model", tmp_path / "nothing", None, 4), None, "cannot be read"),
+        (Own(directory / "model", prompts, directory / "other", 4), None, "kv_heads 4"),
+        (Own(directory / "model", prompts, directory / "sibling", 4), "position", "takes none"),
+        (Own(directory / "model", prompts, None, 4), "both", "take a --sender"),
+        (Own(directory / "model", prompts, None, 0), None, "answer-tokens"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            run(own, None, reuse, None, 0, 0.5, "calibration", tmp_path / "x.json", fresh=False, as_json=False)
+    (directory / "model" / "unsafe").mkdir(exist_ok=True)
+    torch.save({}, directory / "model" / "unsafe" / "pytorch_model.bin")
+    (directory / "model" / "unsafe" / "config.json").write_text((directory / "model" / "config.json").read_text())
+    with pytest.raises(InvalidRequest, match="cannot be loaded"):
+        local_model(directory / "model" / "unsafe")
+    assert not (tmp_path / "x.json").exists()
