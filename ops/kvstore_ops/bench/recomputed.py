@@ -15,7 +15,7 @@ from kvstore_ops.bench.result import Result, note, quartiles, show
 
 CONTEXT = {"full": 4096, "quick": 4096, "tiny": 512}
 SUFFIX = 64
-RUNS = {"full": 5, "quick": 3, "tiny": 1}
+RUNS = {"full": 3, "quick": 3, "tiny": 1}
 SHARE_OF_IDEAL = 0.8
 """What the target leaves for loading, choosing and the suffix."""
 
