@@ -1,5 +1,5 @@
-"""Which weights and which tokenizer a spec is of. Of a tokenizer counts what decides the tokens of a text, not how it was
-last called."""
+"""Which weights and which tokenizer a spec is of. Of a tokenizer counts what decides the tokens of a text, not how it
+was last called."""
 
 from __future__ import annotations
 

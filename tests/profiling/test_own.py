@@ -88,7 +88,7 @@ def test_the_command_writes_a_profile_that_a_gate_finds(
 ) -> None:
     """And a run that was stopped goes on with the points it has."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    own = Own(directory / "model", written(tmp_path / "p.jsonl", PROMPTS_MIN), directory / "sibling", 4)
+    own = Own(directory / "model", written(tmp_path / "p.jsonl", PROMPTS_MIN), directory / "sibling", 1)
     measure, left = OwnSubject.measure, [3]
 
     class StoppedError(Exception):

@@ -41,30 +41,10 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
     """Pairs of a full prefill and each setting, and what each holds at once, in a process of its own.
 
     The figure is the setting's that misses its own target 0.8 / f by most."""
-    import torch
-
-    layer_count = model.config.num_hidden_layers
-    prompt, settings, ask = found.prompt, found.settings, found.ask
+    layer_count, settings = model.config.num_hidden_layers, found.settings
     note(f"{name}: memory, in a process of its own")
     held, full_bytes = held_apart(name, scale, address)
-
-    def whole() -> None:
-        with torch.inference_mode():
-            model(prompt, logits_to_keep=1)
-
-    full: list[float] = []
-    seconds: dict[str, list[float]] = {each: [] for each in settings}
-    last: dict[str, Any] = {}
-    for each, setting in settings.items():
-        last[each] = ask(setting)
-    for number in range(1, RUNS[scale] + 1):
-        full.append(shared.timed(whole))
-        note(f"{name}: run {number} of {RUNS[scale]}, full prefill {full[-1]:.1f} s")
-        for each, setting in settings.items():
-            last[each] = None  # its memory is the next one's
-            last[each] = ask(setting)
-            assert not last[each].plan.reason, last[each].plan.reason
-            seconds[each].append(last[each].timeline.total_s)
+    full, seconds, last = _pairs(name, scale, model, found)
     rows = [
         ("full prefill, one pass", f"{statistics.median(full):.3f} s, the process grew by {full_bytes / 1e6:.0f} MB")
     ]
@@ -74,14 +54,8 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
         ratio = statistics.median(slow / fast for slow, fast in zip(full, seconds[each], strict=True))
         parts = {"prepare_s": time.prepare_s, "load_s": time.load_s, "recompute_s": time.recompute_s,
                  "suffix_s": time.suffix_s}  # fmt: skip
-        figures[each] = {
-            "f": f,
-            "ratio": ratio,
-            "target": SHARE_OF_IDEAL / f,
-            **parts,
-            **asdict(held[each]),
-            "is_within": held[each].is_within,
-        }
+        figures[each] = {"f": f, "ratio": ratio, "target": SHARE_OF_IDEAL / f, **parts}
+        figures[each] |= {**asdict(held[each]), "is_within": held[each].is_within}
         took = statistics.median(seconds[each])
         rows.append((each, f"{took:.3f} s, {ratio:.2f}x at f {f:.3f}; target {SHARE_OF_IDEAL / f:.2f}x"))
         rows.append(("  last run", ", ".join(f"{name[:-2]} {spent:.3f}" for name, spent in parts.items()) + " s"))
@@ -99,3 +73,27 @@ def measured(name: str, scale: str, model: Any, found: Asked, address: str) -> R
             "full_resident_bytes": full_bytes,
         },
     )  # fmt: skip
+
+
+def _pairs(
+    name: str, scale: str, model: Any, found: Asked
+) -> tuple[list[float], dict[str, list[float]], dict[str, Any]]:
+    """Seconds of the full prefills, and of each setting by its side; and each setting's last result."""
+    import torch
+
+    def whole() -> None:
+        with torch.inference_mode():
+            model(found.prompt, logits_to_keep=1)
+
+    full: list[float] = []
+    seconds: dict[str, list[float]] = {each: [] for each in found.settings}
+    last: dict[str, Any] = {each: found.ask(setting) for each, setting in found.settings.items()}
+    for number in range(1, RUNS[scale] + 1):
+        full.append(shared.timed(whole))
+        note(f"{name}: run {number} of {RUNS[scale]}, full prefill {full[-1]:.1f} s")
+        for each, setting in found.settings.items():
+            last[each] = None  # its memory is the next one's
+            last[each] = found.ask(setting)
+            assert not last[each].plan.reason, last[each].plan.reason
+            seconds[each].append(last[each].timeline.total_s)
+    return full, seconds, last
