@@ -54,7 +54,7 @@ def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
 
 
 WORDS = {
-    "profile.md": ("\nprofile position.json\n", "\nprofile sibling.json\n"),
+    "profile.md": ("\nprofile sibling.json\n", "\nplot    sibling.png\n"),
     "remote.md": ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"),
     "tenants.md": ("\nLOCAL\n1000\nCOLD\nremote 1000\nremote 0\n", "\n│ default ", "\n│ red ", '"tenant": "red"'),
 }
