@@ -20,7 +20,8 @@ from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.reading import Reader
 from kvstore_client.receipt import Receipt
-from kvstore_client.session import Session
+from kvstore_client.remote.session import RemoteSession
+from kvstore_client.remote.values import RemoteValueStore
 from kvstore_client.starting import Means, check_durability
 from kvstore_client.value import (
     CHUNK_BYTES,
@@ -30,6 +31,7 @@ from kvstore_client.value import (
     Pieces,
     Value,
     ValueStore,
+    WholeStore,
     flat,
     namespace_spec,
     writable,
@@ -48,15 +50,6 @@ class OpaqueCalls(EncoderCalls):
     @abstractmethod
     def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
         """The client's."""
-
-    def _local(self, spec: ModelSpec) -> tuple[Session, bytes]:
-        """Raises InvalidRequest on the remote plane, whose streams do not carry opaque values yet."""
-        session, name = self._ready(spec)
-        if not isinstance(session, Session):
-            raise InvalidRequest(
-                "opaque values and encoder caches are for clients on the sidecar's host so far: connect to its socket"
-            )
-        return session, name
 
     @abstractmethod
     def _means(self) -> Means:
@@ -85,8 +78,10 @@ class OpaqueCalls(EncoderCalls):
         digests = names.chain(version, value.chunk_count)
 
         def run() -> Receipt:
-            session, name = self._local(spec)
-            store = ValueStore(session, value, self._copier, self.faults, self._timeout_s)
+            session, name = self._ready(spec)
+            how = (value, self._copier, self.faults, self._timeout_s)
+            store: WholeStore
+            store = RemoteValueStore(session, *how) if isinstance(session, RemoteSession) else ValueStore(session, *how)
             store.begin(name, digests, names.whole + names.first if replace else b"")
             means = self._means()
             settle = None if durability is Durability.MEMORY else means.settle(Prompt.known(spec, digests, EXACT), ())
@@ -165,7 +160,7 @@ class OpaqueCalls(EncoderCalls):
         spec = namespace_spec(namespace)
 
         def run() -> Any:
-            session, name = self._local(spec)
+            session, name = self._ready(spec)
             return read(Reader(session, name, spec, self._copier, self._timeout_s, verify))
 
         return self._connection.or_gone(run, partial(_instead, otherwise))

@@ -12,8 +12,9 @@ from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
-from kvstore_client.prefix import Prefix, open_prefix
-from kvstore_client.session import Session
+from kvstore_client.prefix import AnySession, Prefix, open_prefix
+from kvstore_client.remote.fetching import RemotePrefix
+from kvstore_client.remote.values import ReceivedPrefix
 from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, MAGIC, UNIT_BYTES, Key, Pieces
 from kvstore_client.wanted import Wanted
 
@@ -24,15 +25,18 @@ TRIES = 3
 class Reader:
     """Reads values of one namespace in one session."""
 
-    def __init__(self, session: Session, name: bytes, spec: ModelSpec, copier: Copier, timeout_s: float, verify: bool):
+    def __init__(
+        self, session: AnySession, name: bytes, spec: ModelSpec, copier: Copier, timeout_s: float, verify: bool
+    ):
         self._session, self._name, self._copier, self._timeout_s = session, name, copier, timeout_s
         self._wanted = Wanted(spec, (), 0, None, (), verify)
 
-    def _open(self, digests: list[bytes]) -> Prefix:
-        """The leading ones of these chunks that are there, all of them in memory."""
+    def _open(self, digests: list[bytes]) -> Prefix | ReceivedPrefix:
+        """The leading ones of these chunks that are there, all of them in memory: the sidecar's, or received."""
         prefix = open_prefix(self._session, self._wanted, self._name, digests, EXACT, self._timeout_s)
-        assert isinstance(prefix, Prefix)
         try:
+            if isinstance(prefix, RemotePrefix):
+                return ReceivedPrefix(prefix)
             while prefix.is_arriving and prefix.advance():
                 pass
         except BaseException:
@@ -40,7 +44,7 @@ class Reader:
             raise
         return prefix
 
-    def _chunks(self, prefix: Prefix) -> list[Any]:
+    def _chunks(self, prefix: Prefix | ReceivedPrefix) -> list[Any]:
         """By position in the query. The first that is missing ends them."""
         step = self._wanted.spec.chunk_tokens
         found = {chunk.token_start // step: chunk for chunk in prefix.chunks}
@@ -48,7 +52,7 @@ class Reader:
             found[number] for number in range(len(found)) if number in found and all(k in found for k in range(number))
         ]
 
-    def _copy(self, prefix: Prefix, work: Sequence[tuple[Any, int, Pieces, int, int]]) -> list[bool]:
+    def _copy(self, prefix: Prefix | ReceivedPrefix, work: Sequence[tuple[Any, int, Pieces, int, int]]) -> list[bool]:
         """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good."""
         bad: set[int] = set()
 

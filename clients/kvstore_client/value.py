@@ -154,15 +154,13 @@ class Value:
         target[max(0, self.content.size - start) :] = 0
 
 
-class ValueStore(Store):
-    """A store of an opaque value: the whole of it, or nothing."""
+class WholeStore(Store):
+    """A store of an opaque value, by whichever plane: the whole of it, or nothing."""
 
-    def __init__(self, session: Session, value: Value, copier: Copier, faults: FaultPoints, timeout_s: float) -> None:
-        super().__init__(session, session.staging, value, copier, faults, timeout_s)  # type: ignore[arg-type]  # a source by its uses
-        self._value = value
+    _value: Value
 
     def begin(self, name: bytes, digests: list[bytes], replaces: bytes) -> None:
-        """Take the place of what has these digests, reserve, and copy into staging."""
+        """Take the place of what has these digests, reserve, and hand the bytes over."""
         step, count = self._value.spec.chunk_tokens, self._value.token_count
         query = pb.ChainQuery(fingerprint=name, digests=b"".join(digests), exactness=EXACT)  # type: ignore[arg-type]
         reserve = pb.Reserve(
@@ -176,14 +174,22 @@ class ValueStore(Store):
             self.abort()
             raise
 
-    def _copy_slabs(self, work: Sequence[tuple[list[tuple[Unit, Any]], int]]) -> None:
-        for group, _ in work:
-            for unit, run in group:
-                byte_count = unit.layout.token_count * UNIT_BYTES
-                self._value.copy(unit.token_start * UNIT_BYTES, run.segment[run.offset : run.offset + byte_count])
-
     def commit(self) -> tuple[Durability, int, str]:
         level, stored, reason = super().commit()
         if stored < self._value.token_count:
             return Durability.NONE, 0, reason or "a part of it found no room: raise arena.capacity_bytes"
         return level, stored, reason
+
+
+class ValueStore(WholeStore):
+    """By staging."""
+
+    def __init__(self, session: Session, value: Value, copier: Copier, faults: FaultPoints, timeout_s: float) -> None:
+        super().__init__(session, session.staging, value, copier, faults, timeout_s)  # type: ignore[arg-type]  # a source by its uses
+        self._value = value
+
+    def _copy_slabs(self, work: Sequence[tuple[list[tuple[Unit, Any]], int]]) -> None:
+        for group, _ in work:
+            for unit, run in group:
+                byte_count = unit.layout.token_count * UNIT_BYTES
+                self._value.copy(unit.token_start * UNIT_BYTES, run.segment[run.offset : run.offset + byte_count])

@@ -49,6 +49,8 @@ class Wanted:
     def byte_count(self, token_count: int) -> int:
         """What that many tokens of it weigh."""
         spec = self.spec
+        if not spec.layers:
+            return token_count * spec.hidden_size * item_size(spec.hidden_dtype)
         widths = (self.heads_of(each) * sum(spec.kept(each)[1]) for each in self.layers)
         hidden = len(self.hidden_layers) * spec.hidden_size * item_size(spec.hidden_dtype)
         return token_count * (sum(widths) * spec.item_size + hidden)

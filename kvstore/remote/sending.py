@@ -210,7 +210,7 @@ def _steps(
             yield part, 0, 0, None
             continue
         layout = layout_of(spec, spec.kind, spec.chunk_tokens)
-        for layer in request.fetch.layers or spec.slab_layers:
+        for layer in request.fetch.layers or spec.slab_layers or (0,):  # opaque chunks have one slab and no layers
             slab = layout.slab_of_layer.get(layer)
             if slab is None:
                 raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from kvstore_client import Client, Durability, connect
+from kvstore_client.remote import fetching
 from kvstore_client.value import CHUNK_BYTES, HEAD, flat
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire.data import split_message
 from tests.e2e.test_watch import store
 from tests.specs import small_spec, tokens_of
 
@@ -30,12 +33,6 @@ SIZES = [0, 1, 959, 960, 961, 65536, MOST - 1, MOST, MOST + 1, MOST + CHUNK_BYTE
 
 def noise(size: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-@pytest.fixture(scope="module")
-def plane() -> str:
-    """The remote plane does not carry opaque values yet."""
-    return "local"
 
 
 @pytest.fixture(scope="module")
@@ -298,8 +295,28 @@ def test_routers_and_attention_caches_do_not_meet_opaque_values(client: Client) 
     assert client.lookup(spec, tokens_of(16, 77)).prefix_token_count == 16
 
 
-def test_the_remote_plane_says_that_it_has_no_opaque_values() -> None:
-    with Sidecar("--capacity", "8 MiB", plane="remote") as sidecar, connect(sidecar.address) as client:
-        for call in (lambda: client.put_bytes("n", "k", b"x"), lambda: client.get_bytes("n", "k")):
-            with pytest.raises(InvalidRequest, match="its socket"):
-                call()
+def test_bytes_that_changed_on_their_way_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a later message only: never a wrong byte."""
+    data = noise(MOST + 100_000)
+    with Sidecar("--capacity", "32 MiB", plane="remote") as sidecar, connect(sidecar.address) as client:
+        client.put_bytes("n", "large", data).wait(20)
+        client.put_bytes("n", "small", data[:5000]).wait(20)
+
+        def changed(after: int) -> Any:
+            seen = count()
+
+            def split(kind: Any, message: bytes) -> Any:
+                fields, found = split_message(kind, message)
+                if found.size > 1000 and next(seen) >= after:
+                    found = found.copy()
+                    found[-1] ^= 1
+                return fields, found
+
+            return split
+
+        for key, after in (("small", 0), ("large", 0), ("large", 1), ("large", 3)):
+            with monkeypatch.context() as patch:
+                patch.setattr(fetching, "split_message", changed(after))
+                assert client.get_bytes("n", key) is None
+        for key, size in (("small", 5000), ("large", data.size)):
+            assert (client.get_bytes("n", key) == data[:size]).all()
