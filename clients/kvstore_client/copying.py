@@ -6,12 +6,15 @@ memcpy's string instructions are slow there. Without torch, numpy.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded
@@ -21,6 +24,7 @@ from kvstore_client.arrays import is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
 SMALL_KEPT = 64
+_own = threading.local()
 
 
 def raw(value: Any) -> Any:
@@ -41,6 +45,22 @@ def copy(target: Any, source: Any) -> None:
     """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL."""
     if is_tensor(target):
         target.copy_(source)
+    else:
+        np.copyto(target, source)
+
+
+def whole(plane: Any) -> Any:
+    """A raw plane for many small copies: numpy's view of it, whose slices cost a fifth, or a GPU's tensor itself."""
+    if not is_tensor(plane):
+        return plane
+    return plane if plane.is_cuda else raw_array(plane.numpy())
+
+
+def copy_small(target: Any, source: NDArray[Any]) -> None:
+    """``target[:] = source``, where ``target`` is a slice of what ``whole`` gave. A read-only ``source`` is not copied
+    first, as torch would have it."""
+    if is_tensor(target):
+        _plainly(copy, target, raw(source))
     else:
         np.copyto(target, source)
 
@@ -68,6 +88,21 @@ def _plainly(function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
     with torch.inference_mode():
         return function(*args)
+
+
+def _on_this_thread(function: Callable[..., Any], *args: object) -> Any:
+    """Run a copy, all of it on the copier's thread that this is: two threads are what a copy is worth, and torch would
+    have each cut its copies for as many as there are processors, and wait for the last of them."""
+    torch = torch_module()
+    if torch is not None and not hasattr(_own, "torch_is_alone"):
+        _own.torch_is_alone = True
+        torch.get_num_threads()  # torch gives a thread its number when it is first asked, and keeps to it
+        limit = getattr(
+            ctypes.CDLL(None), "omp_set_num_threads", None
+        )  # this thread's alone; torch's own is everyone's
+        if limit is not None:
+            limit(1)
+    return _plainly(function, *args)
 
 
 def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
@@ -106,7 +141,7 @@ class Copier:
         self._small: deque[Future[None]] = deque(maxlen=SMALL_KEPT)
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
-        return self._workers.submit(_plainly, function, *args)
+        return self._workers.submit(_on_this_thread, function, *args)
 
     def soon(self, function: Callable[[], None]) -> None:
         """Run something small when a thread is free; at once when the client is being closed."""

@@ -42,7 +42,7 @@ def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: Fault
     """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
     bad: set[int] = set()
     if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
-        landing = landing_of(prefix, target, copier, faults, bad, _nothing, timeout_s)
+        landing = landing_of(prefix, target, copier, faults, bad, _nothing)
         while landing.is_waiting and landing.advance():
             pass
         landing.finish(timeout_s)
@@ -129,11 +129,11 @@ class Landing:
 
 def landing_of(
     prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, bad: set[int],
-    on_copied: Callable[[], None], timeout_s: float,
+    on_copied: Callable[[], None],
 ) -> Landing | RemoteLanding:  # fmt: skip
     """The copies of a prefix that is still coming, by whichever plane."""
     if isinstance(prefix, RemotePrefix):
-        return RemoteLanding(prefix, target, copier, faults, bad, on_copied, timeout_s)
+        return RemoteLanding(prefix, target, faults, bad, on_copied)
     return Landing(prefix, target, copier, faults, bad, on_copied)
 
 
@@ -185,7 +185,7 @@ class LayerStream:
         layers = prefix.wanted.layers
         bad: set[int] = set()
         # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
-        landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed, self._timeout_s)
+        landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed)
         try:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():

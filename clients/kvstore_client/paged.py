@@ -183,10 +183,10 @@ class PagedTarget:
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy strips of one wanted layer, as a message brought them."""
-        chunk = strips.chunk
+        chunk, place = strips.chunk, strips.place
         layout = chunk.layout
-        head = 0 if layout.blocked else strips.first - self._wanted.head_start
-        for part in slab_parts(layout, strips.slab, strips.memory, first=strips.first, stop=strips.stop):
+        head = 0 if layout.blocked else place.first - self._wanted.head_start
+        for part in slab_parts(layout, place.slab, strips.memory, first=place.first, stop=place.stop):
             self._put(position, part.which, part.array[0], chunk.token_start + part.token_start, head)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvstore.chunk import slab_parts
+from kvstore.chunk import ChunkLayout, slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
+from kvstore.seams.memory import Bytes
 from kvstore.spec import item_size
 from kvstore_client.arrays import carve, destination, is_writable, presented, settle_device
-from kvstore_client.copying import copy, plane_run, raw
+from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
 from kvstore_client.paged import Paged, PagedTarget, Pages
 from kvstore_client.planes import checked_planes, plane_shapes, shown
 from kvstore_client.prefix import ChunkRun
@@ -53,38 +55,64 @@ class Target:
     def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         layer = self._wanted.layers[position]
-        planes = self._raw[position]
         for run in runs:
             faults.reach("fetch.copy.middle")
-            self._copy_run(run, run.chunks[0].layout.slab_of_layer[layer], planes, bad)
+            index = run.chunks[0].layout.slab_of_layer[layer]
+            if self._wanted.verify:
+                self._copy_checked(run, index, self._whole[position], bad)
+            else:
+                self._copy_run(run, index, self._raw[position])
 
     def copy_hidden(self, layer: int, runs: Sequence[ChunkRun], bad: set[int]) -> None:
         for run in runs:
-            self._copy_run(run, 0, [self._raw_hidden[layer]], bad)
+            if self._wanted.verify:
+                self._copy_checked(run, 0, [whole(self._raw_hidden[layer])], bad)
+            else:
+                self._copy_run(run, 0, [self._raw_hidden[layer]])
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy strips of one requested layer, as a message brought them."""
-        self._copy_strips(self._raw[position], strips)
+        self._copy_strips(self._whole[position], strips)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
-        self._copy_strips([self._raw_hidden[layer]], strips)
+        self._copy_strips([whole(self._raw_hidden[layer])], strips)
+
+    @cached_property
+    def _whole(self) -> list[list[Any]]:
+        return [[whole(plane) for plane in planes] for planes in self._raw]
 
     def _copy_strips(self, planes: list[Any], strips: Strips) -> None:
-        chunk = strips.chunk
-        layout = chunk.layout
-        head = 0 if layout.blocked else strips.first - self._wanted.head_start
-        for part in slab_parts(layout, strips.slab, strips.memory, first=strips.first, stop=strips.stop):
-            target = plane_run(planes[part.which], chunk.token_start, layout.token_count, 1, part)
-            copy(target[:, head : head + part.array.shape[1]], raw(part.array))
+        chunk, place = strips.chunk, strips.place
+        self._put(planes, chunk.token_start, chunk.layout, place.slab, strips.memory, place.first, place.stop)
 
-    def _copy_run(self, run: ChunkRun, index: int, planes: list[Any], bad: set[int]) -> None:
+    def _copy_checked(self, run: ChunkRun, index: int, planes: list[Any], bad: set[int]) -> None:
+        """Chunk by chunk: what was hashed is copied while the processor's cache still has it."""
+        wanted = self._wanted
+        for chunk in run.chunks:
+            if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
+                bad.add(id(chunk))
+                continue
+            layout = chunk.layout
+            first, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
+            slab = layout.slabs[index]
+            memory = chunk.slab(index)[int(layout.strip_offsets[slab.strip_first + first]) - slab.offset :]
+            self._put(planes, chunk.token_start, layout, index, memory, first, stop)
+
+    def _put(
+        self, planes: list[Any], token_start: int, layout: ChunkLayout, slab: int, memory: Bytes, first: int,
+        stop: int | None,
+    ) -> None:  # fmt: skip
+        """Strips ``first .. stop`` of one chunk's slab, which lie at the start of ``memory``."""
+        head = 0 if layout.blocked else first - self._wanted.head_start
+        for part in slab_parts(layout, slab, memory, first=first, stop=stop):
+            source = part.array[0]
+            start = token_start + part.token_start
+            copy_small(planes[part.which][head : head + len(source), start : start + source.shape[1]], source)
+
+    def _copy_run(self, run: ChunkRun, index: int, planes: list[Any]) -> None:
         wanted, first = self._wanted, run.chunks[0]
         layout = first.layout
         start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
-        if wanted.verify:
-            for chunk in run.chunks:
-                if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
-                    bad.add(id(chunk))
         for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
             target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
             copy(target, raw(part.array[:, start:stop]))

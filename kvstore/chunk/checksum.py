@@ -8,6 +8,7 @@ where writers are not trusted the envelope's MAC does that.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -47,13 +48,20 @@ def checksum_strips(
 
     ``slab`` holds the slab's bytes. The GIL is released while a strip is hashed.
     """
+    spans, base = _spans(layout, slab_index), layout.slabs[slab_index].strip_first
+    stop = len(spans) if count is None else first + count
+    data, wanted = slab.data, zip(spans[first:stop], seeds[base + first : base + stop], strict=True)
+    return b"".join([xxhash.xxh3_128_digest(data[start:end], seed) for (start, end), seed in wanted])
+
+
+@lru_cache(maxsize=4096)
+def _spans(layout: ChunkLayout, slab_index: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of each strip in its slab."""
     entry = layout.slabs[slab_index]
-    stop = entry.strip_count if count is None else first + count
-    offsets = (layout.strip_offsets[entry.strip_first : entry.strip_first + stop] - np.uint64(entry.offset)).tolist()
-    lengths = layout.strip_lengths[entry.strip_first : entry.strip_first + stop].tolist()
-    return b"".join(
-        xxhash.xxh3_128_digest(slab[offsets[i] : offsets[i] + lengths[i]].data, seeds[entry.strip_first + i])
-        for i in range(first, stop)
+    numbers = slice(entry.strip_first, entry.strip_first + entry.strip_count)
+    starts = (layout.strip_offsets[numbers] - np.uint64(entry.offset)).tolist()
+    return tuple(
+        (start, start + size) for start, size in zip(starts, layout.strip_lengths[numbers].tolist(), strict=True)
     )
 
 

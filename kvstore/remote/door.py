@@ -151,23 +151,30 @@ class Door:
         node, session = self._guard.session(context)
         self._enter(session, context)
         sending = Sending(node, session, _parsed(rpb.FetchBytesRequest, request), self._message_bytes)
-        messages = sending.messages(context.time_remaining())
+        leaving: asyncio.Future[Any] | None = None
         try:
-            message = await anext(messages, None)
-            while message is not None:  # the next one is made while this one leaves
-                _, message = await asyncio.gather(self._write(context, message), anext(messages, None))
+            async for message in sending.messages(context.time_remaining()):  # made while the one before leaves
+                if leaving is not None:
+                    await self._left(leaving)
+                leaving = asyncio.gather(context.write(message))
+                leaving.add_done_callback(_note_end)
+                await asyncio.sleep(0)  # now it does
+            if leaving is not None:
+                await self._left(leaving)
         finally:
             sending.close()
+            if leaving is not None:
+                leaving.cancel()
 
-    async def _write(self, context: Context, message: bytes) -> None:
-        """Raises DeadlineExceeded for a reader that does not take it."""
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await context.write(message)
-        except TimeoutError:
+    async def _left(self, leaving: asyncio.Future[Any]) -> None:
+        """Raises DeadlineExceeded for a reader that does not take the message."""
+        if not leaving.done():
+            await asyncio.wait((leaving,), timeout=self._stall_s)
+        if not leaving.done():
             raise DeadlineExceeded(
                 f"the reader took no message for {self._stall_s} s (remote.stall_s): its lease is given back"
-            ) from None
+            )
+        leaving.result()
 
     async def _store(self, _requests: Any, context: Context) -> bytes:
         """Strips of a reservation."""
@@ -186,6 +193,12 @@ class Door:
             session.stream_count -= 1
 
         context.add_done_callback(leave)
+
+
+def _note_end(leaving: asyncio.Future[Any]) -> None:
+    """A message that could not leave is nobody's error when its stream has ended by then."""
+    if not leaving.cancelled():
+        leaving.exception()
 
 
 def _parsed(kind: Any, request: bytes) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import grpc
-import numpy as np
 
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
@@ -158,22 +158,10 @@ class Sending:
             if self._pending_bytes + layout.header_bytes > self._message_bytes and self._runs:
                 yield self._message()
             self._queue(chunk, 0, 0, chunk.run(0, layout.header_bytes))
-        entry = layout.slabs[slab]
-        strip = entry.strip_first + first
-        end = entry.strip_first + (entry.strip_count if stop is None else stop)
-        ends = layout.strip_offsets[:end] + layout.strip_lengths[:end]
-        while strip < end:
-            low = int(layout.strip_offsets[strip])
-            room = max(0, self._message_bytes - self._pending_bytes)
-            fits = int(np.searchsorted(ends[strip:], np.uint64(low + room), side="right"))
-            if not fits and self._runs:
+        for number, count, low, high in _cuts(layout, slab, first, stop, self._message_bytes):
+            if self._pending_bytes + high - low > self._message_bytes and self._runs:
                 yield self._message()
-                continue
-            count = max(1, fits)  # a strip larger than a message has one of its own
-            high = -(-int(ends[strip + count - 1]) // ALIGNMENT) * ALIGNMENT
-            memory = chunk.run(layout.header_bytes + low, layout.header_bytes + high)
-            self._queue(chunk, strip, count, memory)
-            strip += count
+            self._queue(chunk, number, count, chunk.run(low, high))
 
     def _queue(self, chunk: _Chunk, first: int, count: int, memory: Bytes) -> None:
         run = rpb.StripRun(chunk=chunk.number, strip_first=first, strip_count=count, byte_count=memory.size)
@@ -199,6 +187,26 @@ class Sending:
 
     def _is_current(self, chunk: _Chunk) -> bool:
         return bool(self._node.generations[chunk.entry.generation_slot] == chunk.entry.generation)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(
+    layout: ChunkLayout, slab: int, first: int, stop: int | None, message_bytes: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Strips ``first .. stop`` of a slab as (number in the chunk, count, start, stop in header and body): one run where
+    a message has room for it, else as few as have. A strip larger than a message is one of its own."""
+    entry = layout.slabs[slab]
+    numbers = range(entry.strip_first + first, entry.strip_first + (entry.strip_count if stop is None else stop))
+    cuts: list[tuple[int, int, int, int]] = []
+    for number in numbers:
+        low = layout.header_bytes + int(layout.strip_offsets[number])
+        high = low + -(-int(layout.strip_lengths[number]) // ALIGNMENT) * ALIGNMENT
+        if cuts and high - cuts[-1][2] <= message_bytes:
+            begun, count, start, _ = cuts[-1]
+            cuts[-1] = begun, count + 1, start, high
+        else:
+            cuts.append((number, 1, low, high))
+    return tuple(cuts)
 
 
 def _steps(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache
@@ -11,9 +10,10 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-import xxhash
+from xxhash import xxh3_128_digest
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds
+from kvstore.chunk.checksum import CHECKSUM_BYTES
 from kvstore.errors import DataLoss, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams import FaultPoints
@@ -22,13 +22,10 @@ from kvstore.spec import CacheKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
-from kvstore_client.copying import Copier, wait_all
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import stream_timeout_s
 from kvstore_client.wanted import Wanted
 
-MESSAGES_AHEAD = 4
-"""Messages whose copies may be waiting: what a fetch holds beside its destination."""
 _log = logging.getLogger("kvstore.client")
 _kept_seeds = lru_cache(maxsize=512)(strip_seeds)
 
@@ -41,34 +38,47 @@ class RemoteChunk:
         self.index = index
         self.token_start = token_start
         self.layout = layout
-        self.header: ChunkHeader | None = None
+        self.seeds: list[int] = []
+        self.checksums = b""
+
+    def introduce(self, header: ChunkHeader) -> None:
+        """Its header came: now its strips can be told from others."""
+        self.seeds = _kept_seeds(header.storage_key, self.layout, header.write_id)
+        self.checksums = header.checksums.tobytes()
 
 
-class Strips(NamedTuple):
-    """Strips ``first .. stop`` of a slab (numbered within it), as they lie in a message."""
+class Place(NamedTuple):
+    """Where consecutive strips lie: ``first .. stop`` of a slab (numbered within it), strip ``number`` of the chunk and
+    those after it. ``spans``: (start, stop) of each in a run's bytes."""
 
-    chunk: RemoteChunk
     slab: int
     first: int
     stop: int
+    number: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def byte_count(self) -> int:
+        """With the padding after the last."""
+        return -(-self.spans[-1][1] // ALIGNMENT) * ALIGNMENT
+
+
+class Strips(NamedTuple):
+    """Strips of a chunk, as they lie in a message."""
+
+    chunk: RemoteChunk
+    place: Place
     memory: Bytes
 
     def is_intact(self) -> bool:
         """Whether they are what the chunk's header says. Without a header, no."""
-        layout, header = self.chunk.layout, self.chunk.header
-        if header is None:
+        spans, start = self.place.spans, self.place.number
+        stop, data = start + len(spans), self.memory.data
+        seeds = self.chunk.seeds[start:stop]
+        if not seeds:
             return False
-        base = layout.slabs[self.slab].strip_first
-        start, stop = base + self.first, base + self.stop
-        seeds = _kept_seeds(header.storage_key, layout, header.write_id)
-        offsets = (layout.strip_offsets[start:stop] - layout.strip_offsets[start]).tolist()
-        lengths = layout.strip_lengths[start:stop].tolist()
-        data = self.memory.data
-        found = b"".join(
-            xxhash.xxh3_128_digest(data[offset : offset + length], seed)
-            for offset, length, seed in zip(offsets, lengths, seeds[start:stop], strict=True)
-        )
-        return found == header.checksums[start:stop].tobytes()
+        found = [xxh3_128_digest(data[low:high], seed) for (low, high), seed in zip(spans, seeds, strict=True)]
+        return b"".join(found) == self.chunk.checksums[start * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]
 
 
 class RemotePrefix:
@@ -131,9 +141,12 @@ class RemotePrefix:
     def _take(self, chunk: RemoteChunk, run: rpb.StripRun, memory: Bytes, strips: list[Strips]) -> None:
         try:
             if run.strip_count:
-                strips.append(_strips(chunk, run, memory))
+                place = _place_of(chunk.layout, run.strip_first, run.strip_count)
+                if memory.size != place.byte_count:
+                    raise DataLoss("a run of strips is not as long as its strips are", reason="strips")
+                strips.append(Strips(chunk, place, memory))
             else:
-                chunk.header = self._header(chunk, memory)
+                chunk.introduce(self._header(chunk, memory))
         except DataLoss as error:
             self.cut(chunk, MissReason.CORRUPT)
             _log.error("kvstore: %s: treated as a miss", error.message)
@@ -170,38 +183,38 @@ class RemotePrefix:
         self._stream.cancel()
 
 
-def _strips(chunk: RemoteChunk, run: rpb.StripRun, memory: Bytes) -> Strips:
-    layout = chunk.layout
-    stop = run.strip_first + run.strip_count
+@lru_cache(maxsize=8192)
+def _place_of(layout: ChunkLayout, number: int, count: int) -> Place:
+    """Where ``count`` strips lie, from strip ``number`` of a chunk on. Raises DataLoss when they are not one slab's."""
+    stop = number + count
     if stop > layout.strip_count:
         raise DataLoss("the message names strips that the chunk does not have", reason="strips")
-    slab = int(np.searchsorted(layout.slab_firsts, run.strip_first, side="right")) - 1
+    slab = int(np.searchsorted(layout.slab_firsts, number, side="right")) - 1
     entry = layout.slabs[slab]
-    last = stop - 1
-    size = int(layout.strip_offsets[last] + layout.strip_lengths[last] - layout.strip_offsets[run.strip_first])
-    if stop > entry.strip_first + entry.strip_count or memory.size != -(-size // ALIGNMENT) * ALIGNMENT:
-        raise DataLoss("a run of strips is not as long as its strips are", reason="strips")
-    return Strips(chunk, slab, run.strip_first - entry.strip_first, stop - entry.strip_first, memory)
+    if stop > entry.strip_first + entry.strip_count:
+        raise DataLoss("a run of strips reaches beyond its slab", reason="strips")
+    starts = (layout.strip_offsets[number:stop] - layout.strip_offsets[number]).tolist()
+    ends = [start + length for start, length in zip(starts, layout.strip_lengths[number:stop].tolist(), strict=True)]
+    first = number - entry.strip_first
+    return Place(slab, first, first + count, number, tuple(zip(starts, ends, strict=True)))
 
 
 class RemoteLanding:
-    """Strips into their places as the messages come. Interface: ``fetching.Landing``."""
+    """Strips into their places as the messages come, on the thread that waits for them: while it hashes and copies
+    a message that is in the processor's cache, gRPC's threads take the next from the network. A thread more to hash
+    and copy in cost as much as it did, on waiting for the interpreter. Interface: ``fetching.Landing``."""
 
     def __init__(
-        self, prefix: RemotePrefix, target: Any, copier: Copier, faults: FaultPoints, bad: set[int],
-        on_copied: Callable[[], None], timeout_s: float,
-    ) -> None:  # fmt: skip
+        self, prefix: RemotePrefix, target: Any, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+    ) -> None:
         self._prefix = prefix
         self._target = target
-        self._copier = copier
         self._faults = faults
         self._bad = bad
         self._on_copied = on_copied
-        self._timeout_s = timeout_s
         wanted = prefix.wanted
         self.layers: list[list[Future[Any]]] = [[] for _ in wanted.layers]
-        self._running: deque[Future[Any]] = deque()
-        self._all: list[Future[Any]] = []
+        """Copies that run beside: none."""
         self._stop = prefix.stop
         slabs = layout_of(wanted.spec, wanted.spec.kind, 1).slab_of_layer
         self._positions: dict[tuple[int, int], list[int]] = {}
@@ -221,9 +234,7 @@ class RemoteLanding:
         return wanted.head_start, wanted.head_stop
 
     def advance(self) -> bool:
-        """Wait for a message and start its copies. False when no more will come."""
-        while len(self._running) >= MESSAGES_AHEAD:
-            wait_all([self._running.popleft()], self._timeout_s)
+        """Wait for a message and copy what it brought. False when no more will come."""
         strips = self._prefix.receive()
         if strips is None:
             self._end()
@@ -234,37 +245,35 @@ class RemoteLanding:
                 for key in [key for key, (chunk, _, _) in missing.items() if chunk.token_start >= self._stop]:
                     del missing[key]
         placed = [each for each in strips if self._note(each)]
+        for each in placed:
+            self._put(each)
         if placed:
-            job = self._copier.submit(self._place, placed)
-            self._running.append(job)
-            self._all.append(job)
-            for slab in {(each.chunk.part, each.slab) for each in placed}:
-                for position in self._positions.get(slab, ()):
-                    self.layers[position].append(job)
+            self._on_copied()
         return True
 
     def _note(self, strips: Strips) -> bool:
         """Whether they are the next that are wanted of their slab: none is left out, none comes twice."""
-        missing = self._missing.get((strips.chunk.part, strips.slab), {})
+        place = strips.place
+        missing = self._missing.get((strips.chunk.part, place.slab), {})
         chunk, first, stop = missing.get(id(strips.chunk), (strips.chunk, 0, 0))
-        if strips.first != first or strips.stop > stop:
+        if place.first != first or place.stop > stop:
             return False
-        missing[id(chunk)] = (chunk, strips.stop, stop)
-        if strips.stop == stop:
+        missing[id(chunk)] = (chunk, place.stop, stop)
+        if place.stop == stop:
             del missing[id(chunk)]
         return True
 
-    def _place(self, placed: list[Strips]) -> None:
-        for strips in placed:
-            self._faults.reach("fetch.copy.middle")
-            if not strips.is_intact():
-                self._bad.add(id(strips.chunk))
-            elif strips.chunk.part:
-                self._target.copy_hidden_strips(self._prefix.wanted.hidden_layers[strips.chunk.part - 1], strips)
-            else:
-                for position in self._positions[0, strips.slab]:
-                    self._target.copy_strips(position, strips)
-        self._on_copied()
+    def _put(self, strips: Strips) -> None:
+        """Into their places, if they are what their chunk's header says."""
+        self._faults.reach("fetch.copy.middle")
+        part, slab = strips.chunk.part, strips.place.slab
+        if not strips.is_intact():
+            self._bad.add(id(strips.chunk))
+        elif part:
+            self._target.copy_hidden_strips(self._prefix.wanted.hidden_layers[part - 1], strips)
+        else:
+            for position in self._positions[0, slab]:
+                self._target.copy_strips(position, strips)
 
     def _end(self) -> None:
         """What did not come is lost."""
@@ -281,12 +290,11 @@ class RemoteLanding:
         return any(self._missing.values())
 
     def has_landed(self, position: int) -> bool:
-        """Whether all copies of a layer have been started."""
+        """Whether all of a layer has been copied."""
         return not any(missing for key, missing in self._missing.items() if position in self._positions.get(key, ()))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
-        wait_all(self._all, timeout_s)
+        """Nothing runs beside."""
 
 
 def open_remote(
