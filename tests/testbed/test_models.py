@@ -109,6 +109,23 @@ def test_a_phase_keeps_to_its_stages(tmp_path: Path) -> None:
     assert begun.progress.stage == 2, "and no further"
 
 
+def test_tied_layers_learn_the_same_until_they_are_let_go(tmp_path: Path) -> None:
+    phases = (Phase(steps=3, rate=1e-3, tied=True), Phase(steps=3, rate=1e-3))
+    begun = Run(replace(TINY, layers=3, phases=phases), tmp_path / "run.safetensors", None)
+
+    def above() -> list[torch.Tensor]:
+        return [layer.self_attn.q_proj.weight.clone() for layer in begun.net.model.layers[1:]]
+
+    before = above()
+    for _ in range(3):
+        begun.step()
+    tied = above()
+    assert torch.equal(*tied)
+    assert not torch.equal(tied[0], before[0])
+    begun.step()
+    assert not torch.equal(*above())
+
+
 def test_the_rate_warms_up_then_falls_to_three_hundredths_in_each_phase() -> None:
     phases = (Phase(steps=1000, rate=1e-3, stages=(0, 5)), Phase(steps=100, rate=7e-4))
     rates = [rate(phases, step)[0] for step in range(1100)]

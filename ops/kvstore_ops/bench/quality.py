@@ -1,8 +1,9 @@
 """quality: accuracy of reuse over full prefill, each with f, the share of a prefill's compute.
 
-Held-out contexts of the testbed, per trained model and kind of reuse. The settings of the table are fixed. The one
-that is judged is chosen on calibration contexts, as the cheapest that reaches 0.99 there, and reported on evaluation
-contexts that chose nothing. f counts rows times layers; it is no time. No speed belongs to these figures.
+Held-out contexts of the testbed, per trained model and kind of reuse. The settings of the table are fixed controls:
+what the papers and others do. The one that is judged is what clients take, by the profile that comes with the weights
+(``kvstore profile``, on calibration contexts), where one does; evaluation contexts chose nothing. f counts rows times
+layers; it is no time. No speed belongs to these figures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from kvstore_ops.bench.result import Result
 
 TARGET = 0.99
 CONTEXTS = {"full": 256, "quick": 48, "tiny": 8}
-CHOOSING_CONTEXTS = {"full": 128, "quick": 24, "tiny": 8}
 SIBLING = "plus3"
 
 
@@ -64,15 +64,6 @@ def fixed(layer_count: int, reuse: str) -> Iterator[tuple[str, Recompute, bool]]
         yield f"fused: layers 1..{half - 1} from E, 15 %", Recompute(1, half - 1, 0.15), True
 
 
-def candidates(layer_count: int) -> list[Recompute]:
-    """What the judged setting is chosen from, cheapest first."""
-    found = [Recompute(0, -1, ratio, "suffix_attention") for ratio in (0.1, 0.15, 0.2, 0.25, 0.3, 0.4)]
-    for check in range(1, layer_count * 2 // 3 + 1):
-        for ratio in (0.05, 0.1, 0.15, 0.25):
-            found += [Recompute(0, check - 1, ratio, selector) for selector in ("product", "deviation")]
-    return sorted(found, key=lambda each: each.share(layer_count))
-
-
 class Bench:
     """All models and kinds of reuse of one run."""
 
@@ -84,10 +75,11 @@ class Bench:
 
     def measure(self, model: str, reuse: Any) -> None:
         """One table, and the judged row at its end."""
+        from kvstore_ops.profiling.profiler import told
         from kvstore_ops.testbed import contexts, evaluation
         from kvstore_ops.testbed.trial import Trial
 
-        sender = None if reuse == "position" else f"{model}-{SIBLING}"
+        sender = _sender(model, reuse)
         trial = Trial(model, contexts(evaluation(), CONTEXTS[self._scale]), reuse, sender)
         full = trial.full()
         self.rows.append(Row(model, reuse, "full prefill", 1.0, full.accuracy, full.standard_error, 1.0))
@@ -96,9 +88,10 @@ class Bench:
             settings = settings[:1]
         for name, setting, turned in self._progress.track(settings, description=f"{model}, {reuse}"):
             self._add(name, trial, setting, full.accuracy, turned=turned)
-        chosen = self._chosen(model, reuse, sender)
-        name = f"chosen on calibration: {told(chosen)}"
-        self.judged.append(self._add(name, trial, chosen, full.accuracy, turned=True))
+        chosen = _chosen(trial.layer_count, model, reuse, sender)
+        if chosen is not None:
+            name = f"by its profile: {told(chosen)}"
+            self.judged.append(self._add(name, trial, chosen, full.accuracy, turned=True))
 
     def _add(self, name: str, trial: Any, setting: Recompute, full: float, *, turned: bool) -> Row:
         found = trial.run(setting, turned=turned)
@@ -107,32 +100,19 @@ class Bench:
         self.rows.append(row)
         return row
 
-    def _chosen(self, model: str, reuse: Any, sender: str | None) -> Recompute:
-        """The cheapest that is as good as a full prefill, as far as calibration contexts tell."""
-        from kvstore_ops.testbed import calibration, contexts
-        from kvstore_ops.testbed.trial import Trial
 
-        seeds = calibration().to_choose_with()
-        trial = Trial(model, contexts(seeds, CHOOSING_CONTEXTS[self._scale]), reuse, sender)
-        full = trial.full().accuracy
-        known = candidates(trial.layer_count)
-        if self._scale == "tiny":
-            known = known[-1:]
-        task = self._progress.add_task(f"{model}, {reuse}: choosing", total=len(known))
-        for setting in known:
-            if trial.run(setting).score.accuracy >= TARGET * full:
-                break
-            self._progress.advance(task)
-        else:
-            setting = Recompute.full(trial.layer_count)
-        self._progress.remove_task(task)
-        return setting
+def _sender(model: str, reuse: str) -> str | None:
+    return None if reuse == "position" else f"{model}-{SIBLING}"
 
 
-def told(setting: Recompute) -> str:
-    """A setting, short."""
-    group = f"layers {setting.first_layer}..{setting.last_layer}" if setting.check_layer else "no whole layer"
-    return f"{group}, {setting.ratio:.0%} by {setting.selector}" if setting.ratio else group
+def _chosen(layer_count: int, model: str, reuse: Any, sender: str | None) -> Recompute | None:
+    """What clients take by the shipped profile; None: no such profile is shipped."""
+    from kvstore_ops.profiling.shipped import shipped_path, shipped_profile
+
+    if not shipped_path(model, reuse, sender).exists():
+        return None
+    point = shipped_profile(model, reuse, sender).cheapest(TARGET)
+    return point.setting if point else Recompute.full(layer_count)
 
 
 def tables(rows: list[Row]) -> None:
@@ -149,14 +129,13 @@ def tables(rows: list[Row]) -> None:
 
 
 def run(scale: str) -> Result:
-    """The worst of the judged ratios, with its f."""
-
+    """The worst of the judged ratios, with its f. Judged are those that a profile is shipped of."""
     from kvstore_ops.testbed import shipped
     from kvstore_ops.testbed.trial import one_thread
 
     bases = [name for name in shipped() if name.count("-") == 1]
-    kinds: list[tuple[str, str]] = [(base, "position") for base in bases]
-    kinds += [(base, reuse) for base in bases for reuse in ("sibling", "both") if f"{base}-{SIBLING}" in shipped()]
+    kinds = [(base, reuse) for base in bases for reuse in ("position", "sibling", "both")]
+    kinds = [each for each in kinds if _sender(*each) is None or _sender(*each) in shipped()]
     if scale != "full":
         kinds = [each for each in kinds if each[0] == bases[0]]
     if scale == "tiny":
@@ -172,7 +151,7 @@ def run(scale: str) -> Result:
         name="quality", value=worst.share, unit="share of a prefill's compute (f)", limit=1.0, ratio=worst.over_full,
         target=f">= {TARGET}", met=worst.over_full >= TARGET, runs=CONTEXTS[scale], spread=(min(ratios), max(ratios)),
         conditions={
-            "scale": scale, "contexts": CONTEXTS[scale], "seeds": "evaluation; chosen on calibration",
+            "scale": scale, "contexts": CONTEXTS[scale], "seeds": "evaluation; profiled on calibration",
             "judged": [asdict(row) for row in bench.judged], "worst": f"{worst.model}, {worst.reuse}: {worst.setting}",
             "standard_error": worst.standard_error,
         },

@@ -37,7 +37,8 @@ def coarse(layer_count: int, reuse: str) -> list[Recompute]:
                 found += [
                     Recompute(first, last, ratio, selector) for ratio in COARSE_RATIOS for selector in COARSE_SELECTORS
                 ]
-    return by_cost({setting for setting in found if not setting.computes_all(layer_count)}, layer_count)
+    kept = {setting for setting in found if _tells(setting, reuse) and not setting.computes_all(layer_count)}
+    return by_cost(kept, layer_count)
 
 
 def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompute]:
@@ -46,30 +47,37 @@ def around(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompu
     for first in firsts:
         for last in (setting.last_layer - 1, setting.last_layer, setting.last_layer + 1):
             if 0 <= first < layer_count and first - 1 <= last < layer_count:
-                yield from _kept(replace(setting, first_layer=first, last_layer=last), layer_count)
+                yield from _kept(replace(setting, first_layer=first, last_layer=last), layer_count, reuse)
     index = sum(ratio < setting.ratio for ratio in RATIOS)
     for ratio in RATIOS[max(index - 1, 0) : index + 2]:
-        yield from _kept(replace(setting, ratio=ratio), layer_count)
+        yield from _kept(replace(setting, ratio=ratio), layer_count, reuse)
     if setting.ratio:
         for selector in SELECTORS:
-            yield from _kept(replace(setting, selector=selector, metric="both"), layer_count)
+            yield from _kept(replace(setting, selector=selector, metric="both"), layer_count, reuse)
         if setting.selector in ("deviation", "product"):
             for metric in METRICS:
-                yield from _kept(replace(setting, metric=metric), layer_count)
+                yield from _kept(replace(setting, metric=metric), layer_count, reuse)
         index = GRADUAL.index(setting.gradual)
         for gradual in GRADUAL[max(index - 1, 0) : index + 2]:
-            yield from _kept(replace(setting, gradual=gradual), layer_count)
+            yield from _kept(replace(setting, gradual=gradual), layer_count, reuse)
 
 
-def _kept(setting: Recompute, layer_count: int) -> Iterator[Recompute]:
-    """Without a ratio nothing is selected, and behind the last layer but one nothing filtered: one spelling of it. A
-    full prefill is measured anyway."""
+def _kept(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recompute]:
+    """Without a ratio nothing is selected, and in the last layer nothing filtered: one spelling of it. A full prefill
+    is measured anyway."""
     if setting.check_layer >= layer_count or not setting.ratio:
         setting = Recompute(setting.first_layer, setting.last_layer)
     if setting.check_layer == layer_count - 1:
         setting = replace(setting, gradual=0.0)
-    if not setting.computes_all(layer_count):
+    if _tells(setting, reuse) and not setting.computes_all(layer_count):
         yield setting
+
+
+def _tells(setting: Recompute, reuse: str) -> bool:
+    """Whether its selector says something: a model's own keys and values of layer 0 are the same at every position, so
+    that their deviation is rounding."""
+    compares = setting.ratio > 0 and setting.selector in ("deviation", "product")
+    return not (compares and setting.check_layer == 0 and reuse == "position")
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:

@@ -60,8 +60,8 @@ class TestbedSubject:
         self._trial = _Trial(receiver, found, reuse, sender)
         self._expected = expected(found, recipe(receiver).answers)
         self._full: torch.Tensor | None = None
-        self.receiver = _spec_of(receiver)
-        self.sender = None if sender is None else _spec_of(sender)
+        self.receiver = spec_of(receiver)
+        self.sender = None if sender is None else spec_of(sender)
         self.reuse: str = reuse
         digest = blake3(found.tokens.tobytes() + found.labels.tobytes()).hexdigest()
         self.calibration = Calibration(digest, seeds.numbers, count, int(found.answers.size))
@@ -98,6 +98,7 @@ class _Trial(Trial):
         return torch.stack(logits), sum(shares) / len(shares)
 
 
-def _spec_of(name: str) -> ModelSpec:
+def spec_of(name: str) -> ModelSpec:
+    """A shipped model's, with the digest of its weights."""
     model, _ = load(name)
     return replace(ModelSpec.from_transformers(model.config, model, task.CHUNK_TOKENS), model_id=name)

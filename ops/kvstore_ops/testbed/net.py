@@ -109,11 +109,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(g.hidden, g.epsilon)
         self.mlp = Mlp(g)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, *, attends: bool = True
-    ) -> torch.Tensor:
-        if attends:
-            x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -146,20 +143,36 @@ class Net(nn.Module):
         """Takes over weights by name, all of them."""
         self.load_state_dict(tensors)
 
-    def forward(
-        self, tokens: torch.Tensor, at: torch.Tensor, *, window: int | None = None, without: int | None = None
-    ) -> torch.Tensor:
-        """Logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`.
+    @torch.no_grad()
+    def repeat(self) -> None:
+        """Makes every layer above the first equal to the second."""
+        for copies in self._upper():
+            for copy in copies[1:]:
+                copy.copy_(copies[0])
 
-        window narrows layer 0 to that many tokens; without names a layer that does no attention.
-        """
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        """Gives every layer above the first the mean of their gradients, so that equal layers stay equal."""
+        for copies in self._upper():
+            gradients = [copy.grad for copy in copies if copy.grad is not None]
+            mean = torch.stack(gradients).sum(0) / len(copies)
+            for copy in copies:
+                copy.grad = mean.clone()
+
+    def _upper(self) -> list[tuple[nn.Parameter, ...]]:
+        """For each parameter of a layer, those of all layers above the first."""
+        return list(zip(*(list(layer.parameters()) for layer in self.model.layers[1:]), strict=True))
+
+    def forward(self, tokens: torch.Tensor, at: torch.Tensor, *, window: int | None = None) -> torch.Tensor:
+        """Logits `[n, vocabulary]` at the flat indices `at` `[n]` of tokens `[batch, tokens]`; window narrows layer 0
+        to that many tokens."""
         g = self.geometry
         count = tokens.shape[1]
         cos, sin = rotation(g, count)
         x = F.embedding(tokens, self.model.embed_tokens.weight)
         for i, layer in enumerate(self.model.layers):
             mask = _window(count, window) if window is not None and i == 0 else None
-            x = layer(x, cos, sin, mask, attends=i != without)
+            x = layer(x, cos, sin, mask)
         x = x.reshape(-1, g.hidden).index_select(0, at)
         logits: torch.Tensor = self.lm_head(self.model.norm(x))
         return logits

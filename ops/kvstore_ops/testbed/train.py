@@ -77,6 +77,8 @@ class Run:
         self.net = Net(Geometry(layers=recipe.layers))
         if start is None:
             initialise(self.net, recipe.seed)
+            if recipe.phases[0].tied:
+                self.net.repeat()
         else:
             self.net.adopt(grow(start, recipe.layers))
         self._answers = torch.tensor([*recipe.answers, *range(task.VALUES, task.VOCABULARY)])
@@ -108,13 +110,14 @@ class Run:
         at = (labels.reshape(-1) != task.NO_LABEL).nonzero()[:, 0]
         wanted = self._answers[labels.reshape(-1)[at]]
         window = WINDOW if stage < WINDOWED_STAGES else None
-        without = int(random.integers(1, self.recipe.layers)) if random.random() < phase.without else None
-        logits = self.net(tokens, at, window=window, without=without)
+        logits = self.net(tokens, at, window=window)
         loss = F.cross_entropy(logits, wanted)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
         self.optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
+        if phase.tied:
+            self.net.share_gradients()
         torch.nn.utils.clip_grad_norm_(list(self.net.tensors_by_name().values()), CLIP)
         self.optimiser.step()
         asked = at % tokens.shape[1] >= contexts.context_tokens

@@ -1,0 +1,41 @@
+"""The profiles that come with the testbed's weights: what ``kvstore profile`` measured, and nothing else.
+
+A file per pair and kind of reuse, a picture beside it. They are made by
+
+    kvstore profile l12-s2 --reuse both --sender l12-s2-plus3 --contexts 128 --out .../l12-s2-both-plus3.json
+
+and are void when the weights they are of, or what a setting does, change: then they are measured again.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from kvstore_client.recompute.profile import Profile
+
+from kvstore.errors import InvalidRequest
+from kvstore_ops.profiling.subject import spec_of
+
+PROFILES = Path(str(resources.files("kvstore_ops.profiling"))) / "profiles"
+
+
+def shipped_path(receiver: str, reuse: str, sender: str | None = None) -> Path:
+    """Where it lies: the receiver, the reuse, and what the sender is beside the receiver."""
+    kind = "" if sender is None else f"-{sender.removeprefix(receiver + '-')}"
+    return PROFILES / f"{receiver}-{reuse}{kind}.json"
+
+
+def shipped_profile(receiver: str, reuse: str, sender: str | None = None) -> Profile:
+    """Raises: InvalidRequest when there is none, or it is of other weights than those that are shipped."""
+    path = shipped_path(receiver, reuse, sender)
+    if not path.exists():
+        having = f" --sender {sender}" if sender else ""
+        raise InvalidRequest(
+            f"no profile {path.name} comes with the weights: kvstore profile {receiver} --reuse {reuse}{having}"
+        )
+    found = Profile.from_json(path.read_text(encoding="utf-8"))
+    found.check(spec_of(receiver), None if sender is None else spec_of(sender))
+    if found.reuse != reuse:
+        raise InvalidRequest(f"{path.name} is of {found.reuse!r} reuse, not {reuse!r}")
+    return found
