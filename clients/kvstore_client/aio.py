@@ -96,6 +96,18 @@ class AsyncClient:
         """See ``Client.start_fetch``. Await ``call(transfer.wait_layer, 0)`` and the like."""
         return await self.call(self.client.start_fetch, ticket, **options)
 
+    async def start_fetch_prefix(self, spec: ModelSpec, tokens: Any, **options: Any) -> Transfer:
+        """See ``Client.start_fetch_prefix``."""
+        return await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
+
+    async def start_fetch_segment(self, spec: ModelSpec, tokens: Any, **options: Any) -> Transfer:
+        """See ``Client.start_fetch_segment``."""
+        return await self.call(self.client.start_fetch_segment, spec, tokens, **options)
+
+    async def fetch_projected(self, runner: Any, tokens: Any, **options: Any) -> FetchedKV:
+        """See ``Client.fetch_projected``."""
+        return await self.call(self.client.fetch_projected, runner, tokens, **options)
+
     async def release_ticket(self, ticket: bytes | None) -> None:
         """See ``Client.release_ticket``."""
         await self.call(self.client.release_ticket, ticket)

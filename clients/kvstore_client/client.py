@@ -9,11 +9,9 @@ from typing import Any, Self
 from kvstore.errors import Exhausted
 from kvstore.keys import Extra
 from kvstore.seams import Clock, FaultPoints, SystemClock, WorkerThreads
-from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
-from kvstore_client.arrays import presented
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
@@ -29,7 +27,8 @@ from kvstore_client.segments.calls import SegmentCalls
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.starting import Means
 from kvstore_client.target import Places, given_places, target_of
-from kvstore_client.transfer import Held, Transfer, open_held, pack_ticket
+from kvstore_client.transfer import Held, pack_ticket
+from kvstore_client.transferring import TransferCalls
 from kvstore_client.watching import Watching
 from kvstore_client.writer import StoreWriter
 
@@ -61,7 +60,7 @@ def connect(
     return client
 
 
-class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
+class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillCalls):
     """Stores and fetches caches. Safe to share between threads; a forked child connects by itself."""
 
     def __init__(self, place: Place, *, timeout_s: float = DEFAULT_TIMEOUT_S, clock: Clock | None = None) -> None:
@@ -163,34 +162,6 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
 
         self._connection.or_gone(release, lambda _: None)
 
-    # ------------------------------------------------------------ transfers
-
-    def start_fetch(
-        self,
-        ticket: bytes,
-        *,
-        into: Sequence[tuple[Any, Any]] | Paged | None = None,
-        layers: Sequence[int] | None = None,
-        heads: range | tuple[int, int] | None = None,
-        verify: bool = False,
-    ) -> Transfer:
-        """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. The ticket of a
-        writer joins its store: layers come as they are put, and count once ``wait`` returns, after its commit.
-
-        Raises: InvalidRequest for a wrong argument."""
-        held = Held(ticket)
-        wanted = Wanted.of(held.spec, layers, heads, (), verify)
-        given = given_places(wanted, into)
-        target_of(wanted, held.token_count, given)  # what does not fit is said now
-        transfer = Transfer(held.token_count, wanted.layers)
-        start_thread(lambda: transfer.run(lambda: self._redeem(held, wanted, given)), "kvstore-transfer")
-        return transfer
-
-    def _redeem(self, held: Held, wanted: Wanted, given: Places) -> LayerStream:
-        session, name = self._ready(held.spec)
-        prefix = open_held(session, wanted, name, held, self._timeout_s)
-        return self._layers_of(prefix, wanted, given)
-
     # ------------------------------------------------------------ fetch
 
     def fetch(
@@ -201,7 +172,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
         hidden_layers: Sequence[int] = (),
-        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        into: Sequence[Any] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
@@ -212,13 +183,10 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         for the whole prompt; ``Paged`` pages get it where their slots say, and the list has their views.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
         """
-        return self._get(Prompt.of(spec, tokens, extras, exactness), layers, heads, hidden_layers, into, verify)
+        prompt = Prompt.of(spec, tokens, extras, exactness)
+        return self._get(prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
 
-    def _get(
-        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
-        hidden_layers: Sequence[int], into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
-    ) -> FetchedKV:  # fmt: skip
-        wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
+    def _get(self, prompt: Prompt, wanted: Wanted, into: Any) -> FetchedKV:
         given = given_places(wanted, into)
         if not prompt.digests:
             return self._gather(wanted, None, MissReason.NONE, given)
@@ -266,13 +234,12 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         if prefix is not None and count:
             good = copy_all(prefix, target, self._copier, self.faults, self._timeout_s)
             reason = prefix.reason
-        hidden_dtype = wanted.spec.hidden_dtype
         result = FetchedKV(target.layer(position, good) for position in range(len(wanted.layers)))
         result.token_count = good
         result.tier = prefix.tier if prefix and good else Tier.NONE
         result.reason = reason
         result.byte_count = wanted.byte_count(good)
-        result.hidden = {layer: presented(each, hidden_dtype)[0, :good] for layer, each in target.hidden.items()}
+        result.hidden = {layer: target.rows(layer, good) for layer in wanted.hidden_layers}
         self._connection.counters["fetched_bytes"] += result.byte_count
         return result
 
@@ -283,19 +250,16 @@ class Client(Watching, OpaqueCalls, SegmentCalls, PartialPrefillCalls):
         *,
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
-        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        into: Sequence[Any] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
     ) -> LayerStream:
         """Like ``fetch``, layer by layer: (layer, (K, V)) as each lands while the next are copied."""
-        return self._get_layers(Prompt.of(spec, tokens, extras, exactness), layers, heads, into, verify)
+        prompt = Prompt.of(spec, tokens, extras, exactness)
+        return self._stream(prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
 
-    def _get_layers(
-        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
-        into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
-    ) -> LayerStream:  # fmt: skip
-        wanted = Wanted.of(prompt.spec, layers, heads, (), verify)
+    def _stream(self, prompt: Prompt, wanted: Wanted, into: Any) -> LayerStream:
         given = given_places(wanted, into)
 
         def missed(reason: MissReason) -> LayerStream:

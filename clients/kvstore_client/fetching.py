@@ -122,9 +122,19 @@ class Landing:
         """Whether all copies of a layer have been started."""
         return (0, position) not in {(part, number) for part, _, number in self._coming}
 
+    @property
+    def jobs(self) -> list[Future[Any]]:
+        """All copies that were started."""
+        return [future for layer in self.layers for future in layer] + self._hidden
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self.layers.clear()
+        self._hidden.clear()
+
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
-        wait_all([future for layer in self.layers for future in layer] + self._hidden, timeout_s)
+        wait_all(self.jobs, timeout_s)
 
 
 def landing_of(
@@ -151,6 +161,7 @@ class LayerStream:
 
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
+    ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
     ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
     """
 
@@ -171,6 +182,7 @@ class LayerStream:
         self._clock = clock
         self._timeout_s = timeout_s
         self.reason = reason
+        self.hidden: dict[int, Any] = {}
         self.landed_s = 0.0
         self.token_count = self.good_token_count = prefix.token_count if prefix else 0
         hit = prefix if self.token_count else None
@@ -199,12 +211,27 @@ class LayerStream:
                 if self.good_token_count < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
                 yield layer, target.layer(position, self.token_count)
+            self._await_hidden(prefix, target, landing, bad)
             self._await_commit(prefix, landing, bad)
         finally:
-            running = [job for jobs in landing.layers for job in jobs if not job.cancel()]
+            running = [job for job in landing.jobs if not job.cancel()]
             wait(running, self._timeout_s)
-            landing.layers.clear()  # a copy that failed keeps its frame, which keeps the landing and where it lands
+            landing.forget()  # a copy that failed keeps its frame, which keeps the landing and where it lands
             self.close()
+
+    def _await_hidden(
+        self, prefix: AnyPrefix, target: AnyTarget, landing: Landing | RemoteLanding, bad: set[int]
+    ) -> None:
+        layers = prefix.wanted.hidden_layers
+        if not layers:
+            return
+        while landing.is_waiting and landing.advance():
+            pass
+        landing.finish(self._timeout_s)
+        self.good_token_count = prefix.settle(bad)
+        if self.good_token_count < self.token_count:
+            raise DataLoss("a chunk was lost while hidden states were copied")
+        self.hidden = {layer: target.rows(layer, self.token_count) for layer in layers}
 
     def _await_commit(self, prefix: AnyPrefix, landing: Landing | RemoteLanding, bad: set[int]) -> None:
         """Layers of a store in flight count once it is committed."""

@@ -161,11 +161,13 @@ class PagedTarget:
             raise InvalidRequest("hidden states do not go into pages: fetch them apart")
         self._wanted = wanted
         self._pages = pages
-        self.hidden: dict[int, Any] = {}
 
     def layer(self, position: int, token_count: int) -> Any:
         """A wanted layer as the caller knows it: (K, V) of its pages."""
         return self._pages.views[position]
+
+    def rows(self, layer: int, token_count: int) -> Any:
+        raise AssertionError("no hidden states go into pages")
 
     def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""

@@ -52,6 +52,10 @@ class Target:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
+    def rows(self, layer: int, token_count: int) -> Any:
+        """So many tokens of E of a requested hidden layer."""
+        return presented(self.hidden[layer], self._wanted.spec.hidden_dtype)[0, :token_count]
+
     def copy_layer(self, position: int, runs: Sequence[ChunkRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         layer = self._wanted.layers[position]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import DIGEST_BYTES
-from kvstore.spec import ModelSpec
+from kvstore.spec import MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
 from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
@@ -72,28 +73,37 @@ class Transfer:
     """A fetch on its way. Its destination belongs to it until ``is_done``.
 
     ``error``: why it ended before its last layer, or None. ``good_token_count``: leading tokens whose layers so far
-    are good; below ``token_count`` only when chunks were lost on the way.
+    are good; below ``token_count`` only when chunks were lost on the way. ``reason``: why no more tokens come than
+    ``token_count``, where it was asked for by its tokens.
     """
 
-    def __init__(self, token_count: int, layers: Iterable[int]) -> None:
+    def __init__(
+        self, token_count: int, layers: Iterable[int], hidden_layers: Iterable[int] = (),
+        reason: MissReason = MissReason.NONE,
+    ) -> None:  # fmt: skip
         self.token_count = token_count
+        self.reason = reason
         self.good_token_count = 0
         self.error: KVStoreError | None = None
-        self._layers: dict[int, Future[None]] = {layer: Future() for layer in layers}
+        self._layers: dict[int, Future[Any]] = {layer: Future() for layer in layers}
+        self._hidden: dict[int, Future[Any]] = {layer: Future() for layer in hidden_layers}
         self._is_cancelled = threading.Event()
         self._stream: LayerStream | None = None
         self._ended = threading.Event()
 
-    def wait_layer(self, layer: int, timeout: float | None = None) -> None:
-        """Return when the layer is in its place. Raises what ended the transfer; DeadlineExceeded after ``timeout``
-        seconds; InvalidRequest for a layer it does not bring."""
-        future = self._layers.get(layer)
-        if future is None:
-            raise InvalidRequest(f"layer {layer} is not part of this transfer")
-        try:
-            future.result(timeout)
-        except TimeoutError:
-            raise DeadlineExceeded(f"layer {layer} did not land within {timeout} s") from None
+    def brings(self, layer: int) -> bool:
+        """Whether a layer is part of it."""
+        return layer in self._layers
+
+    def wait_layer(self, layer: int, timeout: float | None = None) -> Any:
+        """Return when the layer is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises what
+        ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does not bring."""
+        return _landed(self._layers, layer, f"layer {layer}", timeout)
+
+    def wait_hidden(self, layer: int, timeout: float | None = None) -> Any:
+        """Return when E of a hidden layer has come: it, [token_count, hidden_size]; None for a miss. Raises like
+        ``wait_layer``."""
+        return _landed(self._hidden, layer, f"E of layer {layer}", timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every layer is in its place. Raises like ``wait_layer``."""
@@ -146,11 +156,16 @@ class Transfer:
         try:
             if self._is_cancelled.is_set():
                 raise Unavailable("the transfer was cancelled")
-            for layer, _ in layers:
+            for layer, entry in layers:
                 self.good_token_count = self.token_count
-                self._layers[layer].set_result(None)
+                self._layers[layer].set_result(entry)
                 if self._is_cancelled.is_set():
                     raise Unavailable("the transfer was cancelled")
+            for layer, future in self._hidden.items():
+                future.set_result(stream.hidden.get(layer))
+            for future in self._layers.values():
+                if not future.done():
+                    future.set_result(None)  # a miss brings nothing
         except DataLoss:
             self.good_token_count = stream.good_token_count
             raise
@@ -160,6 +175,16 @@ class Transfer:
 
     def _fail(self, error: KVStoreError) -> None:
         self.error = without_frames(error)
-        for future in self._layers.values():
+        for future in (*self._layers.values(), *self._hidden.values()):
             if not future.done():
                 future.set_exception(error)
+
+
+def _landed(futures: Mapping[int, Future[Any]], layer: int, name: str, timeout: float | None) -> Any:
+    future = futures.get(layer)
+    if future is None:
+        raise InvalidRequest(f"{name} is not part of this transfer")
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{name} did not land within {timeout} s") from None

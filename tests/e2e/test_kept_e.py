@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvstore_client import Client, MissReason, ModelSpec, Paged, Recompute, connect
+from kvstore_client import Client, Exactness, MissReason, ModelSpec, Paged, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
-from kvstore_client.recompute import Recomputed, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 from kvstore_client.recompute.rows import STEP_ROWS
 from kvstore_ops.sidecar import Sidecar
 
@@ -139,6 +139,61 @@ def test_a_runner_that_cannot_project_is_refused(client: Client) -> None:
 
     with pytest.raises(InvalidRequest, match="Bare has no project_kv"):
         client.fetch_projected(Bare(), tokens_of(20))  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("family", ["llama-biased-mha", "qwen3-windows-yarn"])
+@pytest.mark.parametrize("stored", [48, 53, COUNT])
+def test_an_exact_prefix_is_projected_in_a_partial_prefill(client: Client, family: str, stored: int) -> None:
+    """The same computation as over the KV in hand, to the bit."""
+    runner, tokens = runner_of(model_of(family, 11, **MHA)), prompt(COUNT, 20 + stored)
+    made = keep(client, runner, tokens[:stored])
+    found = client.partial_prefill(runner, tokens, logit_count=2)
+    reused = min(stored, COUNT - 2)
+    kv = [(k[:, :reused], v[:, :reused]) for k, v in made.kv]
+    expected = recompute(runner, tokens, [Run(0, reused, GivenKV(kv), is_exact=True)], Recompute.reuse(), logit_count=2)
+    assert (found.exactness, found.plan.reused_token_count) == (Exactness.EXACT, reused)
+    assert torch.equal(found.logits, expected.logits)
+    for ours, theirs in zip(found.kv, expected.kv, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Recompute.reuse(), Recompute.cacheblend(1, 0.2), Recompute(1, 1, 0.3), Recompute(0, -1, 0.2, "suffix_attention")],
+)
+def test_documents_kept_as_e_are_projected_where_they_stand(client: Client, setting: Recompute) -> None:
+    """As if their KV had been kept and moved, within the rounding of one rotation instead of two; and derived."""
+    runner = runner_of(model_of("qwen3", 12, **MHA))
+    plain = TransformersRunner(runner.model, spec=replace(runner.spec, keeps_e=False))
+    one, two, rest = prompt(37, 30), prompt(21, 31), prompt(12, 32)
+    for document in (one, two):
+        made = computed(runner, document)
+        e = [made.hidden[layer] for layer in range(LAYERS)]
+        client.store_segment(runner.spec, document, e).wait(10.0)
+        client.store_segment(plain.spec, document, made.kv, hidden={1: e[1]}).wait(10.0)
+    tokens, segments = torch.cat((two, rest[:3], one, rest[3:])), [(0, 21), (24, 61)]
+    found, expected = (
+        client.partial_prefill(each, tokens, segments=segments, recompute=setting) for each in (runner, plain)
+    )
+    assert (found.exactness, found.plan.reason) == (Exactness.DERIVED, "")
+    assert [run.token_start for run in found.plan.runs] == [0, 24]
+    assert {layer: rows.tolist() for layer, rows in found.chosen.items()} == {
+        layer: rows.tolist() for layer, rows in expected.chosen.items()
+    }
+    assert torch.allclose(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(found.kv, expected.kv, strict=True):
+        assert torch.allclose(ours[0], theirs[0], rtol=1e-3, atol=1e-3)
+        assert torch.allclose(ours[1], theirs[1], rtol=1e-3, atol=1e-3)
+    with pytest.raises(InvalidRequest, match="DERIVED"):
+        client.store(plain.spec, tokens, found.kv)
+
+
+def test_a_sender_that_keeps_e_is_refused(client: Client) -> None:
+    runner = runner_of(model_of("llama-biased-mha", 13))
+    sender = runner_of(sibling_of(runner.model, 2)).spec
+    with pytest.raises(InvalidRequest, match="keeps E in the place of KV"):
+        client.partial_prefill(runner, prompt(40, 33), senders=[sender])
 
 
 @pytest.mark.parametrize("count", [1, 64, 99, 100, 201, 364])

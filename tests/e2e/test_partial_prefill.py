@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of
 from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
+from kvstore_client.target import Target
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, InvalidRequest
@@ -175,6 +177,47 @@ def test_a_document_reaches_behind_the_exact_prefix_and_a_siblings_is_moved_too(
     found = client.partial_prefill(RECEIVER, tokens, segments=[(7, 37)], senders=[SENDER.spec], recompute=setting)
     same(found, recompute(RECEIVER, tokens, [alone(theirs, 7, 0, 1, SENDER.spec)], setting))
     assert found.plan.runs[0].sender == SENDER.spec
+
+
+def test_hidden_states_are_waited_for_where_they_are_needed(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 0 is computed while E of layer 1 is still on its way; here it waits for that."""
+    tokens, was_computed, seen = prompt(70, 350), Event(), []
+    finish, copy_hidden = RECEIVER.finish, Target.copy_hidden
+
+    def finishing(layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        was_computed.set()
+        return finish(layer, hidden, attention)
+
+    def copying(target: Target, layer: int, *rest: Any) -> None:
+        seen.append(was_computed.wait(5.0))
+        copy_hidden(target, layer, *rest)
+
+    with connect(local_sidecar.address) as client:
+        theirs = keep(client, SENDER, tokens[:64], 1)
+        expected = recompute(RECEIVER, tokens, [given(theirs, 0, 64, 1, SENDER.spec)], SIBLINGS[3])
+        monkeypatch.setattr(RECEIVER, "finish", finishing)
+        monkeypatch.setattr(Target, "copy_hidden", copying)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
+        assert seen == [True]
+        same(found, expected)
+
+
+def test_hidden_states_that_do_not_come_cost_time_not_answers(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise DataLoss("the hidden states were lost under the copy")
+
+    tokens = prompt(70, 351)
+    with connect(local_sidecar.address) as client:
+        keep(client, SENDER, tokens[:64], 1)
+        monkeypatch.setattr(Target, "copy_hidden", lost)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
+        in_full(found, tokens)
+        assert "lost under the copy" in found.plan.reason
+        assert client.stats().sessions.lease_count == 0
 
 
 def test_a_full_recompute_fetches_nothing_of_a_sender(client: Client) -> None:

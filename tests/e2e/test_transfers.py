@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import Paged, connect
+from kvstore_client import MissReason, Paged, connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -134,3 +134,43 @@ def test_the_sidecar_dies_under_a_transfer(own_sidecar: Sidecar) -> None:
         assert transfer.failed
         with pytest.raises(KVStoreError):
             transfer.wait_layer(0)
+
+
+@pytest.mark.parametrize("is_segment", [False, True], ids=["prefix", "segment"])
+def test_what_is_asked_for_by_its_tokens_comes_beside_the_caller(sidecar: Sidecar, is_segment: bool) -> None:
+    tokens, cache = tokens_of(COUNT, 20 + is_segment), random_cache(SPEC, COUNT, 20)
+    hidden = {1: np.random.default_rng(1).integers(0, 1 << 16, (COUNT, SPEC.hidden_size), dtype=np.uint16)}
+    with connect(sidecar.address) as client:
+        start = client.start_fetch_segment if is_segment else client.start_fetch_prefix
+        missed = start(SPEC, tokens, layers=[1], hidden_layers=[1])
+        missed.wait(10.0)
+        assert (missed.token_count, missed.reason, missed.poll()) == (0, MissReason.COLD, 1)
+        assert (missed.wait_layer(1, 10.0), missed.wait_hidden(1, 10.0)) == (None, None)
+        keep = client.store_segment if is_segment else client.store
+        keep(SPEC, tokens, cache, hidden=hidden).wait(10.0)
+        assert (client.start_fetch_prefix(SPEC, tokens).token_count == 0) is is_segment
+        pages = np.zeros((2, 6, 16, 2, 8), np.uint16)
+        paged = start(SPEC, tokens, into=Paged([pages], np.arange(COUNT)), layers=[1], verify=True)
+        own = start(SPEC, tokens, layers=[1, 0], heads=(1, 2), hidden_layers=[1], verify=True)
+        assert (own.token_count, own.reason) == (COUNT, MissReason.NONE)
+        for layer in (0, 1):
+            for plane, said in zip(own.wait_layer(layer, 10.0), cache[layer], strict=True):
+                assert np.array_equal(bits(plane), said[1:2])
+        assert np.array_equal(bits(own.wait_hidden(1, 10.0)), hidden[1])
+        paged.wait(10.0)
+        assert np.array_equal(pages[1].reshape(96, 2, 8)[:COUNT], cache[1][1].swapaxes(0, 1))
+        for wrong in (lambda: own.wait_layer(2), lambda: own.wait_hidden(0)):
+            with pytest.raises(InvalidRequest, match="not part of this transfer"):
+                wrong()
+        longer = np.concatenate([tokens[:80], tokens_of(9, 3)])
+        assert start(SPEC, longer, hidden_layers=[1]).token_count == 80
+        with pytest.raises(InvalidRequest, match="hidden_layers"):
+            start(SPEC, tokens, hidden_layers=[2])
+
+
+def test_without_a_sidecar_a_transfer_by_tokens_is_a_miss(own_sidecar: Sidecar) -> None:
+    with connect(own_sidecar.address) as client:
+        own_sidecar.stop(kill=True)
+        transfer = client.start_fetch_prefix(SPEC, tokens_of(COUNT))
+        transfer.wait(10.0)
+        assert (transfer.token_count, transfer.reason) == (0, MissReason.UNAVAILABLE)

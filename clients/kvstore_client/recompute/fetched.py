@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,55 +12,94 @@ from kvstore_kernels import Rotation, rotate
 
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore_client.paged import Paged
+from kvstore_client.recompute.projecting import project_into, projector_of
+from kvstore_client.recompute.rows import STEP_ROWS
+from kvstore_client.recompute.runner import ModelRunner
 from kvstore_client.transfer import Transfer
 
 LAYOUT = "page head slot dim"
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """E of the transition layer on its way, ``rows`` of it the run's; and layers that come along, in memory of the
+    transfer's own."""
+
+    transfer: Transfer
+    hidden_layer: int
+    rows: slice
+
+
 class FetchedRun:
-    """A source whose bytes land in the merged cache by themselves.
+    """A source whose bytes land in the merged cache by themselves, as its transfer brings them; E comes ``ahead``.
+    Every wait is bounded by ``timeout_s``."""
 
-    ``landed``: layers that are there already; ``hidden``: E of its tokens at the transition layer. Every wait is
-    bounded by ``timeout_s``.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer | None,
-        timeout_s: float,
-        *,
-        landed: frozenset[int] = frozenset(),
-        hidden: torch.Tensor | None = None,
-    ) -> None:
-        self._transfer = transfer
+    def __init__(self, timeout_s: float, device: torch.device, ahead: Ahead | None = None) -> None:
         self._timeout_s = timeout_s
-        self._landed = landed
-        self._hidden = hidden
+        self._device = device
+        self._ahead = ahead
+        self._transfers = [] if ahead is None else [ahead.transfer]
+
+    def follow(self, transfer: Transfer) -> None:
+        """The other layers are on their way, too."""
+        self._transfers.append(transfer)
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        if layer not in self._landed:
-            assert self._transfer is not None, "a layer that nobody fetches"
-            with _as_lost():
-                self._transfer.wait_layer(layer, self._timeout_s)
+        transfer = next((each for each in self._transfers if each.brings(layer)), None)
+        assert transfer is not None, "a layer that nobody fetches"
+        with _as_lost():
+            come = transfer.wait_layer(layer, self._timeout_s)
+        if self._ahead is not None and transfer is self._ahead.transfer:
+            k.copy_(come[0][:, self._ahead.rows])
+            v.copy_(come[1][:, self._ahead.rows])
         if turn is not None:
             rotate(k, turn, out=k)
 
     def hidden(self) -> torch.Tensor:
-        hidden, self._hidden = self._hidden, None  # whoever asked has it: it is as large as the rows it becomes
-        if hidden is None:
+        ahead, self._ahead = self._ahead, None  # whoever asked has it: it is as large as the rows it becomes
+        if ahead is None:
             raise DataLoss("E of the transition layer was not fetched")
-        return hidden
+        with _as_lost():
+            come: torch.Tensor = ahead.transfer.wait_hidden(ahead.hidden_layer, self._timeout_s)
+            ahead.transfer.wait(self._timeout_s)
+        self._transfers.remove(ahead.transfer)
+        return come[ahead.rows].to(self._device)
 
     def finish(self) -> None:
         """Return when all of it has landed and counts. Raises: DataLoss when it did not."""
-        if self._transfer is not None:
+        for transfer in self._transfers:
             with _as_lost():
-                self._transfer.wait(self._timeout_s)
+                transfer.wait(self._timeout_s)
 
     def close(self) -> None:
         """Stop what is still on its way. Idempotent."""
-        if self._transfer is not None:
-            self._transfer.cancel(self._timeout_s)
+        for transfer in self._transfers:
+            transfer.cancel(self._timeout_s)
+
+
+class ProjectedRun(FetchedRun):
+    """A source of a spec that keeps E: ``rows`` of what lands are the run's, whose first token stands at
+    ``token_start``; K and V are projected from them, in the steps of a prefill, where they stand."""
+
+    def __init__(
+        self, timeout_s: float, runner: ModelRunner, rows: slice, token_start: int, hidden_layer: int
+    ) -> None:  # fmt: skip
+        super().__init__(timeout_s, runner.device)
+        self._projector = projector_of(runner)
+        self._rows = rows
+        self._token_start = token_start
+        self._hidden_layer = hidden_layer
+
+    def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
+        project_into(self._projector, layer, self._come(layer), (k, v), STEP_ROWS, self._token_start)
+
+    def hidden(self) -> torch.Tensor:
+        return self._come(self._hidden_layer).to(self._device)
+
+    def _come(self, layer: int) -> torch.Tensor:
+        with _as_lost():
+            come: torch.Tensor = self._transfers[0].wait_layer(layer, self._timeout_s)
+        return come[self._rows]
 
 
 @contextmanager

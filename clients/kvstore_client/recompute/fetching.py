@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvstore.errors import DataLoss
 from kvstore.keys import Extra, Tokens
-from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, ModelSpec
-from kvstore_client.fetching import LayerStream
 from kvstore_client.match import Match
 from kvstore_client.prompt import Prompt
-from kvstore_client.recompute.fetched import FetchedRun, places
+from kvstore_client.recompute.fetched import Ahead, FetchedRun, ProjectedRun, places
 from kvstore_client.recompute.gate import Permit
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.plan import Plan, PlannedRun
@@ -88,7 +87,7 @@ class Fetching:
         exact = min(own.prefix_token_count, self._limit)
         self._planes = dense_planes(spec, len(self._tokens), self._runner.device)
         if exact:
-            self._take(Piece(0, exact, 0, len(self._tokens), False), own, spec, None, spec.slab_layers, None)
+            self._take(Piece(0, exact, 0, len(self._tokens), False), own, spec, None, spec.slab_layers)
         reason = ""
         if any(chunk.reason is MissReason.UNAVAILABLE for chunk in own.chunks[:1]):
             reason = "the sidecar is unavailable"
@@ -159,36 +158,40 @@ class Fetching:
 
     def _take_piece(self, setting: Recompute, piece: Piece, match: Match, sender: ModelSpec | None) -> str:
         """Fetch a piece that is not exact, E first. Returns why not."""
-        spec = sender or self._runner.spec
-        layers, hidden = setting.loaded_layers(spec.layer_count), None
+        spec, first = sender or self._runner.spec, setting.first_layer
+        layers, ahead = setting.loaded_layers(spec.layer_count), None
         if setting.needs_hidden and not self._is_exact(piece, sender):
-            # Layer 0 is always loaded then, and comes along.
-            fetched = self._client._get(
-                self._prompt(spec, piece), layers[:1], None, (setting.first_layer,), None, verify=False
-            )
-            stop = min(piece.stop, piece.origin + fetched.token_count)
-            if stop <= piece.start:
-                return f"{spec.model_id!r} has no E of layer {setting.first_layer}: {fetched.reason.name}"
-            rows, place = slice(piece.start - piece.origin, stop - piece.origin), slice(piece.start, stop)
-            hidden = fetched.hidden[setting.first_layer][rows].to(self._runner.device)
-            for plane, come in zip(self._planes[layers[0]], fetched[0], strict=True):
-                plane[:, place] = come[:, rows]
-            piece = Piece(piece.start, stop, piece.origin, piece.end, piece.is_standalone)
-        self._take(piece, match, spec, sender, layers, hidden)
+            if spec.keeps_e:
+                layers = tuple(sorted({*layers, first}))
+            else:
+                # Layer 0 is always loaded then, and comes along.
+                transfer = self._asked(piece, spec, layers[:1], None, (first,))
+                stop = min(piece.stop, piece.origin + transfer.token_count)
+                if stop <= piece.start:
+                    transfer.cancel(self._timeout_s)
+                    return f"{spec.model_id!r} has no E of layer {first}: {transfer.reason.name}"
+                ahead = Ahead(transfer, first, slice(piece.start - piece.origin, stop - piece.origin))
+                piece = replace(piece, stop=stop)
+        self._take(piece, match, spec, sender, layers, ahead, first)
         return ""
 
     def _take(
         self, piece: Piece, match: Match, spec: ModelSpec, sender: ModelSpec | None, layers: tuple[int, ...],
-        hidden: torch.Tensor | None,
+        ahead: Ahead | None = None, hidden_layer: int = 0,
     ) -> None:  # fmt: skip
-        """Fetch a piece, without the first layer where that came with E."""
+        """Fetch a piece, without the first layer where that comes with E."""
         is_exact = self._is_exact(piece, sender)
         layers = spec.slab_layers if is_exact else layers
-        landed = layers[:1] if hidden is not None else ()
-        coming = layers[len(landed) :]
-        transfer = self._started(piece, match, spec, coming) if coming else None
-        source = FetchedRun(transfer, self._timeout_s, landed=frozenset(landed), hidden=hidden)
+        rows = slice(piece.start - piece.origin, piece.stop - piece.origin)
+        source = (
+            ProjectedRun(self._timeout_s, self._runner, rows, piece.start, hidden_layer)
+            if spec.keeps_e
+            else FetchedRun(self._timeout_s, self._runner.device, ahead)
+        )
         self._sources.append(source)
+        coming = layers[1:] if ahead is not None else layers
+        if coming:
+            source.follow(self._started(piece, match, spec, coming))
         count, rotated_from = piece.stop - piece.start, piece.start - piece.origin * piece.is_standalone
         self._runs.append(Run(piece.start, count, source, rotated_from, sender, is_exact))
         self._planned.append(PlannedRun(piece.start, count, layers, sender, piece.is_standalone, is_exact))
@@ -199,21 +202,30 @@ class Fetching:
         return sender is None and (piece.start == 0 or not piece.is_standalone)
 
     def _started(self, piece: Piece, match: Match, spec: ModelSpec, layers: tuple[int, ...]) -> Transfer:
-        windows = [(k[:, piece.origin : piece.end], v[:, piece.origin : piece.end]) for k, v in self._planes]
-        into = places(windows, layers, piece.start - piece.origin)
+        into = None
+        if not spec.keeps_e:
+            windows = [(k[:, piece.origin : piece.end], v[:, piece.origin : piece.end]) for k, v in self._planes]
+            into = places(windows, layers, piece.start - piece.origin)
         if not piece.is_standalone:
             assert match.ticket is not None, "what a lookup found, it holds"
             self._tickets.discard(match.ticket)
             return self._client.start_fetch(match.ticket, into=into, layers=layers)
-        prompt, transfer = self._prompt(spec, piece), Transfer(piece.stop - piece.origin, layers)
-
-        def open_stream() -> LayerStream:
-            return self._client._get_layers(prompt, layers, None, into, verify=False)
-
-        start_thread(lambda: transfer.run(open_stream), "kvstore-transfer")
+        transfer = self._asked(piece, spec, layers, into)
+        if transfer.token_count < piece.stop - piece.origin:
+            transfer.cancel(self._timeout_s)
+            raise DataLoss(f"a segment was lost since it was looked up: {transfer.reason.name}")
         return transfer
 
-    def _prompt(self, spec: ModelSpec, piece: Piece) -> Prompt:
-        """What a piece is stored under."""
+    def _asked(
+        self, piece: Piece, spec: ModelSpec, layers: tuple[int, ...], into: Any, hidden_layers: tuple[int, ...] = ()
+    ) -> Transfer:
+        """Fetch by tokens what a piece is stored under."""
+        if not piece.is_standalone:
+            return self._client.start_fetch_prefix(
+                spec, self._tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=self._extras
+            )
         whole = Prompt.of(spec, self._tokens, self._extras, Exactness.EXACT)
-        return segment_prompt(whole, range(piece.origin, piece.end), Exactness.EXACT) if piece.is_standalone else whole
+        segment = segment_prompt(whole, range(piece.origin, piece.end), Exactness.EXACT)
+        return self._client.start_fetch_segment(
+            spec, segment.tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=segment.extras
+        )

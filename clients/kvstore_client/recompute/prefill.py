@@ -2,8 +2,8 @@
 computed. Planned in the client, over lookups and fetches.
 
 A prompt's exact prefix comes first and is never touched. Behind it segments may follow that were computed alone, or a
-sibling's cache of the same tokens, with E of the transition layer fetched before anything else. Whatever does not come
-is computed: the answer says so.
+sibling's cache of the same tokens, with E of the transition layer asked for before anything else and waited for where
+it is needed. Whatever does not come is computed: the answer says so.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Side:
-    """One model of a profile. ``regime``: hex fingerprint of its spec without name, chunk size and tokenizer, which say
-    nothing about its caches' worth: architecture, rope, dtypes and weights."""
+    """One model of a profile. ``regime``: hex fingerprint of its spec without name, chunk size, tokenizer and form, which
+    say nothing about its caches' worth: architecture, rope, dtypes and weights."""
 
     model_id: str
     weights_digest: str
@@ -34,7 +34,7 @@ class Side:
 
     @staticmethod
     def of(spec: ModelSpec) -> Side:
-        plain = replace(spec, model_id="any", chunk_tokens=1, tokenizer_digest="")
+        plain = replace(spec, model_id="any", chunk_tokens=1, tokenizer_digest="", keeps_e=False)
         return Side(spec.model_id, spec.weights_digest, fingerprint(plain, plain.kind).hex())
 
 

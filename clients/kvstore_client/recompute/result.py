@@ -34,7 +34,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the time went, in seconds. ``prepare_s``: before the first layer: asking what is there, and E.
+    """Where the time went, in seconds. ``prepare_s``: before the first layer: asking what is there.
     ``layers``: in the order they were computed; the suffix's look ahead first."""
 
     total_s: float = 0.0

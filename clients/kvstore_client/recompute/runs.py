@@ -92,8 +92,14 @@ def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_cou
 def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
     """Whether a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
 
-    Raises: InvalidRequest naming the first field that differs.
+    Raises: InvalidRequest naming the first field that differs, and for a sender that keeps E: its K and V would need
+    its own weights.
     """
+    if sender.keeps_e:
+        raise InvalidRequest(
+            f"sender {sender.model_id!r} keeps E in the place of KV (keeps_e), which only its own weights project: "
+            "name a spec under which KV of it is stored"
+        )
     pairs = [
         (name, getattr(receiver, name), getattr(sender, name))
         for name in (

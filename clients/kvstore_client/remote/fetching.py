@@ -214,6 +214,7 @@ class RemoteLanding:
         self._on_copied = on_copied
         wanted = prefix.wanted
         self.layers: list[list[Future[Any]]] = [[] for _ in wanted.layers]
+        self.jobs: list[Future[Any]] = []
         """Copies that run beside: none."""
         self._stop = prefix.stop
         slabs = layout_of(wanted.spec, wanted.spec.kind, 1).slab_of_layer
@@ -292,6 +293,9 @@ class RemoteLanding:
     def has_landed(self, position: int) -> bool:
         """Whether all of a layer has been copied."""
         return not any(missing for key, missing in self._missing.items() if position in self._positions.get(key, ()))
+
+    def forget(self) -> None:
+        """There is nothing to let go of."""
 
     def finish(self, timeout_s: float) -> None:
         """Nothing runs beside."""

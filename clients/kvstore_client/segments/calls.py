@@ -17,6 +17,7 @@ from kvstore_client.prompt import PageHashes, Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.segments.runs import SegmentMatch, runs_of, segment_prompt
+from kvstore_client.wanted import Wanted
 
 
 class SegmentCalls(ABC):
@@ -31,17 +32,11 @@ class SegmentCalls(ABC):
         """The client's."""
 
     @abstractmethod
-    def _get(
-        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
-        hidden_layers: Sequence[int], into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
-    ) -> FetchedKV:  # fmt: skip
+    def _get(self, prompt: Prompt, wanted: Wanted, into: Any) -> FetchedKV:
         """The client's."""
 
     @abstractmethod
-    def _get_layers(
-        self, prompt: Prompt, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
-        into: Sequence[tuple[Any, Any]] | Paged | None, verify: bool,
-    ) -> LayerStream:  # fmt: skip
+    def _stream(self, prompt: Prompt, wanted: Wanted, into: Any) -> LayerStream:
         """The client's."""
 
     def store_segment(
@@ -73,7 +68,7 @@ class SegmentCalls(ABC):
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
         hidden_layers: Sequence[int] = (),
-        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        into: Sequence[Any] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
@@ -81,7 +76,7 @@ class SegmentCalls(ABC):
         """A document's cache as it was computed, alone: K is rotated for positions 0, 1, ... As much of its beginning
         as is stored; everything else as in ``fetch``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness)
-        found = self._get(prompt, layers, heads, hidden_layers, into, verify)
+        found = self._get(prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
         if prompt.digests and found.token_count == prompt.token_count:
             self._learn(prompt)
         return found
@@ -93,14 +88,15 @@ class SegmentCalls(ABC):
         *,
         layers: Sequence[int] | None = None,
         heads: range | tuple[int, int] | None = None,
-        into: Sequence[tuple[Any, Any]] | Paged | None = None,
+        into: Sequence[Any] | Paged | None = None,
         extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
         verify: bool = False,
     ) -> LayerStream:
         """Like ``fetch_segment``, layer by layer, as ``fetch_layers`` does. Its ``token_count`` says at once how much
         of the document is there."""
-        return self._get_layers(Prompt.segment(spec, tokens, extras, exactness), layers, heads, into, verify)
+        prompt = Prompt.segment(spec, tokens, extras, exactness)
+        return self._stream(prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
 
     def find_segments(self, spec: ModelSpec, tokens: Any) -> list[range]:
         """Where documents that this client stored, fetched or looked up stand in a text, for ``lookup(segments=)``.
