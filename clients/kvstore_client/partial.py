@@ -76,10 +76,11 @@ class PartialPrefillCalls:
     ) -> PartialPrefill:
         """A prompt's cache and the logits of its last ``logit_count`` tokens, from what the sidecar has and what the
         runner computes: the model's own exact prefix, and behind it, as ``recompute`` says, its ``segments`` (runs
-        (start, stop) of the prompt) that were stored with ``store_segment``, or what a sibling model left of the same
-        tokens, of those named in ``senders``; whoever has the most. None: decided for you: the cheapest setting that a
-        profile of these weights has at the ``gate``'s floor; without one, exact reuse or a plain prefill. Some of these
-        requests are checked: prefilled in full as well, which is then the answer.
+        (start, stop) of the prompt) that were stored with ``store_segment``, and where there are none of these, what a
+        sibling model left of the same tokens, the one of those named in ``senders`` that has the most. None: decided
+        for you: the cheapest setting that a profile of these weights has at the ``gate``'s floor; without one, exact
+        reuse or a plain prefill. Segments and a sibling's cache are then mixed when one profile's setting computes all
+        that the other's does. Some of these requests are checked: prefilled in full as well, which is then the answer.
 
         What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says what the
         cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in full.

@@ -102,6 +102,13 @@ class Recompute:
         """Whether the suffix is asked before anything is chosen: then every layer is loaded before it is computed."""
         return self.chooses and self.selector in LOOKING_AHEAD
 
+    def covers(self, other: Recompute) -> bool:
+        """Whether it computes at least what the other does: as many layers for all, and no fewer tokens beyond them,
+        chosen in the same way."""
+        group = self.first_layer <= other.first_layer and self.last_layer >= other.last_layer
+        how = (self.selector, self.metric, self.gradual) == (other.selector, other.metric, other.gradual)
+        return group and self.ratio >= other.ratio and (how or not other.ratio)
+
     def check(self, layer_count: int) -> None:
         """Raises: InvalidRequest for layers that a model of so many does not have."""
         if self.last_layer >= layer_count or self.first_layer >= layer_count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,13 +112,14 @@ def _as_lost() -> Iterator[None]:
 
 
 def places(
-    planes: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[int, ...], token_start: int
+    planes: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[int, ...], wanted: Sequence[range], *, is_last: bool
 ) -> list[tuple[Any, Any]] | Paged:
-    """Where a fetch of a prompt's beginning puts these layers, so that tokens before ``token_start`` are left alone."""
+    """Where a fetch puts these layers, so that tokens are left alone that are not ``wanted``. ``is_last``: those behind
+    the last of these need not be, for nothing else lands there."""
     chosen = [planes[layer] for layer in layers]
-    if not token_start:
+    if is_last and len(wanted) == 1 and not wanted[0].start:
         return list(chosen)
-    count = chosen[0][0].shape[1] if chosen else 0
-    slots = torch.arange(count)
-    slots[:token_start] = -1
+    slots = torch.full((chosen[0][0].shape[1] if chosen else 0,), -1)
+    for run in wanted:
+        slots[run.start : run.stop] = torch.arange(run.start, run.stop)
     return Paged([(k[None], v[None]) for k, v in chosen], slots, LAYOUT)

@@ -1,9 +1,9 @@
 """Partial prefill: what the sidecar has of a prompt is fetched and reused, as far as the setting allows, the rest is
 computed. Planned in the client, over lookups and fetches.
 
-A prompt's exact prefix comes first and is never touched. Behind it segments may follow that were computed alone, or a
-sibling's cache of the same tokens, with E of the transition layer asked for before anything else and waited for where
-it is needed. Whatever does not come is computed: the answer says so.
+A prompt's exact prefix comes first and is never touched. Behind it segments may follow that were computed alone, and a
+sibling's cache of the same tokens where there are none of these, with E of the transition layer asked for before
+anything else and waited for where it is needed. Whatever does not come is computed: the answer says so.
 """
 
 from __future__ import annotations
@@ -84,20 +84,23 @@ class Request:
 def partial_prefill(client: Client, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
     """See ``Client.partial_prefill``."""
     started_s = clock.monotonic()
-    plan, result, permit, prepared_s = _reused(client, request, timeout_s, clock)
-    if permit and result.exactness is not Exactness.EXACT and client.gate.is_due(permit):
+    plan, result, permits, prepared_s = _reused(client, request, timeout_s, clock)
+    lossy_by = () if result.exactness is Exactness.EXACT else permits
+    due = [client.gate.is_due(permit) for permit in lossy_by]  # each is asked once per request
+    if any(due):
         lossy = result.logits[-1].clone()
         del result  # one cache at a time
         result = request.computed((), None, clock)
-        plan = Plan(len(request.tokens), reason=client.gate.checked(permit, result.logits[-1], lossy))
+        told = [client.gate.checked(permit, result.logits[-1], lossy) for permit in permits]
+        plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
     timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
     return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
 
 
 def _reused(
     client: Client, request: Request, timeout_s: float, clock: Clock
-) -> tuple[Plan, Recomputed, Permit | None, float]:
-    """The prompt with what is there of it; by which permit, if the gate was asked; and when computing began."""
+) -> tuple[Plan, Recomputed, tuple[Permit, ...], float]:
+    """The prompt with what is there of it; by which permits, if the gate was asked; and when computing began."""
     try:
         return _attempted(client, request, timeout_s, clock)
     except LOST as error:
@@ -106,12 +109,12 @@ def _reused(
         without_frames(error)
     # Only now: the spoiled cache is gone with the error's frames, and there is one at a time.
     prepared_s = clock.monotonic()
-    return Plan(len(request.tokens), reason=reason), request.computed((), None, clock), None, prepared_s
+    return Plan(len(request.tokens), reason=reason), request.computed((), None, clock), (), prepared_s
 
 
 def _attempted(
     client: Client, request: Request, timeout_s: float, clock: Clock
-) -> tuple[Plan, Recomputed, Permit | None, float]:
+) -> tuple[Plan, Recomputed, tuple[Permit, ...], float]:
     fetching = Fetching(
         client, request.runner, request.tokens, request.extras, request.reusable_token_count, timeout_s
     )  # fmt: skip
@@ -123,4 +126,4 @@ def _attempted(
     except BaseException:
         fetching.close()
         raise
-    return plan, result, fetching.permit, prepared_s
+    return plan, result, fetching.permits, prepared_s
