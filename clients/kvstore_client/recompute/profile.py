@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Side:
-    """One model of a profile. ``regime``: hex fingerprint of its spec without name, chunk size, tokenizer and form, which
-    say nothing about its caches' worth: architecture, rope, dtypes and weights."""
+    """One model of a profile. ``regime``: hex fingerprint of its spec without name, chunk size, tokenizer and form,
+    which say nothing about its caches' worth: architecture, rope, dtypes and weights."""
 
     model_id: str
     weights_digest: str
