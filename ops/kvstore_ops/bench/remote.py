@@ -8,8 +8,10 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +23,7 @@ from kvstore.remote.door import OPTIONS as SERVER_OPTIONS
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import data_message, split_message
 from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.lookup import cpu_seconds
 from kvstore_ops.bench.result import Result, quartiles, show
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
@@ -49,14 +52,30 @@ async def serve() -> None:
 
 
 @contextmanager
-def bare_server() -> Iterator[str]:
-    """Its address, in a process of its own as the remote plane is."""
+def bare_server() -> Iterator[tuple[str, int]]:
+    """Its address and its process id: it has a process of its own, as the remote plane has."""
     command = [sys.executable, "-m", "kvstore_ops.bench.remote"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
+        yield f"127.0.0.1:{int(process.stdout.readline())}", process.pid
         process.stdin.close()
+
+
+def _with_children(pid: int) -> list[int]:
+    """A process and those it started: the sidecar, and the remote plane's."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def _both_ends(action: Callable[[], None], server: list[int]) -> tuple[float, float]:
+    """Seconds that pass, and seconds of processors that this process and the server's spend."""
+
+    def spent() -> float:
+        return time.process_time() + sum(map(cpu_seconds, server))
+
+    before = spent()
+    passed = shared.timed(action)
+    return passed, spent() - before
 
 
 def run(scale: str) -> Result:
@@ -67,10 +86,9 @@ def run(scale: str) -> Result:
     into = shared.tensors(spec, count)
     byte_count = sum(k.nbytes + v.nbytes for k, v in into)
     capacity = "64 MiB" if scale == "tiny" else "1 GiB"
-    ours: list[float] = []
-    limits: list[float] = []
+    pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
     stores: list[float] = []
-    with Sidecar("--capacity", capacity, plane="remote") as sidecar, bare_server() as address:
+    with Sidecar("--capacity", capacity, plane="remote") as sidecar, bare_server() as (address, bare_pid):
         sidecar.wait_prefaulted()
         with (
             connect(sidecar.address, token=TOKEN, timeout_s=60.0) as client,
@@ -88,9 +106,11 @@ def run(scale: str) -> Result:
 
             fetch()
             limit()
+            server = _with_children(sidecar.pid)
             for _ in range(shared.RUNS[scale]):
-                limits.append(shared.timed(limit))
-                ours.append(shared.timed(fetch))
+                pairs.append((_both_ends(limit, [bare_pid]), _both_ends(fetch, server)))
+    limits, ours = ([pair[side][0] for pair in pairs] for side in (0, 1))
+    bare_s, spent_s = (statistics.mean(pair[side][1] for pair in pairs) for side in (0, 1))
     ratios = [each / mine for each, mine in zip(limits, ours, strict=True)]
     ratio = statistics.median(ratios)
     rate, limit_rate = byte_count / statistics.median(ours), byte_count / statistics.median(limits)
@@ -99,6 +119,7 @@ def run(scale: str) -> Result:
         [
             ("fetch, verified", f"{rate / 1e9:.2f} GB/s, {ratio:.3f} of the bare stream"),
             ("bare gRPC stream", f"{limit_rate / 1e9:.2f} GB/s"),
+            ("processor time at both ends", f"{spent_s * 1e3:.0f} ms, the bare stream {bare_s * 1e3:.0f} ms"),
             ("store, first and committed", f"{byte_count / stores[0] / 1e9:.2f} GB/s"),
         ],
     )
@@ -107,7 +128,8 @@ def run(scale: str) -> Result:
         met=ratio >= TARGET, runs=len(ours), spread=quartiles(ratios),
         conditions={
             "scale": scale, "bytes": byte_count, "message_bytes": MESSAGE_BYTES, "tls": False, "verified": True,
-            "processors": os.cpu_count(), "store_bytes_per_s": byte_count / stores[0],
+            "processors": os.cpu_count(), "processor_s": spent_s, "bare_processor_s": bare_s,
+            "store_bytes_per_s": byte_count / stores[0],
         },
     )  # fmt: skip
 
