@@ -26,15 +26,14 @@ class ReceivedChunk:
 
     def take(self, strips: Strips) -> bool:
         """Whether they are the next of it, and what its header says."""
-        slab = self.layout.slabs[0]
-        if strips.first != self._strip_count or not strips.is_intact():
+        slab, place = self.layout.slabs[0], strips.place
+        if place.first != self._strip_count or not strips.is_intact():
             return False
         if not self._strip_count:
             self._memory = destination(slab.byte_count)
-        start, last = int(self.layout.strip_offsets[strips.first]), strips.stop - 1
-        stop = int(self.layout.strip_offsets[last] + self.layout.strip_lengths[last])
-        self._memory[start:stop] = strips.memory[: stop - start]
-        self._strip_count = strips.stop
+        start, size = int(self.layout.strip_offsets[place.first]), place.spans[-1][1]
+        self._memory[start : start + size] = strips.memory[:size]
+        self._strip_count = place.stop
         return True
 
     @property
