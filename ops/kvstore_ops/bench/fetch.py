@@ -19,12 +19,18 @@ TARGET = 0.90
 VERIFY_TARGET = 0.65
 
 
-def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The copies a fetch makes, as (target, source), in the mapped memory itself."""
+def ask(client: Client, spec: Any, tokens: Any) -> Prefix:
+    """What a fetch does before its first copy: the call, and the chunks' headers."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
     assert isinstance(prefix, Prefix)
+    return prefix
+
+
+def limit_pairs(client: Client, spec: Any, tokens: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The copies a fetch makes, as (target, source), in the mapped memory itself."""
+    prefix = ask(client, spec, tokens)
     pairs = []
     for layer in range(spec.layer_count):
         planes = [raw(plane) for plane in into[layer]]
@@ -55,19 +61,22 @@ def run(scale: str) -> Result:
         first = first_fetch_seconds(sidecar.address, scale)
         fetch()
         shared.copy_seconds(copier, pairs)
-        ours, limits, verified = [], [], []
+        ours, limits, verified, asked = [], [], [], []
+        held: list[Prefix] = []
         for _ in range(shared.RUNS[scale]):
             limits.append(shared.copy_seconds(copier, pairs))
             ours.append(shared.timed(fetch))
             verified.append(shared.timed(lambda: fetch(verify=True)))
+            asked.append(shared.timed(lambda: held.append(ask(client, spec, tokens))))
+            held.pop().close()
         paged_ratio, paged_rate = measure_pages(client, spec, tokens, copier, shared.RUNS[scale])
         one_thread = min(shared.copy_seconds(Copier(_one()), pairs) for _ in range(2))
     copier.close()
     ratios = [limit / mine for limit, mine in zip(limits, ours, strict=True)]
     verify_ratios = [limit / mine for limit, mine in zip(limits, verified, strict=True)]
     ratio, verify_ratio = statistics.median(ratios), statistics.median(verify_ratios)
-    rate = byte_count / statistics.median(ours)
-    limit = byte_count / statistics.median(limits)
+    rate, limit = (byte_count / statistics.median(each) for each in (ours, limits))
+    asked_s, copy_s = statistics.median(asked), statistics.median(limits)
     memcpy = shared.one_call_copy_bytes_per_s(byte_count)
     show(
         f"fetch: {byte_count >> 20} MiB, {len(ours)} pairs",
@@ -76,6 +85,7 @@ def run(scale: str) -> Result:
             ("fetch --verify", f"{byte_count / statistics.median(verified) / 1e9:.2f} GB/s, {verify_ratio:.3f}"),
             ("into pages of 16, in random order", f"{paged_rate / 1e9:.2f} GB/s, {paged_ratio:.3f} of these copies"),
             ("fetch --first (fresh client process)", f"{byte_count / first / 1e9:.2f} GB/s"),
+            ("asking, before the first copy", f"{asked_s * 1e3:.1f} ms: leaves {copy_s / (copy_s + asked_s):.3f}"),
             ("copy limit, 2 threads", f"{limit / 1e9:.2f} GB/s"),
             ("copy limit, 1 thread", f"{byte_count / one_thread / 1e9:.2f} GB/s"),
             ("one-call memcpy", f"{memcpy / 1e9:.2f} GB/s"),
@@ -88,7 +98,7 @@ def run(scale: str) -> Result:
         spread=quartiles(ratios),
         conditions={
             "scale": scale, "bytes": byte_count, "warm": True, "copy_threads": 2, "verify_ratio": verify_ratio,
-            "paged_ratio": paged_ratio, "paged_bytes_per_s": paged_rate,
+            "paged_ratio": paged_ratio, "asked_s": asked_s, "paged_bytes_per_s": paged_rate,
             "first_bytes_per_s": byte_count / first, "memcpy_bytes_per_s": memcpy,
             "one_thread_bytes_per_s": byte_count / one_thread,
         },
