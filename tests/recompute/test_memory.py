@@ -47,8 +47,8 @@ def allowed_bytes(setting: Recompute) -> int:
 
 
 SETTINGS = [
-    Recompute.reuse(), Recompute.cacheblend(1, 0.15), Recompute(0, -1, 0.2, "first"), Recompute.droidspeak(1, 2),
-    Recompute(1, 1, 0.2), Recompute(0, -1, 0.2, "suffix_attention"), Recompute.full(LAYERS),
+    Recompute.reuse(), Recompute.cacheblend(1, 0.15), Recompute.droidspeak(1, 2),
+    Recompute(0, -1, 0.2, "suffix_attention"), Recompute.full(LAYERS),
 ]  # fmt: skip
 
 
