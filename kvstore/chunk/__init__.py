@@ -21,13 +21,17 @@ from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_
 from kvstore.chunk.header import ChunkHeader, pack_header, parse_header, write_mark
 from kvstore.chunk.layout import ChunkLayout, Slab, layout_of
 from kvstore.chunk.parts import Part, slab_parts
+from kvstore.chunk.strips import Run, StripRun, are_right, slab_runs, strip_run
 
 __all__ = [
     "ChunkHeader",
     "ChunkLayout",
     "EncodedChunk",
     "Part",
+    "Run",
     "Slab",
+    "StripRun",
+    "are_right",
     "checksum_strips",
     "decode_slab",
     "encode_chunk",
@@ -37,7 +41,9 @@ __all__ = [
     "raw_header",
     "slab_parts",
     "slab_range",
+    "slab_runs",
     "stored_bytes",
+    "strip_run",
     "strip_seeds",
     "verify_slab",
     "write_mark",

@@ -22,18 +22,23 @@ CHECKSUM_BYTES = 16
 Checksums = NDArray[np.uint8]
 
 
+def strip_key(storage_key: bytes, write_id: bytes) -> bytes:
+    """What the seeds of one write of a chunk are derived from."""
+    return blake3(b"kvstore/strips/1\0" + storage_key + write_id).digest()
+
+
+def seeds_of(key: bytes, layers: NDArray[np.int32], heads: NDArray[np.int32]) -> list[int]:
+    """One seed per (layer, head), by a digest of the two keyed with ``strip_key``. Cost: about 1.5 us each."""
+    pairs = zip(layers.tolist(), heads.tolist(), strict=True)
+    pack, unpack = struct.Struct("<ii").pack, struct.Struct("<Q").unpack
+    return [unpack(blake3(pack(layer, head), key=key).digest(8))[0] for layer, head in pairs]
+
+
 def strip_seeds(
     storage_key: bytes, layout: ChunkLayout, write_id: bytes, first: int = 0, stop: int | None = None
 ) -> list[int]:
-    """One seed per strip of the chunk, or of strips ``first .. stop``. Cost: about 1.5 us each.
-
-    The digest of (storage key, write id) is extended per (layer, head) by a keyed digest.
-    """
-    key = blake3(b"kvstore/strips/1\0" + storage_key + write_id).digest()
-    layers, heads = layout.strip_layers[first:stop].tolist(), layout.strip_heads[first:stop].tolist()
-    pairs = zip(layers, heads, strict=True)
-    pack, unpack = struct.Struct("<ii").pack, struct.Struct("<Q").unpack
-    return [unpack(blake3(pack(layer, head), key=key).digest(8))[0] for layer, head in pairs]
+    """One seed per strip of the chunk, or of strips ``first .. stop``."""
+    return seeds_of(strip_key(storage_key, write_id), layout.strip_layers[first:stop], layout.strip_heads[first:stop])
 
 
 def checksum_strips(

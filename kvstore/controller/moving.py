@@ -1,5 +1,5 @@
-"""The byte movers' job: staging to arena, checksummed. Runs on worker threads, touches only extents and checksum
-rows that a reservation owns. Staging is read once: the checksum is of the arena's copy."""
+"""The byte movers' job: staging to arena, checksummed. It touches only extents that a reservation owns. Staging is read
+once: the checksum is of the arena's copy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from kvstore.arena import Placement
-from kvstore.chunk import ChunkHeader, ChunkLayout, strip_seeds
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, strip_run
 from kvstore.seams.memory import Bytes
 
 JOB_BYTES = 8 << 20
-"""Large enough for memcpy's streaming stores (twice the rate of short copies), small enough to share."""
+"""Large enough for what a job costs to be told of, small enough to share."""
+PART_BYTES = 1 << 20
+"""What is copied before it is checksummed: long enough for memcpy's streaming stores, short enough for the cache."""
+CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Strips ``first .. stop`` of a chunk, back to back in ``source`` and in ``target``. The rows of
-    ``header.checksums`` [strips, 16] that belong to them are written."""
+    """Strips ``first .. stop`` of a chunk, back to back in ``source`` and in ``target``."""
 
     layout: ChunkLayout
     header: ChunkHeader
@@ -30,8 +31,20 @@ class Move:
     target: Bytes
 
     @property
-    def byte_count(self) -> int:
-        return int(self.target.size)
+    def job(self) -> tuple[StripRun, Bytes, Bytes]:
+        """What ``move`` is called with."""
+        header = self.header
+        return (
+            strip_run(self.layout, header.storage_key, header.write_id, self.first, self.stop),
+            self.source,
+            self.target,
+        )
+
+    def moved(self, rows: bytes) -> int:
+        """``rows`` are what ``move`` found: they are the header's from now on. Returns the bytes checksummed."""
+        found = np.frombuffer(rows, np.uint8).reshape(-1, CHECKSUM_BYTES)
+        self.header.checksums[self.first : self.stop] = found
+        return int(self.layout.strip_lengths[self.first : self.stop].sum(dtype=np.uint64))
 
 
 def moves_of(
@@ -70,22 +83,7 @@ def _end_of(layout: ChunkLayout, slab_index: int, stop: int) -> int:
     return int(layout.strip_offsets[stop])
 
 
-def move(each: Move) -> int:
-    """Copy, then checksum the copy. Returns the bytes checksummed. Alignment gaps get zeros, whatever the client
-    left there: copies of a chunk are the same to the byte."""
-    layout, header = each.layout, each.header
-    seeds = strip_seeds(header.storage_key, layout, header.write_id, each.first, each.stop)
-    base = int(layout.strip_offsets[each.first])
-    offsets = layout.strip_offsets[each.first : each.stop].astype(np.int64) - base
-    ends = offsets + layout.strip_lengths[each.first : each.stop]
-    # The last gap lies outside what the client had to stage: it may be missing from the source.
-    np.copyto(each.target[: each.source.size], each.source)
-    nexts = np.append(offsets[1:], each.target.size)
-    for gap in np.flatnonzero(ends < nexts).tolist():
-        each.target[ends[gap] : nexts[gap]] = 0
-    rows = b"".join(
-        xxhash.xxh3_128_digest(each.target[start:end].data, seed)
-        for start, end, seed in zip(offsets.tolist(), ends.tolist(), seeds, strict=True)
-    )
-    header.checksums[each.first : each.stop] = np.frombuffer(rows, np.uint8).reshape(-1, 16)
-    return int((ends - offsets).sum())
+def move(strips: StripRun, source: Bytes, target: Bytes) -> bytes:
+    """Blocking. Copy, and checksum the copy: 16 bytes per strip. Alignment gaps get zeros, whatever the client left
+    there: copies of a chunk are the same to the byte."""
+    return strips.copy(source, target, PART_BYTES)

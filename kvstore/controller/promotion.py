@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import UNPROVEN, Catalog
-from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, pack_header, raw_header, strip_seeds
+from kvstore.chunk import ChunkLayout, Run, pack_header, raw_header, slab_runs
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.residency import Residency
 from kvstore.errors import DataLoss, KVStoreError
@@ -212,8 +212,11 @@ class Promotion:
         """The whole chunk is there: it is memory's from now on."""
         layout, placement = loading.layout, loading.placement
         if stored.header.encoding != "raw":
-            packed = await asyncio.wrap_future(self._workers.submit(_raw_header, stored.header, layout, placement))
-            self._put_header(loading, packed)
+            header = stored.header
+            slabs = range(len(layout.slabs))
+            runs = slab_runs(layout, header.storage_key, header.write_id, slabs, placement.pieces[1:])
+            rows = await asyncio.wrap_future(self._workers.submit(_checksums, runs))
+            self._put_header(loading, pack_header(raw_header(header, [rows]), layout))
             loading.slab_landed(range(len(layout.slabs)))
         self._faults.reach("promotion.finish")
         if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:
@@ -278,10 +281,6 @@ def _groups(loading: Loading) -> list[range]:
     return groups
 
 
-def _raw_header(header: ChunkHeader, layout: ChunkLayout, placement: Placement) -> bytes:
-    """The header that a decoded chunk had before it was encoded."""
-    seeds = strip_seeds(header.storage_key, layout, header.write_id)
-    slabs = range(len(layout.slabs))
-    return pack_header(
-        raw_header(header, [checksum_strips(placement.pieces[1 + slab], layout, slab, seeds) for slab in slabs]), layout
-    )
+def _checksums(runs: Sequence[Run]) -> bytes:
+    """Blocking. 16 bytes per strip, in order."""
+    return b"".join(strips.checksums(data) for data, strips in runs)

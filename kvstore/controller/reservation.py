@@ -31,7 +31,7 @@ class Entry:
     """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
     held: int | None = None
     """The row of a PRESENT or COMMITTED entry: kept until the reservation ends, for the chunks after it."""
-    moving: set[asyncio.Future[int]] = field(default_factory=set)
+    moving: set[asyncio.Future[bytes]] = field(default_factory=set)
     failure: str = ""
     layout: ChunkLayout | None = None
     placement: Placement | None = None

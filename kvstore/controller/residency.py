@@ -16,7 +16,7 @@ from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName
-from kvstore.tiers.nvme import IndexColumns, NvmeTier, aligned
+from kvstore.tiers.nvme import IndexColumns, NvmeTier
 
 CLIMB_COUNT_MAX = 512
 _log = logging.getLogger("kvstore.residency")
@@ -165,8 +165,8 @@ class Residency:
         try:
             stored = await nvme.open(name, residency)
             try:
-                for slab, entry in enumerate(name.layout.slabs):
-                    await stored.read(range(slab, slab + 1), [aligned(entry.byte_count)])
+                for slab in range(len(name.layout.slabs)):
+                    await stored.check(range(slab, slab + 1))
             finally:
                 stored.close()
         except DataLoss:

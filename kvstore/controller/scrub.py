@@ -9,17 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.arena import Arena
+from kvstore.arena import Arena, Placement
 from kvstore.catalog import NOWHERE, Catalog
 from kvstore.chunk import (
     ChunkHeader,
     ChunkLayout,
+    are_right,
     checksum_strips,
     layout_of,
     pack_header,
     parse_header,
+    slab_runs,
     strip_seeds,
-    verify_slab,
 )
 from kvstore.config import PolicySettings
 from kvstore.controller.residency import Residency
@@ -149,12 +150,22 @@ class Scrub:
     async def check_arena(self, row: int) -> bool:
         """Whether memory's copy is what it was. One that is not goes; the device's takes its place at its next use."""
         table = self._catalog.table
-        placement, name = table.arena[row], self._residency.name(row)
-        intact = await asyncio.wrap_future(self._workers.submit(_is_intact, name, list(placement.pieces)))
+        placement = table.arena[row]
+        intact = await self._is_intact(self._residency.name(row), placement)
         if not intact and table.arena.get(row) is placement:
             self._counters.add("scrub_failures")
             self._residency.quarantine_arena(row)
         return intact
+
+    async def _is_intact(self, name: ChunkName, placement: Placement) -> bool:
+        """Whether a chunk's header and every strip are what they should be."""
+        layout, (head, *slabs) = name.layout, placement.pieces
+        try:
+            header = check_header(name, parse_header(head, layout))
+        except DataLoss:
+            return False
+        runs = slab_runs(layout, header.storage_key, header.write_id, range(len(slabs)), slabs)
+        return await asyncio.wrap_future(self._workers.submit(are_right, runs, header.checksums.tobytes()))
 
     async def check_nvme(self, row: int, *, prove: bool = False) -> bool:
         """Whether the device's copy is what it was. One that is not is quarantined, and written again from memory."""
@@ -215,19 +226,6 @@ async def _removed(tier: Tier, place: Place) -> None:
     except BaseException:
         await tier.remove([place])
         raise
-
-
-def _is_intact(name: ChunkName, pieces: list[np.ndarray]) -> bool:
-    """Blocking. Whether a raw chunk's header and every strip are what they should be."""
-    try:
-        header = check_header(name, parse_header(pieces[0], name.layout))
-    except DataLoss:
-        return False
-    seeds = strip_seeds(header.storage_key, name.layout, header.write_id)
-    return all(
-        verify_slab(pieces[1 + slab], name.layout, slab, seeds, header.checksums)
-        for slab in range(len(name.layout.slabs))
-    )
 
 
 def _canary_layout() -> ChunkLayout:

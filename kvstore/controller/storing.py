@@ -85,18 +85,18 @@ class Storing:
                 entry.filled[first : first + count] = False
             raise
         for entry, each_move in moves:
-            job = asyncio.wrap_future(self._workers.submit(move, each_move))
+            job = asyncio.wrap_future(self._workers.submit(move, *each_move.job))
             entry.moving.add(job)
             reservation.busy += 1
             reservation.idle.clear()
-            job.add_done_callback(partial(self._moved, reservation, entry))
+            job.add_done_callback(partial(self._moved, reservation, entry, each_move))
 
-    def _moved(self, reservation: Reservation, entry: Entry, job: asyncio.Future[int]) -> None:
+    def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
         entry.moving.discard(job)
         if job.cancelled() or job.exception() is not None:
             entry.failure = "it was cancelled" if job.cancelled() else str(job.exception())
         else:
-            self._counters.add("store_verified_bytes", job.result())
+            self._counters.add("store_verified_bytes", each_move.moved(job.result()))
         if entry.filling is not None and not entry.moving and not entry.failure:
             entry.filling.moved()
         reservation.busy -= 1

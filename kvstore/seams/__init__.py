@@ -9,8 +9,9 @@ from kvstore.seams.clock import Clock, ManualClock, SystemClock
 from kvstore.seams.disk import Disk, SystemDisk
 from kvstore.seams.faults import FaultPoints
 from kvstore.seams.memory import BytearrayMemory, Mapping, Memory, SystemMemory
+from kvstore.seams.movers import MoverProcesses
 from kvstore.seams.randomness import Random, SeededRandom, SystemRandom
-from kvstore.seams.scheduler import InlineWorkers, SeededWorkers, Workers, WorkerThreads
+from kvstore.seams.scheduler import InlineWorkers, Lender, OwnThreads, SeededWorkers, Workers, WorkerThreads
 from kvstore.seams.secrets import TenantKeys
 from kvstore.seams.simulated_disk import DiskStopped, SimulatedDisk
 from kvstore.seams.simulated_loop import LoopClock, SimulatedLoop, simulate
@@ -22,10 +23,13 @@ __all__ = [
     "DiskStopped",
     "FaultPoints",
     "InlineWorkers",
+    "Lender",
     "LoopClock",
     "ManualClock",
     "Mapping",
     "Memory",
+    "MoverProcesses",
+    "OwnThreads",
     "Random",
     "SeededRandom",
     "SeededWorkers",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Protocol
 
 from kvstore.errors import Unavailable
+
+LOCK_POLL_S = 0.01
 
 
 class Disk(Protocol):
@@ -49,8 +52,8 @@ class Disk(Protocol):
     def file_system(self, directory: Path) -> str:
         """The kind of file system, as the kernel calls it ("ext4"); empty when it cannot be told."""
 
-    def lock(self, descriptor: int) -> bool:
-        """Take the file's exclusive lock without waiting. False when another process holds it."""
+    def lock(self, descriptor: int, wait_s: float = 0.0) -> bool:
+        """Take the file's exclusive lock. False when another process holds it for so long. Blocks."""
 
     def make_directory(self, path: Path) -> None:
         """Create ``path`` with its parents; the leaf is 0700. Raises Unavailable naming the path."""
@@ -116,12 +119,17 @@ class SystemDisk:
             return ""
         return best[1]
 
-    def lock(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def lock(self, descriptor: int, wait_s: float = 0.0) -> bool:
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(LOCK_POLL_S)
+            else:
+                return True
 
     def make_directory(self, path: Path) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from kvstore.errors import Unavailable
 from kvstore.seams.mapping import Bytes as Bytes
 from kvstore.seams.mapping import SharedMap
+from kvstore.seams.scheduler import Lender, OwnThreads
 
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
@@ -59,11 +61,15 @@ class Memory(Protocol):
 
 
 class _MemfdMapping:
-    def __init__(self, name: str, byte_count: int, seals: int) -> None:
+    def __init__(self, name: str, byte_count: int, seals: int, lender: Lender) -> None:
+        self._lender = lender
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, byte_count)
             self._map = SharedMap(self.descriptor, byte_count, writable=True)
+            self._lent = lender.lend_memory(
+                self.descriptor, self._map.bytes, writable=bool(seals & F_SEAL_FUTURE_WRITE)
+            )
             fcntl.fcntl(self.descriptor, F_ADD_SEALS, seals)
         except Unavailable:
             os.close(self.descriptor)
@@ -85,6 +91,7 @@ class _MemfdMapping:
     def close(self) -> None:
         if self.descriptor < 0:
             return
+        self._lender.take_back_memory(self._lent)
         os.close(self.descriptor)
         self.descriptor = -1
         self.bytes = np.empty(0, np.uint8)
@@ -92,13 +99,16 @@ class _MemfdMapping:
 
 
 class SystemMemory:
-    """memfds, mapped and sealed."""
+    """memfds, mapped and sealed. Byte movers write what others only read, and read what others write."""
+
+    def __init__(self, lender: Lender | None = None) -> None:
+        self._lender = lender or OwnThreads()
 
     def read_only_to_others(self, name: str, byte_count: int) -> Mapping:
-        return _MemfdMapping(name, byte_count, READ_ONLY_SEALS)
+        return _MemfdMapping(name, byte_count, READ_ONLY_SEALS, self._lender)
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping:
-        return _MemfdMapping(name, byte_count, FIXED_SIZE_SEALS)
+        return _MemfdMapping(name, byte_count, FIXED_SIZE_SEALS, self._lender)
 
 
 class _BytearrayMapping:
@@ -130,3 +140,15 @@ class BytearrayMemory:
 def descriptor_count() -> int:
     """How many descriptors this process has open. Raises OSError where /proc is not mounted."""
     return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
+
+
+def joined(arrays: Sequence[Bytes]) -> list[Bytes]:
+    """The same memory in as few arrays as it has runs: neighbours that touch become one."""
+    runs: list[tuple[Bytes, int]] = []
+    for each in arrays:
+        if runs and runs[-1][0].base is each.base and runs[-1][0].ctypes.data + runs[-1][1] == each.ctypes.data:
+            runs[-1] = (runs[-1][0], runs[-1][1] + each.size)
+        else:
+            runs.append((each, each.size))
+    as_strided = np.lib.stride_tricks.as_strided
+    return [first if size == first.size else as_strided(first, (size,), (1,)) for first, size in runs]

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Protocol, TypeVar
 
+from kvstore.seams.mapping import Bytes
+
 Result = TypeVar("Result")
 
 
@@ -28,8 +30,42 @@ class Workers(Protocol):
         """Stop taking work, finish what was taken, then return. Idempotent."""
 
 
+class Lender(Protocol):
+    """Lets byte movers use what their jobs name, where they are not threads of this process."""
+
+    def lend(self, descriptor: int) -> int:
+        """What jobs call an open file by, which is its descriptor here. Movers keep it open, and its lock held, until
+        it is taken back. Raises Unavailable."""
+
+    def take_back(self, descriptor: int) -> None:
+        """Before the descriptor is closed: no job names it any more."""
+
+    def lend_memory(self, descriptor: int, memory: Bytes, *, writable: bool) -> int:
+        """Have a shared mapping of ours mapped by the movers, too. Returns a number to take it back by. Raises
+        Unavailable."""
+
+    def take_back_memory(self, number: int) -> None:
+        """No job names it any more."""
+
+
+class OwnThreads:
+    """For movers that are threads of this process: they have what it has."""
+
+    def lend(self, descriptor: int) -> int:
+        return descriptor
+
+    def take_back(self, descriptor: int) -> None:
+        return None
+
+    def lend_memory(self, descriptor: int, memory: Bytes, *, writable: bool) -> int:
+        return 0
+
+    def take_back_memory(self, number: int) -> None:
+        return None
+
+
 MOVER_NICE = 5
-"""Byte movers yield to the thread that answers: under full load a lookup waits a third less, and they move as much."""
+"""Byte movers yield to the thread that answers, and move as much."""
 
 
 class WorkerThreads:

@@ -197,7 +197,7 @@ class SimulatedDisk:
             capacity_bytes = UNBOUNDED_BYTES if self._capacity_bytes is None else self._capacity_bytes
             return max(0, capacity_bytes - self._taken_bytes())
 
-    def lock(self, descriptor: int) -> bool:
+    def lock(self, descriptor: int, wait_s: float = 0.0) -> bool:
         opened = self._find(descriptor)
         with self._call("lock", opened.path, is_step=False):
             opened.file.locked_by = opened.file.locked_by or descriptor

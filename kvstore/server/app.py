@@ -8,11 +8,21 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 
 from kvstore import __version__
 from kvstore.config import LoadedSettings
 from kvstore.errors import KVStoreError
-from kvstore.seams import FaultPoints, SystemClock, SystemDisk, SystemMemory, SystemRandom, TenantKeys, WorkerThreads
+from kvstore.seams import (
+    FaultPoints,
+    MoverProcesses,
+    SystemClock,
+    SystemDisk,
+    SystemMemory,
+    SystemRandom,
+    TenantKeys,
+    WorkerThreads,
+)
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.metrics import start_metrics
 from kvstore.server.publishing import open_publisher
@@ -40,30 +50,32 @@ def serve(loaded: LoadedSettings) -> int:
     os.umask(0o077)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    keys = read_keys(settings.tenants)
     disk = SystemDisk()
     lock = prepare(settings, disk)
+    movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
-        asyncio.run(_run(loaded, keys, disk))
+        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers))
         close_again(settings)
     except* KVStoreError as group:
         raise group.exceptions[0] from group
     finally:
+        movers.close()
         disk.close(lock)
     return 0
 
 
-async def _run(loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk) -> None:
+async def _run(loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses) -> None:
     settings = loaded.settings
     clock = SystemClock()
-    workers = WorkerThreads(MOVER_COUNT, "mover", nice=MOVER_NICE)
+    workers = movers.lane("mover", MOVER_COUNT, nice=MOVER_NICE)
     background = WorkerThreads(1, "prefault", nice=19)
     world = World(
-        clock=clock, random=SystemRandom(), memory=SystemMemory(), disk=disk, faults=_faults(), workers=workers,
-        prefaulting=background,
+        clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
+        prefaulting=background, movers=movers,
     )  # fmt: skip
     tenants = [Tenant(loaded.of_tenant(name), keys[name], world) for name in settings.tenant_names]
     stopping, loop = _told_to_stop(), asyncio.get_running_loop()
+    movers.watch(partial(_leave_now, tenants, "a byte mover ended: leaving, as after a crash", 1))
     _claim(tenants)
     publisher = open_publisher(settings.events, tenants[0].controller, clock)
     controllers = {tenant.name: tenant.controller for tenant in tenants}
@@ -117,7 +129,7 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     # What waits for the device ends when the device lets it go, and that may be never.
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
-        _leave_now(tenants)
+        _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
     ends += await asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     for end in ends:
         if end is not None:
@@ -149,14 +161,14 @@ def _faults() -> FaultPoints:
     return faults
 
 
-def _leave_now(tenants: list[Tenant]) -> None:
-    """The device answers nobody, and a thread that waits for it cannot be ended: end the process as a crash would,
-    which costs the next start a look at the headers."""
-    _log.error("the device does not answer: leaving without its snapshot")
+def _leave_now(tenants: list[Tenant], reason: str, status: int) -> None:
+    """There is work that cannot be brought to its end: end the process as a crash would, which costs the next start a
+    look at the headers."""
+    _log.error(reason)
     for tenant in tenants:
         tenant.sockets.remove()
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 class _Stopped(Exception):

@@ -1,11 +1,11 @@
-"""The device tier on the real world: directory, files, threads of its own."""
+"""The device tier on the real world: directory, files, workers of its own."""
 
 from __future__ import annotations
 
 import logging
 
 from kvstore.config import NvmeSettings
-from kvstore.seams import Clock, Disk, FaultPoints, Workers, WorkerThreads
+from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.spec import Encoding
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
@@ -14,13 +14,19 @@ COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 _log = logging.getLogger("kvstore.nvme")
 
 
+KEEPER_COUNT = 4
+
+
 def open_nvme(
-    settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: Workers, owner: str = ""
-) -> NvmeTier:
-    """The tier, not recovered yet; ``movers`` check what it reads, ``owner`` is Directory's.
+    settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: MoverProcesses | None = None,
+    owner: str = "",
+) -> NvmeTier:  # fmt: skip
+    """The tier, not recovered yet; its bytes are moved by ``movers``, or by threads of this process. ``owner`` is
+    Directory's.
 
     Raises: FutureFormat, ForeignDirectory; Unavailable, OSError when the directory cannot be had."""
-    directory = Directory(settings.directory, disk, faults, owner)
+    lender = movers or OwnThreads()
+    directory = Directory(settings.directory, disk, faults, owner, lender)
     kind = disk.file_system(settings.directory)
     if kind in COPY_ON_WRITE:
         _log.warning(
@@ -31,12 +37,16 @@ def open_nvme(
     io = PosixIO(disk)
     regions = Regions(
         settings.directory, disk, io, faults,
-        capacity_bytes=settings.capacity_bytes, region_bytes=settings.region_bytes,
+        capacity_bytes=settings.capacity_bytes, region_bytes=settings.region_bytes, lender=lender,
     )  # fmt: skip
     return NvmeTier(
         directory, regions, disk=disk, io=io, clock=clock, faults=faults,
-        readers=WorkerThreads(settings.reader_count, "nvme-read", nice=MOVER_NICE),
-        writers=WorkerThreads(settings.writer_count, "nvme-write", nice=MOVER_NICE),
-        checkers=movers,
+        readers=_workers(movers, "nvme-read", settings.reader_count),
+        writers=_workers(movers, "nvme-write", settings.writer_count),
+        keepers=WorkerThreads(KEEPER_COUNT, "nvme-keep", nice=MOVER_NICE),
         encoding=Encoding.LZ4 if settings.encoding == "lz4" else Encoding.RAW,
     )  # fmt: skip
+
+
+def _workers(movers: MoverProcesses | None, name: str, count: int) -> Workers:
+    return movers.lane(name, count, nice=MOVER_NICE) if movers else WorkerThreads(count, name, nice=MOVER_NICE)

@@ -18,7 +18,7 @@ from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import Clock, Disk, FaultPoints, Memory, Random, TenantKeys, Workers
+from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
 from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.rpc import register
@@ -44,6 +44,7 @@ class World:
     faults: FaultPoints
     workers: Workers
     prefaulting: Workers
+    movers: MoverProcesses
 
 
 class Tenant:
@@ -100,7 +101,7 @@ class Tenant:
         keys = self.controller.keys
         owner = "" if keys == TenantKeys() else keys.digest.hex()
         try:
-            tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.workers, owner)
+            tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
             await self.controller.attach(tier)
         except (FutureFormat, ForeignDirectory):
             raise

@@ -14,7 +14,6 @@ from kvstore.seams import (
     Clock,
     Disk,
     FaultPoints,
-    InlineWorkers,
     LoopClock,
     SeededRandom,
     SeededWorkers,
@@ -153,14 +152,15 @@ class ArenaStand(Stand):
 def nvme_tier(
     disk: Disk, home: Path, clock: Clock, readers: Workers, writers: Workers, *, capacity_bytes: int = CAPACITY_BYTES,
     region_bytes: int = REGION_BYTES, encoding: Encoding = Encoding.RAW, faults: FaultPoints | None = None,
+    keepers: Workers | None = None,
 ) -> NvmeTier:  # fmt: skip
     """An NVMe tier, not recovered yet."""
     faults = faults or FaultPoints()
     directory, io = Directory(home, disk, faults), PosixIO(disk)
     regions = Regions(home, disk, io, faults, capacity_bytes=capacity_bytes, region_bytes=region_bytes)
     return NvmeTier(
-        directory, regions, disk=disk, io=io, readers=readers, writers=writers, checkers=InlineWorkers(),
-        clock=clock, faults=faults, encoding=encoding,
+        directory, regions, disk=disk, io=io, readers=readers, writers=writers, keepers=keepers or readers, clock=clock,
+        faults=faults, encoding=encoding,
     )  # fmt: skip
 
 

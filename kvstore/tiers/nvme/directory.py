@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
 from kvstore.keys import DIGEST_BYTES
-from kvstore.seams import Disk, FaultPoints
+from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.spec import Exactness, Provenance
 
 FORMAT = 1
@@ -27,6 +27,8 @@ _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 FILE_BYTES_MAX = 1 << 40
+LOCK_WAIT_S = 2.0
+"""Byte movers of a server that was killed hold its lock until their last request is through."""
 SpaceName = tuple[bytes, Provenance, Exactness]
 
 
@@ -50,9 +52,13 @@ class IndexColumns:
 class Directory:
     """An open directory. Only ``open_directory`` makes one, and it changes nothing before all checks have passed."""
 
-    def __init__(self, path: Path, disk: Disk, faults: FaultPoints, owner: str = "") -> None:
-        """``owner`` tells a tenant's directory from another's; the default tenant has none."""
+    def __init__(
+        self, path: Path, disk: Disk, faults: FaultPoints, owner: str = "", lender: Lender | None = None
+    ) -> None:
+        """``owner`` tells a tenant's directory from another's; the default tenant has none. Byte movers share the lock:
+        nobody else may use the directory while one of theirs still writes to it."""
         self.path = path
+        self._lender = lender or OwnThreads()
         self._owner = owner
         self._disk = disk
         self._faults = faults
@@ -61,9 +67,10 @@ class Directory:
         disk.make_directory(path)
         self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
-            if not disk.lock(self._lock):
+            if not disk.lock(self._lock, LOCK_WAIT_S):
                 raise Unavailable(f"another kvstore server uses {path}: stop it, or set tiers.nvme.directory")
             self._read_format()
+            self._lock = self._lender.lend(self._lock)
         except BaseException:
             disk.close(self._lock)
             raise
@@ -117,6 +124,7 @@ class Directory:
     def close(self) -> None:
         """Let another process have the directory. Idempotent."""
         if self._lock >= 0:
+            self._lender.take_back(self._lock)
             self._disk.close(self._lock)
             self._lock = -1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -68,15 +67,3 @@ def aligned(byte_count: int) -> Bytes:
     room = np.empty(byte_count + PAGE_BYTES, np.uint8)
     start = -room.ctypes.data % PAGE_BYTES
     return room[start : start + byte_count]
-
-
-def joined(arrays: Sequence[Bytes]) -> list[Bytes]:
-    """The same memory in as few arrays as it has runs: neighbours that touch become one."""
-    runs: list[tuple[Bytes, int]] = []
-    for each in arrays:
-        if runs and runs[-1][0].base is each.base and runs[-1][0].ctypes.data + runs[-1][1] == each.ctypes.data:
-            runs[-1] = (runs[-1][0], runs[-1][1] + each.size)
-        else:
-            runs.append((each, each.size))
-    as_strided = np.lib.stride_tricks.as_strided
-    return [first if size == first.size else as_strided(first, (size,), (1,)) for first, size in runs]

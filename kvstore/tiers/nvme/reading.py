@@ -1,7 +1,6 @@
 """A chunk in a slot, opened: its slabs into memory, each verified before anybody is told.
 
-Reading and checking are jobs of different movers: the device is never kept waiting for a checksum, which wants the
-interpreter for itself once per strip.
+Reading and checking are one job of a byte mover: with several of them the device is busy while one of them checks.
 """
 
 from __future__ import annotations
@@ -9,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvstore.chunk import ChunkHeader, ChunkLayout, decode_slab, parse_header, slab_range, strip_seeds
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    Run,
+    StripRun,
+    are_right,
+    decode_slab,
+    parse_header,
+    slab_range,
+    slab_runs,
+    strip_run,
+    strip_seeds,
+)
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import ChunkName, check_header
-from kvstore.tiers.nvme.io import DeviceIO, aligned, joined
+from kvstore.tiers.nvme.io import DeviceIO, aligned
 from kvstore.tiers.nvme.regions import Region
 
 
@@ -21,10 +32,7 @@ class Owner(Protocol):
     """The tier, to a chunk that is open: where its jobs run, and who is told of them."""
 
     async def run_read(self, function: Callable[..., Any], *args: object) -> Any:
-        """With the device. Raises the typed error of what it raised."""
-
-    async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
-        """With the processor."""
+        """On a byte mover. Raises the typed error of what it raised."""
 
     def was_read(self, byte_count: int) -> None: ...
 
@@ -52,39 +60,95 @@ class NvmeChunk:
         self._region = region
         self._slot = slot
         self._layout = layout
-        self._seeds = strip_seeds(header.storage_key, layout, header.write_id)
         self._is_closed = False
 
     async def read(self, slabs: range, target: Sequence[Bytes]) -> None:
         """See ``StoredChunk.read``."""
-        stored = await self._owner.run_read(self._read, slabs, target)
-        await self._owner.run_check(self._check, slabs, stored, target)
-        self._owner.was_read(sum(each.size for each in target))
-
-    def _read(self, slabs: range, target: Sequence[Bytes]) -> Sequence[Bytes]:
-        """The stored bytes of each slab: in their place where they are raw."""
-        header, layout, region = self.header, self._layout, self._region
-        offset, byte_count = slab_range(header, layout, slabs.start, slabs.stop)
-        start = layout.header_bytes + offset
-        if start + byte_count > region.slot_bytes:
-            raise DataLoss("the chunk does not end where its slot does", reason="slot")
-        device_offset = region.offset(self._slot) + start
+        offset, byte_count = self._place(slabs)
+        header, descriptor = self.header, self._region.descriptor
         if header.encoding == "raw":
-            for run in joined(target):
-                self._io.read(region.descriptor, device_offset, run)
-                device_offset += run.size
-            return target
-        buffer = aligned(byte_count)
-        self._io.read(region.descriptor, device_offset, buffer)
-        bounds = [slab_range(header, layout, slab, slab + 1) for slab in slabs]
-        return [buffer[at - offset : at - offset + size] for at, size in bounds]
+            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, target)
+            good = await self._owner.run_read(read_raw, self._io, descriptor, offset, runs, self._expected(slabs))
+        else:
+            place = (descriptor, offset, byte_count)
+            good = await self._owner.run_read(read_encoded, self._io, place, header, self._layout, slabs, list(target))
+        self._was_read(slabs, good, byte_count)
 
-    def _check(self, slabs: range, stored: Sequence[Bytes], target: Sequence[Bytes]) -> None:
-        for slab, source, into in zip(slabs, stored, target, strict=True):
-            if not decode_slab(self.header, self._layout, slab, source, into, self._seeds):
-                raise DataLoss(f"slab {slab} on the device fails its check", reason="checksum", slab=slab)
+    async def check(self, slabs: range) -> None:
+        """As ``read``, of bytes that nobody wants."""
+        offset, byte_count = self._place(slabs)
+        header = self.header
+        if header.encoding == "raw":
+            strips = strip_run(self._layout, header.storage_key, header.write_id, *self._strips(slabs))
+            place = (self._region.descriptor, offset, byte_count)
+            good = await self._owner.run_read(check_raw, self._io, place, strips, self._expected(slabs))
+            self._was_read(slabs, good, byte_count)
+        else:
+            await self.read(slabs, [aligned(self._layout.slabs[slab].byte_count) for slab in slabs])
+
+    def _place(self, slabs: range) -> tuple[int, int]:
+        """(offset on the device, bytes) of slabs as stored. Raises DataLoss where they leave the slot."""
+        offset, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
+        start = self._layout.header_bytes + offset
+        if start + byte_count > self._region.slot_bytes:
+            raise DataLoss("the chunk does not end where its slot does", reason="slot")
+        return self._region.offset(self._slot) + start, byte_count
+
+    def _strips(self, slabs: range) -> tuple[int, int]:
+        """The numbers of the first strip of some slabs, and of the one after their last."""
+        last = self._layout.slabs[slabs.stop - 1]
+        return self._layout.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
+
+    def _expected(self, slabs: range) -> bytes:
+        """What the strips check to."""
+        first, stop = self._strips(slabs)
+        return self.header.checksums[first:stop].tobytes()
+
+    def _was_read(self, slabs: range, good: bool, byte_count: int) -> None:
+        if not good:
+            raise DataLoss(
+                f"slabs {slabs.start}..{slabs.stop} on the device fail their check", reason="checksum",
+                slab=slabs.start,
+            )  # fmt: skip
+        self._owner.was_read(byte_count)
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._owner.closed(self._region, self._slot)
+
+
+def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Run], expected: bytes) -> bool:
+    """Blocking. Fill runs of memory, which lie one after the other on the device. Whether all strips are right."""
+    for data, _ in runs:
+        io.read(descriptor, offset, data)
+        offset += data.size
+    good = are_right(runs, expected)
+    if good:
+        for data, strips in runs:
+            strips.zero_gaps(data)
+    return good
+
+
+def check_raw(io: DeviceIO, place: tuple[int, int, int], strips: StripRun, expected: bytes) -> bool:
+    """Blocking. Whether all strips at ``place`` (descriptor, offset, bytes) are right."""
+    descriptor, offset, byte_count = place
+    return read_raw(io, descriptor, offset, [(aligned(byte_count), strips)], expected)
+
+
+def read_encoded(
+    io: DeviceIO, place: tuple[int, int, int], header: ChunkHeader, layout: ChunkLayout, slabs: range,
+    target: Sequence[Bytes],
+) -> bool:  # fmt: skip
+    """Blocking. Read slabs from ``place`` (descriptor, offset, bytes), and decode them. Whether all were right."""
+    descriptor, offset, byte_count = place
+    buffer = aligned(byte_count)
+    io.read(descriptor, offset, buffer)
+    seeds = strip_seeds(header.storage_key, layout, header.write_id)
+    start = 0
+    for slab, into in zip(slabs, target, strict=True):
+        size = slab_range(header, layout, slab, slab + 1)[1]
+        if not decode_slab(header, layout, slab, buffer[start : start + size], into, seeds):
+            return False
+        start += size
+    return True

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import Exhausted, Unavailable
-from kvstore.seams import Disk, FaultPoints
+from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.directory import FORMAT
@@ -82,14 +82,16 @@ class Regions:
     """All region files of a directory. Raises: Unavailable when the directory cannot be read."""
 
     def __init__(
-        self, directory: Path, disk: Disk, io: DeviceIO, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int
-    ) -> None:
+        self, directory: Path, disk: Disk, io: DeviceIO, faults: FaultPoints, *, capacity_bytes: int,
+        region_bytes: int, lender: Lender | None = None,
+    ) -> None:  # fmt: skip
         self.capacity_bytes = capacity_bytes
         self._directory = directory
         self._region_bytes = region_bytes
         self._disk = disk
         self._io = io
         self._faults = faults
+        self._lender = lender or OwnThreads()
         self.by_number: dict[int, Region] = {}
         self.lost_files = 0
         self.lost_bytes = 0
@@ -125,7 +127,15 @@ class Regions:
             self._numbers.add(region.number)
 
     def _descriptor(self, path: Path, flags: int) -> int:
-        """Open for direct I/O, or buffered where the file system has none."""
+        """Open for direct I/O, or buffered where the file system has none; byte movers may use it."""
+        descriptor = self._opened(path, flags)
+        try:
+            return self._lender.lend(descriptor)
+        except BaseException:
+            self._disk.close(descriptor)
+            raise
+
+    def _opened(self, path: Path, flags: int) -> int:
         if self.is_direct:
             try:
                 return self._disk.open(path, flags | os.O_DIRECT)
@@ -137,6 +147,10 @@ class Regions:
                 _log.warning("this file system has no direct I/O: reads and writes go through the page cache")
         return self._disk.open(path, flags)
 
+    def _close(self, descriptor: int) -> None:
+        self._lender.take_back(descriptor)
+        self._disk.close(descriptor)
+
     def _open(self, path: Path, number: int, slot_bytes: int) -> Region | None:
         """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
         None for a file without a first page in which no slot fits: a crash cut its making short."""
@@ -147,7 +161,7 @@ class Regions:
             said = self._read_head(descriptor) if size >= PAGE_BYTES else None
             there = max(0, size - PAGE_BYTES) // (said[1] if said else slot_bytes)
             if said is None and not there:
-                self._disk.close(descriptor)
+                self._close(descriptor)
                 return None
             number, slot_bytes, slot_count = said or (number, slot_bytes, there)
             if slot_bytes % PAGE_BYTES:
@@ -170,7 +184,7 @@ class Regions:
             else:
                 self.lost_bytes += size
             if descriptor >= 0:
-                self._disk.close(descriptor)
+                self._close(descriptor)
             raise
 
     def _read_head(self, descriptor: int) -> tuple[int, int, int] | None:
@@ -235,7 +249,7 @@ class Regions:
         if region.descriptor < 0:
             return  # nothing was made; what has this name is another's
         try:
-            self._disk.close(region.descriptor)
+            self._close(region.descriptor)
             self._disk.remove(region.path)
         except OSError:
             self.lost_bytes += region.file_bytes  # it stays behind as an unused file
@@ -256,7 +270,7 @@ class Regions:
 
     def remove_file(self, region: Region) -> None:
         """Blocking. Raises OSError; the file's bytes then count as lost until the next start."""
-        self._disk.close(region.descriptor)
+        self._close(region.descriptor)
         self._disk.remove(region.path)
         self._disk.sync_directory(self._directory)
         self.lost_bytes -= region.file_bytes
@@ -284,7 +298,7 @@ class Regions:
 
     def close(self) -> None:
         for region in self.by_number.values():
-            self._disk.close(region.descriptor)
+            self._close(region.descriptor)
         self.by_number.clear()
 
     # ------------------------------------------------------------ slots

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.chunk import (
-    ChunkHeader,
-    ChunkLayout,
-    encode_chunk,
-)
+from kvstore.chunk import ChunkHeader, ChunkLayout, encode_chunk
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, Workers
-from kvstore.seams.memory import Bytes
+from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import Directory, IndexColumns
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, joined
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
@@ -41,8 +38,8 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeTier:
-    """Chunks in region files. ``readers`` and ``writers`` are its own: a stalled device stalls nobody else's movers.
-    ``checkers`` never wait for it, and may be anybody's.
+    """Chunks in region files. Its workers are its own: a stalled device stalls nobody else's. ``readers`` and
+    ``writers`` move bytes, in whatever process; ``keepers`` are this one's threads, for headers, files and syncs.
 
     Raises: what the contract says; the device's errors become Unavailable, a lack of room Exhausted.
     """
@@ -56,7 +53,7 @@ class NvmeTier:
         io: DeviceIO,
         readers: Workers,
         writers: Workers,
-        checkers: Workers,
+        keepers: Workers,
         clock: Clock,
         faults: FaultPoints,
         encoding: Encoding = Encoding.RAW,
@@ -66,14 +63,13 @@ class NvmeTier:
         self._io = io
         self._readers = readers
         self._writers = writers
-        self._checkers = checkers
+        self._keepers = keepers
         self._clock = clock
         self._faults = faults
         self._encoding = encoding
-        self._sync = GroupSync(disk, faults, lambda function: self._run(writers, function))
+        self._sync = GroupSync(disk, faults, lambda function: self._run(keepers, function))
         self._growing = asyncio.Lock()
-        self._busy: dict[int, float] = {}
-        self._tickets = itertools.count()
+        self._pace = {workers: Pace() for workers in (readers, writers, keepers)}
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
         self.failures = 0
         self.on_full: Callable[[int], bool] = _no_room
@@ -90,7 +86,7 @@ class NvmeTier:
             columns = self._directory.begin()
             clean = columns is not None
             if columns is None or not recovery.agree(self.regions, columns):
-                columns, clean = await recovery.scan(self.regions, self._io, self._readers), False
+                columns, clean = await recovery.scan(self.regions, self._io, self._keepers), False
             columns = recovery.fitted(self.regions, columns)
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
@@ -100,8 +96,8 @@ class NvmeTier:
 
     async def close(self, columns: IndexColumns | None) -> None:
         """A clean stop leaves the snapshot; without one (None) the next start reads the headers."""
-        self._readers.close()
-        self._writers.close()
+        for workers in self._pace:
+            workers.close()
         try:
             if columns is not None:
                 self._directory.end(columns)
@@ -115,27 +111,19 @@ class NvmeTier:
     async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
         """A device job on a byte mover, its OSError translated. A caller that is cancelled is let go when the job
         is done: until then memory and slot are the device's."""
+        job = asyncio.wrap_future(workers.submit(function, *args))
+        self._pace[workers].began(job, self._clock)
         try:
-            return await _to_its_end(asyncio.wrap_future(workers.submit(self._timed, function, args)))
+            return await _to_its_end(job)
         except OSError as error:
             self.failures += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Exhausted("the device of tiers.nvme.directory is full: free some room there") from error
             raise Unavailable(f"the NVMe device failed: {error}", errno=error.errno) from error
 
-    def _timed(self, function: Callable[..., Result], args: tuple[object, ...]) -> Result:
-        """On a byte mover: while it runs, ``stalled_s`` knows of it."""
-        ticket = next(self._tickets)
-        self._busy[ticket] = self._clock.monotonic()
-        try:
-            return function(*args)
-        finally:
-            del self._busy[ticket]
-
     def stalled_s(self) -> float:
-        """For how long the oldest request has been with the device; those that wait for a mover do not count."""
-        started_s = list(self._busy.values())
-        return self._clock.monotonic() - min(started_s) if started_s else 0.0
+        """For how long the device has answered nobody, reads, writes or syncs, though it was asked."""
+        return max(pace.stalled_s(self._clock) for pace in self._pace.values())
 
     # ------------------------------------------------------------ write
 
@@ -146,7 +134,7 @@ class NvmeTier:
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
         source = list(pieces)
         if self._encoding is Encoding.LZ4:
-            encoded = await self._run(self._writers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
+            encoded = await self._run(self._keepers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
             source = [encoded.data]
         is_raw = self._encoding is Encoding.RAW
         stored = sum(piece.size for piece in source)
@@ -156,7 +144,9 @@ class NvmeTier:
         self._faults.reach("nvme.allocated")
         failures = region.sync_failures
         try:
-            await self._run(self._writers, self._write_pieces, region, slot, source)
+            runs = joined(source)
+            await self._run(self._writers, write_runs, self._io, region.descriptor, region.offset(slot), runs)
+            self._faults.reach("nvme.written")
             await self._sync.wait(region, failures)
         except BaseException as error:
             self._failed(region, residency, error)
@@ -176,7 +166,7 @@ class NvmeTier:
     async def _find_room(self, slot_bytes: int) -> None:
         """A free slot: in a new file; else another chunk's; else in a file that takes the place of another one."""
         try:
-            await self._run(self._writers, self.regions.create, slot_bytes)
+            await self._run(self._keepers, self.regions.create, slot_bytes)
             return
         except Exhausted:
             found = self.on_full(slot_bytes)
@@ -192,16 +182,9 @@ class NvmeTier:
                 raise Exhausted("no slot of this size is free: raise tiers.nvme.capacity_bytes")
             self.regions.retire(idle)
             self._faults.reach("nvme.region.retired")
-            await self._run(self._writers, self.regions.remove_file, idle)
+            await self._run(self._keepers, self.regions.remove_file, idle)
             if self.regions.has_budget(slot_bytes):
-                await self._run(self._writers, self.regions.create, slot_bytes)
-
-    def _write_pieces(self, region: Region, slot: int, pieces: list[Bytes]) -> None:
-        offset = region.offset(slot)
-        for run in joined(pieces):
-            self._io.write(region.descriptor, offset, run)
-            offset += run.size
-        self._faults.reach("nvme.written")
+                await self._run(self._keepers, self.regions.create, slot_bytes)
 
     def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region."""
@@ -215,7 +198,7 @@ class NvmeTier:
         region, slot = self.regions.find(residency)
         self.regions.reading(region, slot)
         try:
-            header = await self._run(self._readers, read_header, self._io, region, slot, name)
+            header = await self._run(self._keepers, read_header, self._io, region, slot, name)
         except BaseException:
             self.regions.was_read(region, slot)
             raise
@@ -223,9 +206,6 @@ class NvmeTier:
 
     async def run_read(self, function: Callable[..., Any], *args: object) -> Any:
         return await self._run(self._readers, function, *args)
-
-    async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
-        return await _to_its_end(asyncio.wrap_future(self._checkers.submit(function, *args)))
 
     def was_read(self, byte_count: int) -> None:
         """And verified."""
@@ -289,25 +269,21 @@ class NvmeTier:
         if region.is_read_only:
             return False
         failures = region.sync_failures
-        await self._run(self._writers, self._rewrite, region, slot)
+        place = (region.offset(slot), region.slot_bytes)
+        await self._run(self._writers, rewrite, self._io, region.descriptor, *place)
         await self._sync.wait(region, failures)
         return True
 
-    def _rewrite(self, region: Region, slot: int) -> None:
-        data = aligned(region.slot_bytes)
-        self._io.read(region.descriptor, region.offset(slot), data)
-        self._io.write(region.descriptor, region.offset(slot), data)
-
     async def _erase(self, region: Region, slot: int) -> None:
         failures = region.sync_failures
-        await self._run(self._writers, self._io.write, region.descriptor, region.offset(slot), ERASED)
+        await self._run(self._keepers, self._io.write, region.descriptor, region.offset(slot), ERASED)
         self._faults.reach("nvme.erased")
         await self._sync.wait(region, failures)
 
     async def scan(self) -> AsyncIterator[Found]:
         for region in list(self.regions.by_number.values()):
             for slot in range(region.slot_count):
-                found = await self._run(self._readers, recovery.read_slot, self._io, region, slot)
+                found = await self._run(self._keepers, recovery.read_slot, self._io, region, slot)
                 if found is not None:
                     yield found
 
@@ -331,6 +307,42 @@ class NvmeTier:
             written_bytes=self._written_bytes,
             verified_bytes=self._verified_bytes,
         )
+
+
+@dataclass(eq=False, slots=True)
+class Pace:
+    """What some workers have been given to do with the device, and when they last were done with anything."""
+
+    given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
+    done_at_s: float = 0.0
+
+    def began(self, job: asyncio.Future[Any], clock: Clock) -> None:
+        self.given[job] = clock.monotonic()
+        job.add_done_callback(partial(self._ended, clock))
+
+    def _ended(self, clock: Clock, job: asyncio.Future[Any]) -> None:
+        del self.given[job]
+        self.done_at_s = clock.monotonic()
+
+    def stalled_s(self, clock: Clock) -> float:
+        if not self.given:
+            return 0.0
+        oldest_s = next(iter(self.given.values()))
+        return clock.monotonic() - max(oldest_s, self.done_at_s)
+
+
+def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]) -> None:
+    """Blocking. Runs of memory, one after the other on the device."""
+    for run in runs:
+        io.write(descriptor, offset, run)
+        offset += run.size
+
+
+def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:
+    """Blocking. Read, and write the same."""
+    data = aligned(byte_count)
+    io.read(descriptor, offset, data)
+    io.write(descriptor, offset, data)
 
 
 def _no_room(_: int) -> bool:

@@ -181,7 +181,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     )  # fmt: skip
     before = anonymous_bytes()
     started = time.perf_counter()
-    await controller.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults, InlineWorkers()))
+    await controller.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults))
     seconds = time.perf_counter() - started
     after, peak = anonymous_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert len(controller.catalog.table) == count

@@ -1,0 +1,100 @@
+"""A run of a raw chunk's strips, with all it takes to check them: what a byte mover is told of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
+from kvstore.chunk.layout import ChunkLayout
+from kvstore.seams.memory import Bytes, joined
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StripRun:
+    """Consecutive strips; ``starts`` and ``stops`` [strips] count from the first byte of the run."""
+
+    key: bytes
+    layers: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    def checksums(self, data: Bytes) -> bytes:
+        """Of the strips in ``data``, where the run begins: 16 bytes each."""
+        seeds = seeds_of(self.key, self.layers, self.heads)
+        strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
+        return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
+
+    def copy(self, source: Bytes, target: Bytes, part_bytes: int) -> bytes:
+        """Copy the run, and checksum the copy while it is in the processor's cache: parts of about ``part_bytes``.
+        ``source`` may end with the last strip. Returns 16 bytes per strip. Bytes that no strip covers become zero."""
+        rows: list[bytes] = []
+        done = 0
+        seeds = seeds_of(self.key, self.layers, self.heads)
+        waiting: list[tuple[int, int, int]] = []
+        for start, stop, seed in zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True):
+            waiting.append((start, stop, seed))
+            if stop - done >= part_bytes:
+                np.copyto(target[done:stop], source[done:stop])
+                rows += [xxhash.xxh3_128_digest(target[low:high].data, each) for low, high, each in waiting]
+                waiting.clear()
+                done = stop
+        if waiting:
+            stop = waiting[-1][1]
+            np.copyto(target[done:stop], source[done:stop])
+            rows += [xxhash.xxh3_128_digest(target[low:high].data, each) for low, high, each in waiting]
+        self.zero_gaps(target)
+        return b"".join(rows)
+
+    def zero_gaps(self, data: Bytes) -> None:
+        """What no strip covers is zero in every copy of a chunk. ``data`` ends where the run's bytes do."""
+        nexts = np.append(self.starts[1:], data.size)
+        for gap in np.flatnonzero(self.stops < nexts).tolist():
+            data[self.stops[gap] : nexts[gap]] = 0
+
+
+def strip_run(layout: ChunkLayout, storage_key: bytes, write_id: bytes, first: int, stop: int) -> StripRun:
+    """Strips ``first .. stop`` of a chunk."""
+    starts = layout.strip_offsets[first:stop].astype(np.int64)
+    starts -= starts[0]
+    return StripRun(
+        strip_key(storage_key, write_id), layout.strip_layers[first:stop], layout.strip_heads[first:stop], starts,
+        starts + layout.strip_lengths[first:stop],
+    )  # fmt: skip
+
+
+Run = tuple[Bytes, StripRun]
+"""Memory, and the strips in it."""
+
+
+def slab_runs(
+    layout: ChunkLayout, storage_key: bytes, write_id: bytes, slabs: range, memory: Sequence[Bytes]
+) -> list[Run]:
+    """Raw slabs, each in its array of ``memory``, in as few runs as they lie in."""
+    runs: list[Run] = []
+    first = slabs.start
+    for data in joined(memory):
+        size, stop = 0, first
+        while size < data.size:
+            size, stop = size + layout.slabs[stop].byte_count, stop + 1
+        last = layout.slabs[stop - 1]
+        strips = layout.slabs[first].strip_first, last.strip_first + last.strip_count
+        runs.append((data, strip_run(layout, storage_key, write_id, *strips)))
+        first = stop
+    return runs
+
+
+def are_right(runs: Sequence[Run], expected: bytes) -> bool:
+    """Blocking. Whether the strips in memory check to ``expected``: 16 bytes each, in order."""
+    start = 0
+    for data, strips in runs:
+        stop = start + len(strips.starts) * CHECKSUM_BYTES
+        if strips.checksums(data) != expected[start:stop]:
+            return False
+        start = stop
+    return True

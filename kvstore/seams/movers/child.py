@@ -1,0 +1,150 @@
+"""A mover process: does as it is told until the service is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvstore.errors import Internal, Unavailable
+from kvstore.seams.mapping import Bytes, SharedMap
+from kvstore.seams.movers.crossing import Failure, number_of, pack_answer, resolve_with, unpack, unpack_order
+
+PACKET_BYTES_MAX = 1 << 17
+ARRIVAL_TIMEOUT_S = 10.0
+"""How long a job waits for the memory or the file that it names: both were sent before it."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def run(control: socket.socket, parent_pid: int) -> NoReturn:
+    """Never returns: ends this process, with the service."""
+    status = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # they are the service's to hear: it finishes what it began
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, b"kvstore-mover", 0, 0, 0)
+        if os.getppid() != parent_pid:
+            _leave(0)
+        _keep_only(control.fileno())
+        _Mover(control).listen()
+        status = 0
+    finally:
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    os._exit(status)  # the fork's exit handlers are the service's, not ours
+
+
+def _keep_only(kept: int) -> None:
+    """Sockets of the other movers would keep them from noticing that the service went; its output would stay open."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+class _Mover:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._things: dict[int, SharedMap | int] = {}
+        self._arrived = threading.Condition()
+        resolve_with(self._bytes, self._file)
+
+    def _thing(self, number: int) -> SharedMap | int:
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: number in self._things, ARRIVAL_TIMEOUT_S):
+                raise Internal("a byte mover was never given the memory or the file that its job names")
+            return self._things[number]
+
+    def _bytes(self, number: int, offset: int, byte_count: int) -> Bytes:
+        found = self._thing(number)
+        assert isinstance(found, SharedMap)
+        return found.bytes[offset : offset + byte_count]
+
+    def _file(self, number: int) -> int:
+        found = self._thing(number)
+        assert isinstance(found, int)
+        return found
+
+    def listen(self) -> None:
+        """Orders, until the service closes the socket."""
+        while True:
+            packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES_MAX, 1)
+            if not packet:
+                return
+            order, *rest = unpack_order(packet)
+            getattr(self, f"_order_{order}")(descriptors, *rest)
+
+    def _order_map(self, descriptors: Sequence[int], number: int, byte_count: int, writable: bool, told: bool) -> None:
+        try:
+            self._keep(number, SharedMap(descriptors[0], byte_count, writable=writable))
+            answer = b"mapped"
+        except Unavailable as error:
+            answer = error.message.encode()
+        finally:
+            os.close(descriptors[0])
+        if told:
+            self._control.send(answer)
+
+    def _order_file(self, descriptors: Sequence[int], number: int) -> None:
+        self._keep(number, descriptors[0])
+
+    def _keep(self, number: int, thing: SharedMap | int) -> None:
+        with self._arrived:
+            self._things[number] = thing
+            self._arrived.notify_all()
+
+    def _order_drop(self, _: Sequence[int], number: int) -> None:
+        with self._arrived:
+            thing = self._things.pop(number, None)
+        if isinstance(thing, int):
+            os.close(thing)
+
+    def _order_lane(self, descriptors: Sequence[int], name: str, thread_count: int, nice: int) -> None:
+        if not thread_count:
+            os.close(descriptors[0])
+            return
+        lane = socket.socket(fileno=descriptors[0])
+        for number in range(thread_count):
+            threading.Thread(target=_serve, args=(lane, nice), name=f"{name}-{number}", daemon=True).start()
+
+
+def _serve(lane: socket.socket, nice: int) -> None:
+    """One thread of a lane: a job at a time, until the service closes the lane."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while packet := lane.recv(PACKET_BYTES_MAX):
+            lane.send(_done(packet))
+    # All of a lane's threads see the end; the socket itself is closed with the last of them, or with the process.
+
+
+def _done(packet: bytes) -> bytes:
+    """The answer to a job, whatever becomes of it."""
+    number = number_of(packet)
+    try:
+        function, args = unpack(packet)
+        return pack_answer(number, function(*args))
+    except BaseException as error:  # noqa: BLE001 - the answer carries whatever the job raised
+        return _failed(number, error)
+
+
+def _failed(number: int, error: BaseException) -> bytes:
+    try:
+        answer = pack_answer(number, Failure(error))
+        unpack(answer)
+    except Exception:  # noqa: BLE001 - an error that does not cross goes as its words
+        return pack_answer(number, Failure(Internal(f"{type(error).__name__}: {error}")))
+    return answer

@@ -1,0 +1,263 @@
+"""The service's side: starts the mover processes, lends them what jobs name, and gives them jobs.
+
+``MoverProcesses`` is made before the process has threads or secrets: the movers are forks of that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvstore.errors import Internal, Unavailable
+from kvstore.seams.mapping import Bytes
+from kvstore.seams.movers import child
+from kvstore.seams.movers.crossing import Failure, File, NotLent, Packer, number_of, pack_order, unpack
+from kvstore.seams.scheduler import Result, WorkerThreads
+
+JOB_BYTES_MAX = 1 << 16
+"""A job whose arguments take more (thousands of tiny strips) is done by a thread of the service instead."""
+AHEAD = 2
+"""Jobs per thread that have left the service: one that is done, one that is there when it ends."""
+ORDER_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 2.0
+
+
+class MoverProcesses:
+    """``count`` forks of this process. Lending, taking back and lanes are the service's own affair: who uses a lane
+    sees ``Workers``.
+
+    Raises: Unavailable when a mover does not do as it is told.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._numbers = itertools.count(1)
+        self._packer = Packer()
+        self._lock = threading.Lock()
+        self._controls: list[socket.socket] = []
+        self._descriptors: list[int] = []
+        self.pids: list[int] = []
+        parent_pid = os.getpid()
+        gc.freeze()  # what is there now is never collected in a fork, and its pages stay shared
+        try:
+            for _ in range(count):
+                ours, theirs = _packets()
+                pid = os.fork()
+                if pid == 0:
+                    child.run(theirs, parent_pid)
+                theirs.close()
+                self._controls.append(ours)
+                self.pids.append(pid)
+                self._descriptors.append(os.pidfd_open(pid))
+        finally:
+            gc.unfreeze()
+
+    @property
+    def count(self) -> int:
+        return len(self.pids)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` from the running loop when a mover ends by itself."""
+        loop = asyncio.get_running_loop()
+        for descriptor in self._descriptors:
+            loop.add_reader(descriptor, self._ended, descriptor, ended)
+
+    def _ended(self, descriptor: int, ended: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        ended()
+
+    # ------------------------------------------------------------ what jobs may name
+
+    def lend_memory(self, descriptor: int, memory: Bytes, *, writable: bool) -> int:
+        """Have the movers map a shared memory file of ours, which lies at ``memory`` here. Returns its number. When
+        this returns a writable one is mapped everywhere: it can be sealed."""
+        with self._lock:
+            number = next(self._numbers)
+            self._order([descriptor], "map", number, memory.size, writable, writable)
+            if writable:
+                for control in self._controls:
+                    self._hear(control)
+            self._packer.add_map(number, memory)
+            return number
+
+    def take_back_memory(self, number: int) -> None:
+        """No job names it any more."""
+        with self._lock:
+            self._packer.drop_map(number)
+            self._order([], "drop", number)
+
+    def lend(self, descriptor: int) -> int:
+        """What jobs name an open file by: the descriptor itself, in this process. The movers keep it open, and its lock
+        held, until it is taken back."""
+        with self._lock:
+            number = next(self._numbers)
+            self._order([descriptor], "file", number)
+            self._packer.add_file(number, descriptor)
+            return File(descriptor)
+
+    def take_back(self, descriptor: int) -> None:
+        """Before the descriptor is closed here; no job names it any more."""
+        with self._lock:
+            self._order([], "drop", self._packer.drop_file(descriptor))
+
+    def _order(self, descriptors: list[int], *order: object) -> None:
+        packet = pack_order(*order)
+        for control in self._controls:
+            try:
+                socket.send_fds(control, [packet], descriptors)
+            except OSError as error:
+                raise Unavailable(f"a byte mover takes no orders ({error}): restart the server") from error
+
+    def _hear(self, control: socket.socket) -> None:
+        try:
+            answer = control.recv(4096)
+        except OSError as error:
+            raise Unavailable(f"a byte mover does not answer ({error}): restart the server") from error
+        if answer != b"mapped":
+            raise Unavailable(f"a byte mover cannot map memory: {answer.decode() or 'it ended'}")
+
+    # ------------------------------------------------------------ jobs
+
+    def lane(self, name: str, thread_count: int, *, nice: int = 0) -> Lane:
+        """Threads of the movers with a queue of their own. From the running loop."""
+        ours, theirs = _packets()
+        with self._lock:
+            for index, control in enumerate(self._controls):
+                share = len(range(index, thread_count, self.count))
+                socket.send_fds(control, [pack_order("lane", name, share, nice)], [theirs.fileno()])
+        theirs.close()
+        return Lane(name, thread_count, ours, self._packer, self._is_whole)
+
+    def _is_whole(self) -> bool:
+        return not select.select(self._descriptors, [], [], 0)[0]
+
+    def close(self) -> None:
+        """The movers end; one that does not is killed. After its lanes were closed. Idempotent."""
+        for control in self._controls:
+            control.close()
+        for pid, descriptor in zip(self.pids, self._descriptors, strict=True):
+            if not select.select([descriptor], [], [], END_TIMEOUT_S)[0]:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(descriptor)
+        self._controls, self._descriptors, self.pids = [], [], []
+
+
+def _packets() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(ORDER_TIMEOUT_S)
+    theirs.settimeout(None)
+    return ours, theirs
+
+
+class Lane:
+    """``Workers`` whose threads are in the mover processes. Calls come from the running loop's thread, and are
+    functions of a module: what they change but shared memory and files stays theirs."""
+
+    def __init__(
+        self, name: str, count: int, jobs: socket.socket, packer: Packer, is_whole: Callable[[], bool]
+    ) -> None:
+        self._name = name
+        self._count = count
+        self._jobs = jobs
+        self._packer = packer
+        self._is_whole = is_whole
+        self._numbers = itertools.count()
+        self._waiting: deque[tuple[bytes, int, Future[Any]]] = deque()
+        self._sent: dict[int, Future[Any]] = {}
+        self._here: WorkerThreads | None = None
+        self._closed = False
+        jobs.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(jobs.fileno(), self._answered)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+        if self._closed:
+            raise RuntimeError("cannot submit to movers that were closed")
+        number = next(self._numbers)
+        try:
+            packet = self._packer.pack(number, function, args)
+        except NotLent:
+            return self._submit_here(function, *args)
+        if len(packet) > JOB_BYTES_MAX:
+            return self._submit_here(function, *args)
+        future: Future[Result] = Future()
+        self._waiting.append((packet, number, future))
+        self._send()
+        return future
+
+    def _submit_here(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+        """For the few jobs that do not cross."""
+        self._here = self._here or WorkerThreads(1, self._name)
+        return self._here.submit(function, *args)
+
+    def _send(self) -> None:
+        while self._waiting and len(self._sent) < self._count * AHEAD:
+            packet, number, future = self._waiting[0]
+            if future.cancelled():
+                self._waiting.popleft()
+                continue
+            try:
+                self._jobs.send(packet)
+            except BlockingIOError:
+                return  # the socket is full of jobs: each of them is answered, and then we are here again
+            self._waiting.popleft()
+            future.set_running_or_notify_cancel()
+            self._sent[number] = future
+
+    def _answered(self) -> None:
+        while True:
+            try:
+                packet = self._jobs.recv(child.PACKET_BYTES_MAX)
+            except BlockingIOError:
+                break
+            if not packet:
+                self._lost()
+                return
+            future, found = self._sent.pop(number_of(packet)), unpack(packet)
+            if isinstance(found, Failure):
+                future.set_exception(found.error)
+            else:
+                future.set_result(found)
+        self._send()
+
+    def _lost(self) -> None:
+        """No mover is left that could answer."""
+        self._loop.remove_reader(self._jobs.fileno())
+        self._closed = True
+        for _, _, future in self._waiting:
+            future.set_running_or_notify_cancel()
+        for future in [*self._sent.values(), *(future for _, _, future in self._waiting)]:
+            if not future.done():
+                future.set_exception(Internal("the byte movers ended"))
+        self._sent.clear()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Stop taking work, finish what was taken, then return. Idempotent."""
+        if self._jobs.fileno() < 0:
+            return
+        self._closed = True
+        while self._sent or self._waiting:
+            if not select.select([self._jobs], [], [], 0.5)[0] and not self._is_whole():
+                self._lost()
+                break
+            self._answered()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._jobs.fileno())
+        self._jobs.close()
+        if self._here is not None:
+            self._here.close()
