@@ -73,8 +73,9 @@ class Life:
         self.setup, self.oracle, self.trace = setup, oracle, trace
         self.over = asyncio.Event()
         self.disk = ProcessDisk(disk, chance, trace, self.over.set)
-        self.movers, self.readers, self.writers = Movers(chance), Movers(chance), Movers(chance)
-        self.disk.may_call = lambda: self.readers.is_inside or self.writers.is_inside
+        self.movers = Movers(chance)
+        self.readers, self.writers, self.keepers = self.device_workers = tuple(Movers(chance) for _ in range(3))
+        self.disk.may_call = lambda: any(workers.is_inside for workers in self.device_workers)
         self.faults, memory = FaultPoints(), BytearrayMemory()
         self.arena = Arena(memory, self.faults, capacity_bytes=setup.arena_bytes, region_bytes=setup.arena_region_bytes)
         limits = LimitSettings(
@@ -134,7 +135,7 @@ class Life:
         )  # fmt: skip
         return NvmeTier(
             directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers,
-            checkers=self.movers, clock=LoopClock(), faults=self.faults, encoding=setup.encoding,
+            keepers=self.keepers, clock=LoopClock(), faults=self.faults, encoding=setup.encoding,
         )  # fmt: skip
 
     def _ran(self, task: asyncio.Task[None]) -> None:
@@ -189,7 +190,7 @@ class Life:
     def end(self) -> None:
         """The process is gone, whatever it was doing."""
         self.disk.is_over = True
-        for movers in (self.movers, self.readers, self.writers):
+        for movers in (self.movers, *self.device_workers):
             movers.die()
         self.over.set()
 

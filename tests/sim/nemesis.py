@@ -62,7 +62,8 @@ class Nemesis:
 
     def _calm(self) -> None:
         self._life.disk.rates.clear()
-        self._life.readers.stall_s = self._life.writers.stall_s = 0.0
+        for workers in self._life.device_workers:
+            workers.stall_s = 0.0
 
     async def _errors(self) -> str:
         said = draw_errors(self._life, self._chance)
@@ -73,13 +74,13 @@ class Nemesis:
 
     async def _stall(self) -> str:
         """The device takes its time; memory does not."""
-        for movers in self._chance.choice(
-            ((self._life.readers,), (self._life.writers,), (self._life.readers, self._life.writers))
-        ):
+        life = self._life
+        for movers in self._chance.choice(((life.readers,), (life.writers,), (life.keepers,), life.device_workers)):
             movers.stall_s = self._chance.choice((0.3, 3.0, STALL_S_MAX))
         self._totals["faults"] += 1
         await asyncio.sleep(self._chance.uniform(0.1, 3.0))
-        self._life.readers.stall_s = self._life.writers.stall_s = 0.0
+        for workers in self._life.device_workers:
+            workers.stall_s = 0.0
         return "over"
 
     # ------------------------------------------------------------ rot

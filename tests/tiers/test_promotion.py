@@ -35,7 +35,11 @@ class Opening:
             if self._wrong is not None and is_first:
                 stored.close()
                 raise self._wrong
-            await asyncio.sleep(0.01)
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                stored.close()
+                raise
             return stored
         finally:
             self.done += 1
