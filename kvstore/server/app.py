@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,7 @@ async def _run(loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: System
             if publisher is not None:
                 with log_as(tenants[0].said):
                     besides.append(group.create_task(publisher.run()))
+            gc.freeze()  # what is there for good is not looked through again, which takes 30 ms a time
             _announce(tenants, page, door.address)
             await stopping.wait()
             _log.info("stopping")

@@ -82,13 +82,21 @@ class Sidecar:
             self._account = -1
 
     def device_read_bytes(self) -> int | None:
-        """Bytes that the process has had the kernel fetch from a device since it started. None where the kernel does
-        not tell: it looks at who asks at every read, and an undumpable process is readable for root alone."""
+        """Bytes that the server and its byte movers have had the kernel fetch from a device since they started. None
+        where the kernel does not tell: it looks at who asks at every read, and an undumpable process is readable for
+        root alone."""
         try:
-            lines = os.pread(self._account, 4096, 0).decode().splitlines()
+            accounts = [os.pread(self._account, 4096, 0).decode()]
+            accounts += [Path(f"/proc/{pid}/io").read_text() for pid in self.mover_pids()]
         except OSError:
             return None
-        return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+        counts = [int(line.split()[1]) for text in accounts for line in text.splitlines() if "read_bytes:" in line]
+        return sum(counts) if counts else None
+
+    def mover_pids(self) -> list[int]:
+        """The byte movers: forks of the server that read and write the device for it."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [int(each) for each in children if Path(f"/proc/{each}/comm").read_text() == "kvstore-mover\n"]
 
     def wait_prefaulted(self, timeout_s: float = 60.0) -> None:
         """Wait until the whole arena is backed by pages, so that a benchmark does not measure page faults."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -84,3 +85,24 @@ def test_the_device_holds_more_than_memory() -> None:
         stats = client.stats()
         assert stats.counters["demoted_chunks"] > 0
         assert stats.counters["evicted_chunks"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_byte_mover_that_ends_ends_the_service_and_nothing_is_lost(number: signal.Signals) -> None:
+    """Nobody knows what it had in hand: the next start looks."""
+    tokens, cache = tokens_of(64), random_cache(SPEC, 64)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            assert client.store(SPEC, tokens, cache).wait(10.0) is Durability.LOCAL
+        process = sidecar.process
+        assert process is not None
+        os.kill(sidecar.mover_pids()[1], number)
+        assert process.wait(15.0) == 1
+        assert "a byte mover ended" in (sidecar.directory / "log").read_text()
+        assert not list((sidecar.directory / "run").iterdir())
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            fetched = client.fetch(SPEC, tokens)
+            assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
+            assert same(fetched, cache, 64)

@@ -138,3 +138,11 @@ def test_calls_go_on_while_a_stop_waits(own_sidecar: Sidecar) -> None:
         thread.join(15)
         assert not thread.is_alive()
     assert "Traceback" not in (own_sidecar.directory / "log").read_text()
+
+
+def test_a_killed_server_leaves_no_byte_mover_behind(own_sidecar: Sidecar) -> None:
+    movers = own_sidecar.mover_pids()
+    assert len(movers) == 2
+    own_sidecar.stop(kill=True)
+    for pid in movers:
+        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]

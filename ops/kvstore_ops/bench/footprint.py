@@ -44,7 +44,7 @@ def install_mib() -> float:
 
 
 def run(scale: str) -> Result:
-    """The server after it stored and served 256 MiB."""
+    """The server and its byte movers after it stored and served 256 MiB."""
     spec = shared.geometry(scale)
     count = shared.CHUNKS[scale] * shared.CHUNK_TOKENS
     tokens, source = shared.random_tokens(count, 5), shared.tensors(spec, count)
@@ -52,17 +52,23 @@ def run(scale: str) -> Result:
         client.store(spec, tokens, source).wait()
         assert client.fetch(spec, tokens, into=source).token_count == count
         server = anonymous_mib(sidecar.pid)
-    install = install_mib()
+        movers = [anonymous_mib(pid) for pid in sidecar.mover_pids()]
+    install, whole = install_mib(), server + sum(movers)
     show(
         "footprint",
         [
-            ("server, RssAnon", f"{server:.0f} MiB (target {SERVER_TARGET_MIB})"),
+            ("server and its byte movers, RssAnon", f"{whole:.0f} MiB (target {SERVER_TARGET_MIB})"),
+            ("  the server", f"{server:.0f} MiB"),
+            *(
+                (f"  byte mover {number}, pages shared with it included", f"{each:.0f} MiB")
+                for number, each in enumerate(movers)
+            ),
             ("installation without torch", f"{install:.0f} MiB (target {INSTALL_TARGET_MIB})"),
         ],
     )
-    met = server <= SERVER_TARGET_MIB and install <= INSTALL_TARGET_MIB
+    met = whole <= SERVER_TARGET_MIB and install <= INSTALL_TARGET_MIB
     return Result(
-        name="footprint", value=server, unit="MiB", limit=SERVER_TARGET_MIB, ratio=server / SERVER_TARGET_MIB,
-        target="server <= 150 MiB; install <= 300 MiB", met=met, runs=1, spread=(server, server),
+        name="footprint", value=whole, unit="MiB", limit=SERVER_TARGET_MIB, ratio=whole / SERVER_TARGET_MIB,
+        target="server <= 150 MiB; install <= 300 MiB", met=met, runs=1, spread=(whole, whole),
         conditions={"scale": scale, "install_mib": install},
     )  # fmt: skip

@@ -3,10 +3,14 @@
 Two loaders beside the one that asks: one stores fresh contexts, two on their way at a time; one fetches contexts in
 turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace, whether or not
 the ones before were answered, and each is timed from when it was due.
+
+What no sidecar can be faster than is measured between them, at the same pace, by the same client: an empty call to a
+gRPC server that has nothing else to do. It waits for the machine, and for nothing of ours.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,12 +18,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 from kvstore_client import Client, Durability, ModelSpec, Receipt, Tier, connect
 
@@ -132,19 +137,20 @@ def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
 
 @dataclass
 class Asked:
-    """Seconds of each lookup from when it was due and from when it was sent; and how late a sleep before one ended:
-    what this machine does to a process that only waits."""
+    """Seconds of each lookup from when it was due and from when it was sent; of each empty call from when it was due;
+    and how late a sleep before one ended: what this machine does to a process that only waits."""
 
     due: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    empty: list[float] = field(default_factory=list)
     woken: list[float] = field(default_factory=list)
 
 
-def ask(client: Client, tokens: Any, seconds: float) -> Asked:
-    """One lookup every PACE_S, whether or not those before it were answered."""
+def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float) -> Asked:
+    """A lookup every PACE_S, and an empty call half-way to the next, whether or not those before were answered."""
     spec, times = asked(), Asked()
 
-    def one(due: float) -> None:
+    def look_up(due: float) -> None:
         sent = time.perf_counter()
         found = client.lookup(spec, tokens)
         done = time.perf_counter()
@@ -152,20 +158,58 @@ def ask(client: Client, tokens: Any, seconds: float) -> Asked:
         times.due.append(done - due)
         times.sent.append(done - sent)
 
+    def call(due: float) -> None:
+        bare(b"", timeout=60.0)
+        times.empty.append(time.perf_counter() - due)
+
     with ThreadPoolExecutor(IN_FLIGHT_MAX) as threads:
-        one(time.perf_counter())
+        for one in (look_up, call):
+            one(time.perf_counter())
         started = time.perf_counter()
         jobs = []
-        for number in range(1, int(seconds / PACE_S) + 1):
-            due = started + number * PACE_S
+        for number in range(2, 2 * int(seconds / PACE_S) + 2):
+            due = started + number * PACE_S / 2
             early = due - time.perf_counter()
             if early > 0:
                 time.sleep(early)
                 times.woken.append(time.perf_counter() - due)
-            jobs.append(threads.submit(one, due))
+            jobs.append(threads.submit(call if number % 2 else look_up, due))
         for job in jobs:
             job.result()
     return times
+
+
+def serve_nothing(socket: str) -> None:
+    """A gRPC server of the sidecar's kind without a sidecar behind it; ends with its standard input."""
+
+    async def answer(_request: bytes, _context: Any) -> bytes:
+        return b""
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Call": handler}),))
+        server.add_insecure_port(f"unix:{socket}")
+        await server.start()
+        print("serving", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(None)
+
+    asyncio.run(serve())
+
+
+@contextmanager
+def nothing_served(socket: str) -> Iterator[Callable[..., bytes]]:
+    """The empty call."""
+    command = [sys.executable, "-m", "kvstore_ops.bench.lookup_loaded", "nothing", socket]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "serving\n", "the bare server failed"
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                yield channel.unary_unary("/bare/Call")
+        finally:
+            process.communicate()
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
@@ -206,18 +250,21 @@ def run(scale: str) -> Result:
     arena = str(context_bytes * COLD_CONTEXTS)
     with Sidecar("--capacity", arena, nvme=str(device_bytes)) as sidecar:
         sidecar.wait_prefaulted()
-        with connect(sidecar.address, timeout_s=60.0) as client:
+        client = connect(sidecar.address, timeout_s=60.0)
+        with client, nothing_served(str(sidecar.directory / "bare.sock")) as bare:
             tokens = prepare(client, scale)
-            idle = ask(client, tokens, SECONDS[scale] / 3)
+            idle = ask(client, tokens, bare, SECONDS[scale] / 3)
             with loaders(sidecar.address, scale) as said:
                 before, started = moved(client), time.perf_counter()
-                loaded = ask(client, tokens, SECONDS[scale])
+                loaded = ask(client, tokens, bare, SECONDS[scale])
                 seconds, after = time.perf_counter() - started, moved(client)
     rates = {name: (after[name] - before[name]) / seconds for name in after}
     figures = {
         "loaded": percentiles(loaded.due), "loaded, from sending": percentiles(loaded.sent),
+        "loaded, an empty call to an idle server": percentiles(loaded.empty),
         "loaded, a sleep ends late by": percentiles(loaded.woken),
         "idle": percentiles(idle.due), "idle, from sending": percentiles(idle.sent),
+        "idle, an empty call": percentiles(idle.empty),
     }  # fmt: skip
     show(
         f"lookup-loaded: {KEYS} keys, {len(loaded.due)} lookups; p50, p99, p99.9",
@@ -242,4 +289,7 @@ def run(scale: str) -> Result:
 
 
 if __name__ == "__main__":
-    load(sys.argv[1], sys.argv[2], sys.argv[3])
+    if sys.argv[1] == "nothing":
+        serve_nothing(sys.argv[2])
+    else:
+        load(sys.argv[1], sys.argv[2], sys.argv[3])
