@@ -55,7 +55,8 @@ def left(sidecar: Sidecar) -> tuple[int, ...]:
 
 def plane_process(sidecar: Sidecar) -> psutil.Process:
     """The remote plane's process."""
-    (child,) = psutil.Process(sidecar.pid).children()
+    movers = sidecar.mover_pids()
+    (child,) = (each for each in psutil.Process(sidecar.pid).children() if each.pid not in movers)
     return child
 
 
