@@ -2,96 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvstore.chunk import StripRun
-from kvstore.errors import DataLoss, Internal
-from kvstore.seams import MoverProcesses, SystemDisk, SystemMemory
-from kvstore.seams.movers import Lane
-from kvstore.tiers.nvme import PosixIO
-
-WAIT_S = 10.0
+from tests.seams.mover_scenarios import SCENARIOS, WAIT_S, until
 
 
-def double(source: np.ndarray, target: np.ndarray) -> int:
-    np.multiply(source, 2, out=target)
-    return os.getpid()
-
-
-def whose() -> int:
-    return os.getpid()
-
-
-def slow(seconds: float) -> int:
-    time.sleep(seconds)
-    return os.getpid()
-
-
-def lose(reason: str) -> None:
-    raise DataLoss("it is gone", reason=reason)
-
-
-def refuse() -> None:
-    raise OSError(errno.EIO, "the device says no")
-
-
-class Stubborn(Exception):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(first)
-
-
-def raise_stubborn() -> None:
-    raise Stubborn("cannot be", "made again")
-
-
-def find_a_lambda() -> object:
-    return lambda: None
-
-
-def total(numbers: np.ndarray) -> int:
-    return int(numbers.sum())
-
-
-@pytest.fixture
-def movers() -> Iterator[MoverProcesses]:
-    found = MoverProcesses(2)
-    yield found
-    found.close()
-
-
-def run(movers: MoverProcesses, scenario: Callable[[Lane], Awaitable[None]], count: int = 2) -> None:
-    async def whole() -> None:
-        lane = movers.lane("test", count)
-        try:
-            await asyncio.wait_for(scenario(lane), WAIT_S)
-        finally:
-            lane.close()
-
-    asyncio.run(whole())
-
-
-async def done(lane: Lane, function: Callable[..., Any], *args: object) -> Any:
-    return await asyncio.wrap_future(lane.submit(function, *args))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.005)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_movers(scenario: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.seams.mover_scenarios", scenario.__name__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def is_running(pid: int) -> bool:
@@ -100,180 +27,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def test_memory_that_is_sealed_for_everybody_else_is_written_by_movers(movers: MoverProcesses) -> None:
-    memory = SystemMemory(movers)
-    target = memory.read_only_to_others("target", 1 << 16)
-    source = memory.writable_by_others("source", 1 << 16)
-    source.bytes[:] = 21
-
-    async def scenario(lane: Lane) -> None:
-        pid = await done(lane, double, source.bytes[4096:8192], target.bytes[100 : 100 + 4096])
-        assert pid in movers.pids
-        assert (target.bytes[100 : 100 + 4096] == 42).all()
-        assert not target.bytes[:100].any()
-        assert not target.bytes[100 + 4096 :].any()
-
-    run(movers, scenario)
-    source.close()
-    target.close()
-
-
-def test_memory_of_this_process_alone_is_worked_on_here(movers: MoverProcesses) -> None:
-    shared = SystemMemory(movers).writable_by_others("source", 4096)
-    shared.bytes[:] = 4
-
-    async def scenario(lane: Lane) -> None:
-        own = np.zeros(4096, np.uint8)
-        assert await done(lane, double, shared.bytes, own) == os.getpid()
-        assert (own == 8).all()
-        beyond = np.lib.stride_tricks.as_strided(shared.bytes[4000:], (200,), (1,))
-        assert await done(lane, double, beyond[:96], own[:96]) == os.getpid()
-
-    run(movers, scenario)
-    shared.close()
-
-
-def test_what_is_taken_back_is_let_go_by_the_movers(movers: MoverProcesses, tmp_path: Path) -> None:
-    mapping = SystemMemory(movers).writable_by_others("kvstore-taken", 1 << 20)
-    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    movers.lend(file)
-
-    def held(pid: int) -> bool:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        files = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
-        return "kvstore-taken" in maps or str(tmp_path / "file") in files
-
-    for pid in movers.pids:
-        until(lambda pid=pid: held(pid))  # type: ignore[misc]
-    mapping.close()
-    movers.take_back(file)
-    os.close(file)
-    for pid in movers.pids:
-        until(lambda pid=pid: not held(pid))  # type: ignore[misc]
-
-
-def test_a_number_is_never_taken_for_a_later_file(movers: MoverProcesses, tmp_path: Path) -> None:
-    """Descriptors come back with another file behind them; what movers know a file by does not."""
-
-    async def scenario(lane: Lane) -> None:
-        room = SystemMemory(movers).writable_by_others("room", 4096)
-        target = SystemMemory(movers).read_only_to_others("target", 4096)
-        for number in range(20):
-            path = tmp_path / str(number)
-            path.write_bytes(bytes([number]) * 4096)
-            descriptor = movers.lend(os.open(path, os.O_RDWR))
-            await done(lane, PosixIO(SystemDisk()).read, descriptor, 0, target.bytes)
-            assert (target.bytes == number).all()
-            movers.take_back(descriptor)
-            os.close(descriptor)
-        room.close()
-        target.close()
-
-    run(movers, scenario)
-
-
-def test_a_lock_stays_held_until_the_movers_let_go_of_it(movers: MoverProcesses, tmp_path: Path) -> None:
-    """A server that was killed must not be followed by another one while its movers still write."""
-    ours, theirs = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
-    fcntl.flock(ours, fcntl.LOCK_EX)
-    movers.lend(ours)
-    for pid in movers.pids:
-        until(lambda pid=pid: any(  # type: ignore[misc]
-            os.readlink(f"/proc/{pid}/fd/{each}").endswith("/lock") for each in os.listdir(f"/proc/{pid}/fd")
-        ))  # fmt: skip
-    os.close(ours)
-    assert not SystemDisk().lock(theirs, 0.05)
-    movers.take_back(ours)
-    assert SystemDisk().lock(theirs, WAIT_S)
-    os.close(theirs)
-
-
-def test_errors_cross_with_what_they_say(movers: MoverProcesses) -> None:
-    async def scenario(lane: Lane) -> None:
-        with pytest.raises(DataLoss) as lost:
-            await done(lane, lose, "checksum")
-        assert (lost.value.message, lost.value.fields) == ("it is gone", {"reason": "checksum"})
-        with pytest.raises(OSError, match="the device says no") as refused:
-            await done(lane, refuse)
-        assert refused.value.errno == errno.EIO
-        with pytest.raises(Internal, match="Stubborn: cannot be"):
-            await done(lane, raise_stubborn)
-        with pytest.raises((AttributeError, TypeError), match="lambda"):
-            await done(lane, find_a_lambda)
-        assert await done(lane, whose) in movers.pids
-
-    run(movers, scenario)
-
-
-def test_a_job_that_is_too_large_to_tell_is_done_here(movers: MoverProcesses) -> None:
-    async def scenario(lane: Lane) -> None:
-        numbers = np.arange(1 << 16)
-        assert await done(lane, total, numbers) == int(numbers.sum())
-        assert await done(lane, total, numbers[:100]) == 4950
-
-    run(movers, scenario)
-
-
-def test_more_jobs_than_the_socket_holds_are_all_done_by_both(movers: MoverProcesses) -> None:
-    async def scenario(lane: Lane) -> None:
-        strips = StripRun(b"k" * 32, *(np.arange(200, dtype=np.int32) for _ in range(2)), *(np.arange(200),) * 2)
-        pids = await asyncio.gather(*(done(lane, tell, strips, number) for number in range(3000)))
-        assert [number for number, _ in pids] == list(range(3000))
-        assert {pid for _, pid in pids} == set(movers.pids)
-
-    run(movers, scenario, 4)
-
-
-def tell(strips: StripRun, number: int) -> tuple[int, int]:
-    assert strips.stops.tolist() == list(range(200))
-    return number, os.getpid()
-
-
-def test_a_job_that_nobody_waits_for_any_more_is_not_begun(movers: MoverProcesses) -> None:
-    async def scenario(lane: Lane) -> None:
-        memory = SystemMemory(movers).writable_by_others("marks", 4096)
-        target = SystemMemory(movers).read_only_to_others("target", 4096)
-        memory.bytes[:] = 3
-        busy = [lane.submit(slow, 0.1) for _ in range(8)]
-        late = asyncio.wrap_future(lane.submit(double, memory.bytes, target.bytes))
-        late.cancel()
-        await asyncio.gather(*map(asyncio.wrap_future, busy))
-        await done(lane, whose)
-        assert not target.bytes.any()
-        memory.close()
-        target.close()
-
-    run(movers, scenario)
-
-
-def test_closing_finishes_what_was_taken(movers: MoverProcesses) -> None:
-    async def scenario() -> None:
-        lane = movers.lane("test", 2)
-        jobs = [lane.submit(slow, 0.02) for _ in range(20)]
-        lane.close()
-        lane.close()
-        assert all(job.result() in movers.pids for job in jobs)
-        with pytest.raises(RuntimeError, match="closed"):
-            lane.submit(whose)
-
-    asyncio.run(scenario())
-
-
-def test_a_mover_that_ends_is_told_of_and_its_jobs_end(movers: MoverProcesses) -> None:
-    async def scenario(lane: Lane) -> None:
-        ended = asyncio.Event()
-        movers.watch(ended.set)
-        jobs = [asyncio.wrap_future(lane.submit(slow, 60.0)) for _ in range(6)]
-        await asyncio.sleep(0.1)
-        for pid in movers.pids:
-            os.kill(pid, signal.SIGKILL)
-        await ended.wait()
-        for found in await asyncio.gather(*jobs, return_exceptions=True):
-            assert isinstance(found, Internal)
-
-    run(movers, scenario)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
