@@ -37,6 +37,7 @@ from kvstore.units import format_bytes
 MOVER_COUNT = 2
 SWITCH_INTERVAL_S = 0.0005
 """How long a byte mover may hold the interpreter while the event loop waits."""
+DETACH_TIMEOUT_S = 30.0
 PR_SET_DUMPABLE = 4
 _log = logging.getLogger("kvstore.server")
 
@@ -132,8 +133,11 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
         _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
-    ends += await asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
-    for end in ends:
+    detached = asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
+    await asyncio.wait([detached], timeout=DETACH_TIMEOUT_S)
+    if not detached.done():  # it stalled only now; the other tenants have their snapshots
+        _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
+    for end in [*ends, *detached.result()]:
         if end is not None:
             raise end
 

@@ -106,3 +106,28 @@ def test_a_byte_mover_that_ends_ends_the_service_and_nothing_is_lost(number: sig
             fetched = client.fetch(SPEC, tokens)
             assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
             assert same(fetched, cache, 64)
+
+
+def test_a_stop_ends_although_byte_movers_stand_still() -> None:
+    """What was acknowledged is there afterwards; what they had in hand is not."""
+    tokens, cache = tokens_of(64), random_cache(SPEC, 64)
+    settings = {"KVSTORE__SERVER__SHUTDOWN_GRACE_S": "0.5", "KVSTORE__CONTROLLER__DEADLINE_S": "1"}
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB", environment={**os.environ, **settings}) as sidecar:
+        with connect(sidecar.address, timeout_s=2.0) as client:
+            assert client.store(SPEC, tokens, cache).wait(10.0) is Durability.LOCAL
+            movers, process = sidecar.mover_pids(), sidecar.process
+            assert process is not None
+            for pid in movers:
+                os.kill(pid, signal.SIGSTOP)
+            late = client.store(SPEC, tokens_of(64, 1), cache)
+            assert client.fetch(SPEC, tokens).token_count == 64  # from memory: it waits for nobody
+            process.terminate()
+            assert process.wait(30.0) == 0
+            assert late.wait(10.0) is Durability.NONE
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            fetched = client.fetch(SPEC, tokens)
+            assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
+            assert same(fetched, cache, 64)
+            assert client.lookup(SPEC, tokens_of(64, 1)).prefix_token_count == 0

@@ -29,7 +29,8 @@ JOB_BYTES_MAX = 1 << 16
 AHEAD = 2
 """Jobs per thread that have left the service: one that is done, one that is there when it ends."""
 ORDER_TIMEOUT_S = 10.0
-END_TIMEOUT_S = 2.0
+LAST_ANSWER_TIMEOUT_S = 3.0
+END_TIMEOUT_S = 1.0
 
 
 class MoverProcesses:
@@ -46,20 +47,28 @@ class MoverProcesses:
         self._controls: list[socket.socket] = []
         self._descriptors: list[int] = []
         self.pids: list[int] = []
-        parent_pid = os.getpid()
         gc.freeze()  # what is there now is never collected in a fork, and its pages stay shared
         try:
             for _ in range(count):
-                ours, theirs = _packets()
-                pid = os.fork()
-                if pid == 0:
-                    child.run(theirs, parent_pid)
-                theirs.close()
-                self._controls.append(ours)
-                self.pids.append(pid)
-                self._descriptors.append(os.pidfd_open(pid))
+                self._start(os.getpid())
+        except OSError as error:
+            self.close()
+            raise Unavailable(
+                f"cannot start byte movers ({error}): allow this user more processes (ulimit -u), and the calls fork "
+                "and pidfd_open (Linux 5.3)"
+            ) from error
         finally:
             gc.unfreeze()
+
+    def _start(self, parent_pid: int) -> None:
+        ours, theirs = _packets()
+        with theirs:
+            self._controls.append(ours)
+            pid = os.fork()
+            if pid == 0:
+                child.run(theirs, parent_pid)
+        self.pids.append(pid)
+        self._descriptors.append(os.pidfd_open(pid))
 
     @property
     def count(self) -> int:
@@ -135,20 +144,18 @@ class MoverProcesses:
                 share = len(range(index, thread_count, self.count))
                 socket.send_fds(control, [pack_order("lane", name, share, nice)], [theirs.fileno()])
         theirs.close()
-        return Lane(name, thread_count, ours, self._packer, self._is_whole)
-
-    def _is_whole(self) -> bool:
-        return not select.select(self._descriptors, [], [], 0)[0]
+        return Lane(name, thread_count, ours, self._packer)
 
     def close(self) -> None:
         """The movers end; one that does not is killed. After its lanes were closed. Idempotent."""
         for control in self._controls:
             control.close()
-        for pid, descriptor in zip(self.pids, self._descriptors, strict=True):
-            if not select.select([descriptor], [], [], END_TIMEOUT_S)[0]:
+        for pid, descriptor in itertools.zip_longest(self.pids, self._descriptors):
+            if descriptor is None or not select.select([descriptor], [], [], END_TIMEOUT_S)[0]:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
         self._controls, self._descriptors, self.pids = [], [], []
 
 
@@ -163,14 +170,11 @@ class Lane:
     """``Workers`` whose threads are in the mover processes. Calls come from the running loop's thread, and are
     functions of a module: what they change but shared memory and files stays theirs."""
 
-    def __init__(
-        self, name: str, count: int, jobs: socket.socket, packer: Packer, is_whole: Callable[[], bool]
-    ) -> None:
+    def __init__(self, name: str, count: int, jobs: socket.socket, packer: Packer) -> None:
         self._name = name
         self._count = count
         self._jobs = jobs
         self._packer = packer
-        self._is_whole = is_whole
         self._numbers = itertools.count()
         self._waiting: deque[tuple[bytes, int, Future[Any]]] = deque()
         self._sent: dict[int, Future[Any]] = {}
@@ -235,24 +239,24 @@ class Lane:
         self._send()
 
     def _lost(self) -> None:
-        """No mover is left that could answer."""
+        """Nobody answers any more."""
         self._loop.remove_reader(self._jobs.fileno())
         self._closed = True
         for _, _, future in self._waiting:
             future.set_running_or_notify_cancel()
         for future in [*self._sent.values(), *(future for _, _, future in self._waiting)]:
             if not future.done():
-                future.set_exception(Internal("the byte movers ended"))
+                future.set_exception(Internal("the byte movers do not answer"))
         self._sent.clear()
         self._waiting.clear()
 
     def close(self) -> None:
-        """Stop taking work, finish what was taken, then return. Idempotent."""
+        """Stop taking work, finish what was taken, then return; where movers do not answer, give it up. Idempotent."""
         if self._jobs.fileno() < 0:
             return
         self._closed = True
         while self._sent or self._waiting:
-            if not select.select([self._jobs], [], [], 0.5)[0] and not self._is_whole():
+            if not select.select([self._jobs], [], [], LAST_ANSWER_TIMEOUT_S)[0]:
                 self._lost()
                 break
             self._answered()
