@@ -14,6 +14,8 @@ from typing import Protocol
 
 from kvstore.errors import Unavailable
 
+LOCK_WAIT_S = 2.0
+"""Byte movers of a server that was killed hold its locks until their last request is through."""
 LOCK_POLL_S = 0.01
 
 

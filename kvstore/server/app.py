@@ -56,6 +56,7 @@ def serve(loaded: LoadedSettings) -> int:
     lock = prepare(settings, disk)
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
+        movers.lend(lock)  # nobody else serves this state while one of them still writes for us
         asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers))
         close_again(settings)
     except* KVStoreError as group:

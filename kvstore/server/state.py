@@ -10,6 +10,7 @@ from pathlib import Path
 from kvstore.config import Settings
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk
+from kvstore.seams.disk import LOCK_WAIT_S
 
 GRPC_SOCKET = "kvstore.sock"
 DATA_SOCKET = "data.sock"
@@ -34,7 +35,7 @@ def prepare(settings: Settings, disk: Disk) -> int:
         )
     path = server.state_directory / "lock"
     descriptor = disk.open(path, os.O_RDWR | os.O_CREAT)
-    if not disk.lock(descriptor):
+    if not disk.lock(descriptor, LOCK_WAIT_S):
         disk.close(descriptor)
         raise Unavailable(
             f"another kvstore server uses {server.state_directory}: stop it, or set server.state_directory"

@@ -9,8 +9,10 @@ import asyncio
 import errno
 import fcntl
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvstore.chunk import StripRun
-from kvstore.errors import DataLoss, Internal
+from kvstore.errors import DataLoss, Internal, Unavailable
 from kvstore.seams import MoverProcesses, SystemDisk, SystemMemory
 from kvstore.seams.movers import Lane
 from kvstore.tiers.nvme import PosixIO
@@ -69,7 +71,7 @@ def total(numbers: np.ndarray) -> int:
 
 def run(movers: MoverProcesses, scenario: Callable[[Lane], Awaitable[None]], count: int = 2) -> None:
     async def whole() -> None:
-        lane = movers.lane("test", count)
+        lane = movers.lane("test", count, nice=5)
         try:
             await asyncio.wait_for(scenario(lane), WAIT_S)
         finally:
@@ -263,6 +265,51 @@ def a_mover_that_ends_is_told_of_and_its_jobs_end(movers: MoverProcesses, _: Pat
     run(movers, scenario)
 
 
+def a_mover_that_answers_too_late_ends_with_the_others(movers: MoverProcesses, _: Path) -> None:
+    """Its answer would be taken for the next one's."""
+    for control in movers._controls:
+        control.settimeout(0.2)
+    os.kill(movers.pids[0], signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="does not answer"):
+        SystemMemory(movers).read_only_to_others("late", 4096)
+    for descriptor in movers._descriptors:
+        assert select.select([descriptor], [], [], WAIT_S)[0]
+
+
+def movers_that_end_with_jobs_unread_fail_them(movers: MoverProcesses, _: Path) -> None:
+    async def scenario(lane: Lane) -> None:
+        for pid in movers.pids:
+            os.kill(pid, signal.SIGSTOP)
+        jobs = [asyncio.wrap_future(lane.submit(whose)) for _ in range(8)]
+        for pid in movers.pids:
+            os.kill(pid, signal.SIGKILL)
+        for found in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(found, Internal)
+
+    run(movers, scenario)
+
+
+def what_does_not_cross_is_done_by_as_many_threads(movers: MoverProcesses, _: Path) -> None:
+    async def scenario(lane: Lane) -> None:
+        own = np.zeros(4096, np.uint8)
+        there, gone = threading.Barrier(4, timeout=WAIT_S), [lane.submit(meet, own) for _ in range(4)]
+        meeting.append(there)
+        for each in gone:
+            assert (await asyncio.wrap_future(each)) == 5
+
+    run(movers, scenario, 4)
+
+
+meeting: list[threading.Barrier] = []
+
+
+def meet(_memory: np.ndarray) -> int:
+    while not meeting:
+        time.sleep(0.001)
+    meeting[0].wait()
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 SCENARIOS = (
     memory_that_is_sealed_for_everybody_else_is_written_by_movers,
     memory_of_this_process_alone_is_worked_on_here,
@@ -275,6 +322,9 @@ SCENARIOS = (
     a_job_that_nobody_waits_for_any_more_is_not_begun,
     closing_finishes_what_was_taken,
     a_mover_that_ends_is_told_of_and_its_jobs_end,
+    a_mover_that_answers_too_late_ends_with_the_others,
+    movers_that_end_with_jobs_unread_fail_them,
+    what_does_not_cross_is_done_by_as_many_threads,
 )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -36,6 +38,8 @@ def run(control: socket.socket, parent_pid: int) -> NoReturn:
         _keep_only(control.fileno())
         _Mover(control).listen()
         status = 0
+    except BaseException:  # noqa: BLE001 - nobody else could say it
+        traceback.print_exc()
     finally:
         _leave(status)
 
@@ -49,10 +53,8 @@ def _keep_only(kept: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != kept:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 class _Mover:
@@ -127,7 +129,12 @@ def _serve(lane: socket.socket, nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while packet := lane.recv(PACKET_BYTES_MAX):
-            lane.send(_done(packet))
+            try:
+                lane.send(_done(packet))
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    raise
+                lane.send(_failed(number_of(packet), Internal("what the job found is too large to tell")))
     # All of a lane's threads see the end; the socket itself is closed with the last of them, or with the process.
 
 

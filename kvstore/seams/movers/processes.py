@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from kvstore.errors import Internal, Unavailable
@@ -28,7 +29,7 @@ JOB_BYTES_MAX = 1 << 16
 """A job whose arguments take more (thousands of tiny strips) is done by a thread of the service instead."""
 AHEAD = 2
 """Jobs per thread that have left the service: one that is done, one that is there when it ends."""
-ORDER_TIMEOUT_S = 10.0
+ORDER_TIMEOUT_S = 5.0
 LAST_ANSWER_TIMEOUT_S = 3.0
 END_TIMEOUT_S = 1.0
 
@@ -37,7 +38,7 @@ class MoverProcesses:
     """``count`` forks of this process. Lending, taking back and lanes are the service's own affair: who uses a lane
     sees ``Workers``.
 
-    Raises: Unavailable when a mover does not do as it is told.
+    Raises: Unavailable when a mover does not do as it is told; it has ended then.
     """
 
     def __init__(self, count: int) -> None:
@@ -121,18 +122,29 @@ class MoverProcesses:
     def _order(self, descriptors: list[int], *order: object) -> None:
         packet = pack_order(*order)
         for control in self._controls:
-            try:
-                socket.send_fds(control, [packet], descriptors)
-            except OSError as error:
-                raise Unavailable(f"a byte mover takes no orders ({error}): restart the server") from error
+            self._tell(control, packet, descriptors)
+
+    def _tell(self, control: socket.socket, packet: bytes, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(control, [packet], descriptors)
+        except OSError as error:
+            raise self._given_up(f"takes no orders ({error})") from error
 
     def _hear(self, control: socket.socket) -> None:
         try:
             answer = control.recv(4096)
         except OSError as error:
-            raise Unavailable(f"a byte mover does not answer ({error}): restart the server") from error
+            raise self._given_up(f"does not answer ({error})") from error
         if answer != b"mapped":
-            raise Unavailable(f"a byte mover cannot map memory: {answer.decode() or 'it ended'}")
+            raise self._given_up(f"cannot map memory: {answer.decode() or 'it ended'}")
+
+    def _given_up(self, reason: str) -> Unavailable:
+        """One that does not do as it is told, or of which nobody knows whether it did, is none: they end, and the
+        service with them."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return Unavailable(f"a byte mover {reason}: the server ends, start it again")
 
     # ------------------------------------------------------------ jobs
 
@@ -142,21 +154,30 @@ class MoverProcesses:
         with self._lock:
             for index, control in enumerate(self._controls):
                 share = len(range(index, thread_count, self.count))
-                socket.send_fds(control, [pack_order("lane", name, share, nice)], [theirs.fileno()])
+                self._tell(control, pack_order("lane", name, share, nice), [theirs.fileno()])
         theirs.close()
-        return Lane(name, thread_count, ours, self._packer)
+        return Lane(name, thread_count, nice, ours, self._packer)
 
     def close(self) -> None:
         """The movers end; one that does not is killed. After its lanes were closed. Idempotent."""
         for control in self._controls:
             control.close()
         for pid, descriptor in itertools.zip_longest(self.pids, self._descriptors):
-            if descriptor is None or not select.select([descriptor], [], [], END_TIMEOUT_S)[0]:
+            if descriptor is None or not _is_ready(descriptor, END_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
             if descriptor is not None:
+                _is_ready(descriptor, END_TIMEOUT_S)
                 os.close(descriptor)
+            with suppress(ChildProcessError):  # where somebody had us ignore SIGCHLD
+                os.waitpid(pid, os.WNOHANG)  # one that a device holds cannot be waited for
         self._controls, self._descriptors, self.pids = [], [], []
+
+
+def _is_ready(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read within so long."""
+    waiting = select.poll()  # select itself takes no descriptor above 1,023
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(timeout_s * 1000))
 
 
 def _packets() -> tuple[socket.socket, socket.socket]:
@@ -170,9 +191,10 @@ class Lane:
     """``Workers`` whose threads are in the mover processes. Calls come from the running loop's thread, and are
     functions of a module: what they change but shared memory and files stays theirs."""
 
-    def __init__(self, name: str, count: int, jobs: socket.socket, packer: Packer) -> None:
+    def __init__(self, name: str, count: int, nice: int, jobs: socket.socket, packer: Packer) -> None:
         self._name = name
         self._count = count
+        self._nice = nice
         self._jobs = jobs
         self._packer = packer
         self._numbers = itertools.count()
@@ -204,8 +226,8 @@ class Lane:
         return future
 
     def _submit_here(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """For the few jobs that do not cross."""
-        self._here = self._here or WorkerThreads(1, self._name)
+        """For jobs that do not cross."""
+        self._here = self._here or WorkerThreads(self._count, self._name, nice=self._nice)
         return self._here.submit(function, *args)
 
     def _send(self) -> None:
@@ -228,10 +250,16 @@ class Lane:
                 packet = self._jobs.recv(child.PACKET_BYTES_MAX)
             except BlockingIOError:
                 break
+            except ConnectionResetError:
+                packet = b""  # they ended with jobs unread
             if not packet:
                 self._lost()
                 return
-            future, found = self._sent.pop(number_of(packet)), unpack(packet)
+            future = self._sent.pop(number_of(packet))
+            try:
+                found = unpack(packet)
+            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                found = Failure(error)
             if isinstance(found, Failure):
                 future.set_exception(found.error)
             else:
@@ -256,7 +284,7 @@ class Lane:
             return
         self._closed = True
         while self._sent or self._waiting:
-            if not select.select([self._jobs], [], [], LAST_ANSWER_TIMEOUT_S)[0]:
+            if not _is_ready(self._jobs.fileno(), LAST_ANSWER_TIMEOUT_S):
                 self._lost()
                 break
             self._answered()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.errors import Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
+from kvstore.seams.disk import LOCK_WAIT_S
 from kvstore.spec import Exactness, Provenance
 
 FORMAT = 1
@@ -27,8 +28,6 @@ _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 FILE_BYTES_MAX = 1 << 40
-LOCK_WAIT_S = 2.0
-"""Byte movers of a server that was killed hold its lock until their last request is through."""
 SpaceName = tuple[bytes, Provenance, Exactness]
 
 
