@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import DIGEST_BYTES
+from kvstore.seams.scheduler import start_thread
 from kvstore.spec import MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
@@ -90,6 +91,11 @@ class Transfer:
         self._is_cancelled = threading.Event()
         self._stream: LayerStream | None = None
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, open_stream: Callable[[], LayerStream]) -> None:
+        """Bring the layers in order, on a thread of its own. Raises RuntimeError where none can be had."""
+        self._thread = start_thread(lambda: self._run(open_stream), "kvstore-transfer")
 
     def brings(self, layer: int) -> bool:
         """Whether a layer is part of it."""
@@ -128,15 +134,17 @@ class Transfer:
         return self.error is not None
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Stop it. True once nothing writes to the destination any more; waits for that at most ``timeout`` s."""
+        """Stop it. True once nothing writes to the destination any more, or holds it on its behalf; waits for that at
+        most ``timeout`` s."""
         self._is_cancelled.set()
         stream = self._stream
         if stream is not None:
             stream.cancel()
-        return self._ended.wait(timeout)
+        if self._thread is not None and self._ended.wait(timeout):
+            self._thread.join(timeout)  # what it holds goes with it
+        return self._ended.is_set()
 
-    def run(self, open_stream: Callable[[], LayerStream]) -> None:
-        """On a thread of its own: bring the layers in order."""
+    def _run(self, open_stream: Callable[[], LayerStream]) -> None:
         try:
             stream = open_stream()
             if stream.token_count < self.token_count:

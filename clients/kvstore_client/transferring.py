@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.keys import Extra
-from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.fetching import AnyPrefix, LayerStream
 from kvstore_client.paged import Paged
@@ -53,7 +52,7 @@ class TransferCalls(ABC):
         given = given_places(wanted, into)
         target_of(wanted, held.token_count, given)  # what does not fit is said now
         transfer = Transfer(held.token_count, wanted.layers)
-        start_thread(lambda: transfer.run(lambda: self._redeem(held, wanted, given)), "kvstore-transfer")
+        transfer.start(lambda: self._redeem(held, wanted, given))
         return transfer
 
     def start_fetch_prefix(
@@ -96,7 +95,7 @@ class TransferCalls(ABC):
         stream = self._stream(prompt, wanted, into)
         transfer = Transfer(stream.token_count, wanted.layers, wanted.hidden_layers, stream.reason)
         try:
-            start_thread(lambda: transfer.run(lambda: stream), "kvstore-transfer")
+            transfer.start(lambda: stream)
         except BaseException:
             stream.close()
             raise
