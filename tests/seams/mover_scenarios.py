@@ -91,6 +91,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def is_stopped(pid: int) -> bool:
+    """All its threads: a signal that stops a process reaches them one by one."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 def memory_that_is_sealed_for_everybody_else_is_written_by_movers(movers: MoverProcesses, _: Path) -> None:
     memory = SystemMemory(movers)
     target = memory.read_only_to_others("target", 1 << 16)
@@ -270,6 +276,7 @@ def a_mover_that_answers_too_late_ends_with_the_others(movers: MoverProcesses, _
     for control in movers._controls:
         control.settimeout(0.2)
     os.kill(movers.pids[0], signal.SIGSTOP)
+    until(lambda: is_stopped(movers.pids[0]))
     with pytest.raises(Unavailable, match="does not answer"):
         SystemMemory(movers).read_only_to_others("late", 4096)
     for descriptor in movers._descriptors:
@@ -280,6 +287,8 @@ def movers_that_end_with_jobs_unread_fail_them(movers: MoverProcesses, _: Path) 
     async def scenario(lane: Lane) -> None:
         for pid in movers.pids:
             os.kill(pid, signal.SIGSTOP)
+        for pid in movers.pids:
+            until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         jobs = [asyncio.wrap_future(lane.submit(whose)) for _ in range(8)]
         for pid in movers.pids:
             os.kill(pid, signal.SIGKILL)
