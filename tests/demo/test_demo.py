@@ -92,6 +92,9 @@ def test_caches_that_are_not_exact_mislead_until_they_are_mended() -> None:
     rows = [line.split("│") for line in console.export_text().splitlines() if " ms " in line]
     right = [float(row[2].split("+-")[0]) for row in rows]
     assert [int(row[5]) for row in rows] == [0, 192, 192] * 2
+    assert ["by its profile: in full" not in row[1] for row in rows] == [True] * 6
+    assert ["by its profile" in row[1] for row in rows] == [False, False, True] * 2
+    assert client.statistics()["drift_checks"] == 2  # the first of each scene, which is no row's
     for full, naive, mended in (right[:3], right[3:]):
         assert naive < mended - 0.2
         assert mended > full - 0.15

@@ -1,25 +1,29 @@
 """Two more scenes, where no exact prefix is there: documents that were cached one by one, and a prompt that only a
-sibling model has seen. A small trained model answers, so that it shows what the reused caches are worth."""
+sibling model has seen. A small trained model answers, so that it shows what the reused caches are worth; how they are
+mended is decided by the gate, from the profiles that come with the model."""
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvstore_client import Client
 from kvstore_client.setting import Recompute
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from kvstore_client.recompute.gate import Gate
+
 MODEL, SENDER = "l12-s2", "l12-s2-plus3"
 COUNT = 16
 """Prompts of each scene: as many from every seed that figures may be reported on."""
-BLEND = Recompute.cacheblend(4, 0.15)
-TOLD = f"layers 0..{BLEND.last_layer}, then the {BLEND.ratio:.0%} that deviate most"
 
 
 @dataclass(frozen=True)
@@ -34,32 +38,34 @@ class Row:
 
 
 class Cast:
-    """The receiver, its sibling, and the prompts."""
+    """The receiver, its sibling, and the prompts. The client gets a gate of its own: the shipped profiles in an empty
+    ``directory``, and nothing that anybody left where profiles lie."""
 
-    def __init__(self, client: Client, count: int) -> None:
+    def __init__(self, client: Client, directory: Path, count: int) -> None:
         import numpy as np
         import torch
         from kvstore_client.engines.transformers_runner import TransformersRunner
 
+        from kvstore_ops.profiling.subject import spec_of
         from kvstore_ops.testbed import Shape, evaluation, load
         from kvstore_ops.testbed.task import generate
-        from kvstore_ops.testbed.trial import spec_of
 
         self.client = client
+        client.gate = shipped_gate(directory)
         self.model, self.recipe = load(MODEL, torch.float32)
-        self.runner = TransformersRunner(self.model, spec=spec_of(self.model, MODEL))
-        theirs = load(SENDER, torch.float32)[0]
-        self.sender = TransformersRunner(theirs, spec=spec_of(theirs, SENDER))
+        self.runner = TransformersRunner(self.model, spec=spec_of(MODEL))
+        self.sender = TransformersRunner(load(SENDER, torch.float32)[0], spec=spec_of(SENDER))
         each = count // len(evaluation().numbers)
         self.prompts = [
             generate(np.random.default_rng(seed), each, Shape(), crossing_only=True) for seed in evaluation().numbers
         ]
 
-    def alone(self, runner: Any, tokens: Any) -> Any:
-        """What a model caches of tokens by themselves."""
+    def alone(self, runner: Any, tokens: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
+        """What a model caches of tokens by themselves, and E of some layers."""
         from kvstore_client.recompute import recompute
 
-        return recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
+        full = Recompute.full(runner.spec.layer_count)
+        return recompute(runner, tokens, [], full, hidden_layers=hidden_layers)
 
     def answered(self, name: str, ask: Callable[[Any, int], Any]) -> Row:
         """Every prompt asked once: ``ask`` gives a result with logits, share and plan."""
@@ -81,24 +87,30 @@ class Cast:
         accuracy = f"{found.accuracy:.2f} +- {found.standard_error:.2f}"
         return Row(name, accuracy, statistics.mean(shares), statistics.median(seconds), int(statistics.median(reused)))
 
-    def rows(self, **known: Any) -> list[Row]:
-        """Full prefill, reuse as it is, and reuse mended."""
+    def rows(self, kind: str, sender: Any, **known: Any) -> list[Row]:
+        """Full prefill, reuse as it is, and reuse mended as the gate lets it through. The first request that it lets
+        through is checked, and answered by a full prefill: that comes before, so that the row is of mended caches."""
         from kvstore_client.recompute import recompute
+
+        from kvstore_ops.profiling.profiler import told
 
         full = Recompute.full(self.runner.spec.layer_count)
 
         def plain(tokens: Any, count: int) -> Any:
             return recompute(self.runner, tokens, [], full, logit_count=count)
 
-        def through(setting: Recompute) -> Callable[[Any, int], Any]:
+        def through(setting: Recompute | None) -> Callable[[Any, int], Any]:
             return lambda tokens, count: self.client.partial_prefill(
                 self.runner, tokens, recompute=setting, logit_count=count, **known
             )
 
+        permit = self.client.gate.permit(self.runner.spec, sender, kind)
+        chosen = told(permit.setting) if permit.setting else f"in full: {permit.reason}"
+        through(None)(self.prompts[0].tokens[0], self.prompts[0].suffix.shape[1])
         return [
             self.answered("full prefill", plain),
             self.answered("reused as it is", through(Recompute.reuse())),
-            self.answered(TOLD, through(BLEND)),
+            self.answered(f"by its profile: {chosen}", through(None)),
         ]
 
     def documents(self) -> list[Row]:
@@ -108,21 +120,49 @@ class Cast:
             for start, stop in bounds:
                 alone = self.alone(self.runner, tokens[start:stop])
                 self.client.store_segment(self.runner.spec, tokens[start:stop], alone.kv)
-        return self.rows(segments=bounds)
+        return self.rows("position", None, segments=bounds)
 
     def sibling(self) -> list[Row]:
-        """Another model, fine-tuned to other answers, has read the same context."""
+        """Another model, fine-tuned to other answers, has read the same context, and left E where the profile's setting
+        begins."""
+        setting = self.client.gate.permit(self.runner.spec, self.sender.spec, "sibling").setting
+        layers = (setting.first_layer,) if setting and setting.needs_hidden else ()
         for tokens in (tokens for batch in self.prompts for tokens in batch.context):
-            self.client.store(self.sender.spec, tokens, self.alone(self.sender, tokens).kv)
-        return self.rows(senders=(self.sender.spec,))
+            made = self.alone(self.sender, tokens, layers)
+            self.client.store(self.sender.spec, tokens, made.kv, hidden=made.hidden)
+        return self.rows("sibling", self.sender.spec, senders=(self.sender.spec,))
+
+
+def shipped_gate(directory: Path) -> Gate:
+    """A gate that knows the receiver's profiles as they come with its weights."""
+    from kvstore_client.recompute.gate import PROVENANCE, Gate
+    from kvstore_client.recompute.profiles import Pair, Profiles
+
+    from kvstore_ops.profiling.shipped import shipped_profile
+    from kvstore_ops.profiling.subject import spec_of
+
+    profiles = Profiles(directory)
+    for kind, sender in (("position", None), ("sibling", SENDER)):
+        pair = Pair.of(spec_of(MODEL), spec_of(sender) if sender else None, kind, PROVENANCE[kind])
+        profiles.write(shipped_profile(MODEL, kind, sender), profiles.path(pair))
+    return Gate(directory)
 
 
 def perform(client: Client, console: Console, count: int = COUNT) -> None:
     """Both scenes, a table each."""
+    with tempfile.TemporaryDirectory() as directory:
+        with console.status("reuse: loading a small trained model and its sibling"):
+            cast = Cast(client, Path(directory), count)
+        _scenes(cast, console)
+    console.print(
+        "  a model of 1.8 M parameters, prompts of 208 tokens: the answers are shown, not the speed: a layer costs it "
+        "less than a call. Speed: kvstore bench ttft-blend, ttft-sibling"
+    )
+
+
+def _scenes(cast: Cast, console: Console) -> None:
     from kvstore_ops.testbed.trial import one_thread
 
-    with console.status("reuse: loading a small trained model and its sibling"):
-        cast = Cast(client, count)
     scenes = {
         "documents: six in a prompt nobody asked before, each cached by itself": cast.documents,
         "sibling: a context that only another model has read, one fine-tuned to other answers": cast.sibling,
@@ -135,7 +175,3 @@ def perform(client: Client, console: Console, count: int = COUNT) -> None:
             table.add_row(row.name, row.accuracy, f"{row.share:.0%}", f"{row.seconds * 1e3:.0f} ms", str(row.reused))
         console.print(f"\n{title}")
         console.print(table)
-    console.print(
-        "  a model of 1.8 M parameters, prompts of 208 tokens: the answers are shown, not the speed: a layer costs it "
-        "less than a call. Speed: kvstore bench ttft-blend, ttft-sibling"
-    )
