@@ -57,6 +57,9 @@ class Calls:
 
     @staticmethod
     def translated(error: grpc.RpcError) -> KVStoreError:
+        """What a failed call means. A stream is its own error: without the frames it passed, or they and all they hold
+        would hold each other."""
+        error.__traceback__ = None
         fields: dict[str, Any] = {}
         for key, value in error.trailing_metadata() or ():
             if key == METADATA_ERROR:

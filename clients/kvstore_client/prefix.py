@@ -201,7 +201,8 @@ class Prefix:
         """Wait for news of what is on its way. False when no more will come: what did not arrive is lost then."""
         try:
             response = next(self._stream, None)
-        except (grpc.RpcError, ValueError):
+        except (grpc.RpcError, ValueError) as error:
+            error.__traceback__ = None  # as in ``translated``
             response = None
         for each in response.arrivals if response is not None else ():
             entry = self._arriving.get(each.chunk)

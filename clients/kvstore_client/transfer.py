@@ -60,14 +60,13 @@ def open_held(session: AnySession, wanted: Wanted, name: bytes, held: Held, time
     return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
 
 
-def without_frames(error: KVStoreError) -> KVStoreError:
-    """The error, and what it came from, without the frames they passed: an error that is kept would keep what these
-    hold, a whole cache, and is part of it, so that only garbage collection would end both."""
+def without_frames(error: BaseException) -> None:
+    """Take from an error, and from what it came from, the frames they passed: these hold a whole cache, and where the
+    error is part of what they hold only garbage collection would end both."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
-    return error
 
 
 class Transfer:
@@ -152,8 +151,10 @@ class Transfer:
                 raise DataLoss(f"a chunk of this ticket was lost: {stream.reason.name}", reason=stream.reason.name)
             self._bring(stream)
         except KVStoreError as error:
+            without_frames(error)  # a cancelled call is its own error, and its frames hold the call
             self._fail(Unavailable("the transfer was cancelled") if self._is_cancelled.is_set() else error)
         except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
+            without_frames(error)
             self._fail(Unavailable(f"the transfer failed: {error}"))
         finally:
             self._ended.set()
@@ -182,7 +183,7 @@ class Transfer:
             stream.close()
 
     def _fail(self, error: KVStoreError) -> None:
-        self.error = without_frames(error)
+        self.error = error
         for future in (*self._layers.values(), *self._hidden.values()):
             if not future.done():
                 future.set_exception(error)
