@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds, verify_slab
-from kvstore.errors import DataLoss, Unavailable
+from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
@@ -204,10 +204,13 @@ class Prefix:
         except (grpc.RpcError, ValueError) as error:
             error.__traceback__ = None  # as in ``translated``
             response = None
-        for each in response.arrivals if response is not None else ():
-            entry = self._arriving.get(each.chunk)
-            if entry is not None:
-                self._note(each.chunk, entry, each)
+        try:
+            for each in response.arrivals if response is not None else ():
+                entry = self._arriving.get(each.chunk)
+                if entry is not None:
+                    self._note(each.chunk, entry, each)
+        except KVStoreError:  # the session ended just now, and with it the memory that the chunk arrived in
+            response = None
         if response is None:
             for entry in self._arriving.values():
                 self._cut(entry, MissReason.UNAVAILABLE)

@@ -8,8 +8,10 @@ import signal
 import numpy as np
 import pytest
 from kvstore_client import connect
+from kvstore_client.session import Session
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Durability, MissReason, Tier
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -69,6 +71,26 @@ def test_layers_stream_from_the_device(plane: str) -> None:
             assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
             assert (bits(fetched[0][0]) == bits(cache[1][0][1:2])).all()
             assert (bits(fetched[0][1]) == bits(cache[1][1][1:2])).all()
+
+
+def test_layers_whose_memory_goes_with_the_session_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar ends after it told what arrives, and before the client has mapped where."""
+
+    def gone(*_: object) -> None:
+        raise Unavailable("the sidecar is gone")
+
+    tokens, cache = tokens_of(64), random_cache(SPEC, 64)
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            assert client.store(SPEC, tokens, cache).wait(10.0) is Durability.LOCAL
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            stream = client.fetch_layers(SPEC, tokens)
+            assert (stream.token_count, stream.tier) == (64, Tier.NVME)
+            monkeypatch.setattr(Session, "region", gone)
+            with pytest.raises(DataLoss):
+                list(stream)
 
 
 def test_the_device_holds_more_than_memory() -> None:
