@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,8 @@ from typing import Self
 
 from kvstore.errors import Unavailable
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
 TOKEN = "the-token-of-a-sidecar-of-ones-own"  # noqa: S105 - guards a loopback port of a test or a benchmark
 
 
@@ -66,13 +68,19 @@ class Sidecar:
                 command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self._environment()
             )
         self._open_account()
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._first_line()
         if "ready" not in line:
-            self.process.wait(START_TIMEOUT_S)
+            self.stop(kill=True)
             raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}")
         if self.plane == "remote":
             self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart has the same
+
+    def _first_line(self) -> str:
+        """What it says when it is ready; empty when it ends without, or says nothing for too long."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        is_there = select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0]
+        return self.process.stdout.readline() if is_there else ""
 
     def _open_account(self) -> None:
         """The kernel's I/O account of the process: opened before the process makes itself unreadable."""
@@ -111,19 +119,23 @@ class Sidecar:
                 time.sleep(0.1)
 
     def stop(self, *, kill: bool = False) -> None:
-        """SIGTERM (or SIGKILL) and wait. Idempotent."""
+        """SIGTERM (or SIGKILL) and wait. Idempotent. Raises TimeoutExpired when it does not end; then it is killed."""
         if self.process is None:
             return
+        process, self.process = self.process, None
         if kill:
-            self.process.kill()
+            process.kill()
         else:
-            self.process.terminate()
-        self.process.wait(START_TIMEOUT_S)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        if self._account >= 0:
-            os.close(self._account)
-        self.process, self._account = None, -1
+            process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            if process.stdout is not None:
+                process.stdout.close()
+            if self._account >= 0:
+                os.close(self._account)
+            self._account = -1
 
     def __enter__(self) -> Self:
         self.start()
