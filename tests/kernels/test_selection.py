@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvstore_kernels.deviation import Metric, deviation_of, normalised
-from kvstore_kernels.selection import Selector, gradual_ratios, highest, row_count, scores_of, with_suffix
+from kvstore_kernels.deviation import Metric, deviation_of
+from kvstore_kernels.selection import Selector, gradual_ratios, highest, row_count, scores_of
 
 from kvstore.errors import InvalidRequest
 from tests.kernels.reference import DIMS, DTYPES, HEADS, TOKENS, plane, wide
@@ -25,12 +25,6 @@ def test_deviation_equals_the_formula(heads: int, dim: int, dtype: torch.dtype) 
             found = deviation_of(fresh, cached, metric)
             assert found.dtype == torch.float32
             np.testing.assert_allclose(wide(found), expected[metric], rtol=1e-5)
-
-
-def test_a_document_far_off_does_not_take_all_the_rows() -> None:
-    scores = torch.tensor([100.0, 300.0, 1.0, 3.0, 0.0, 0.0])
-    found = normalised(scores, torch.tensor([0, 0, 1, 1, 2, 2]))
-    assert found.tolist() == [0.5, 1.5, 0.5, 1.5, 0.0, 0.0]
 
 
 def test_the_highest_come_ascending_and_ties_go_to_the_earlier() -> None:
@@ -56,13 +50,6 @@ def test_survivors_only_are_chosen_among() -> None:
     assert highest(torch.tensor([1.0, 4.0, 2.0, 4.0]), 2, among).tolist() == [8, 21]
     with pytest.raises(InvalidRequest, match="among"):
         highest(torch.zeros(3), 1, among)
-
-
-def test_the_suffix_is_always_in() -> None:
-    assert with_suffix(torch.tensor([2, 5]), 6, 9).tolist() == [2, 5, 6, 7, 8]
-    assert with_suffix(torch.tensor([], dtype=torch.int64), 6, 8).tolist() == [6, 7]
-    with pytest.raises(InvalidRequest, match="chosen"):
-        with_suffix(torch.tensor([2, 6]), 6, 9)
 
 
 def test_selectors() -> None:
