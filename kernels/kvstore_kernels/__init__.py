@@ -7,10 +7,10 @@ destination's dtype. No loop runs over tokens or heads; temporaries are blocks w
 
 from kvstore_kernels.arrival import arrive, arrive_pages
 from kvstore_kernels.attention import attend, attend_with_mass
-from kvstore_kernels.deviation import Metric, deviation_of, normalised
+from kvstore_kernels.deviation import Metric, deviation_of
 from kvstore_kernels.gather import gather_pages
 from kvstore_kernels.rotary import Rotary, Rotation, rotary_of, rotate, rotation
-from kvstore_kernels.selection import Selector, gradual_ratios, highest, row_count, scores_of, with_suffix
+from kvstore_kernels.selection import Selector, gradual_ratios, highest, row_count, scores_of
 
 __all__ = [
     "Metric",
@@ -25,11 +25,9 @@ __all__ = [
     "gather_pages",
     "gradual_ratios",
     "highest",
-    "normalised",
     "rotary_of",
     "rotate",
     "rotation",
     "row_count",
     "scores_of",
-    "with_suffix",
 ]

@@ -46,16 +46,3 @@ def deviation_of(
             difference = fresh[which][:, rows].float() - cached[which][:, rows].float()
             total[rows] += difference.square_().sum(dim=(0, 2))
     return total
-
-
-def normalised(scores: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Scores over their document's mean, so that one document far off does not take all the rows: fp32 [tokens].
-
-    Shapes: ``scores`` [tokens]; ``documents`` int64 [tokens], each token's document, counted from 0. A document whose
-    scores are all 0 keeps them.
-    """
-    count = int(documents.max()) + 1 if len(documents) else 0
-    sums = torch.zeros(count, dtype=torch.float32, device=scores.device).index_add_(0, documents, scores.float())
-    sizes = torch.bincount(documents, minlength=count)
-    means = sums / sizes.clamp(min=1)
-    return scores.float() / torch.where(means > 0, means, 1.0)[documents]

@@ -1,5 +1,4 @@
-"""Selection: which rows are recomputed. A selector gives each context token a score, the highest are taken; the suffix
-is always in.
+"""Selection: which rows are recomputed. A selector gives each context token a score, the highest are taken.
 
 Ties go to the earlier token, and a score that is no number counts as the highest, so that one input has one answer.
 Sources: deviation and gradual filtering, CacheBlend (EuroSys '25); first tokens of each chunk, EPIC (2024); deviation
@@ -77,13 +76,6 @@ def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None)
     ranked = torch.where(scores.isnan(), math.inf, scores.float())
     chosen = torch.sort(ranked, descending=True, stable=True).indices[:count].sort().values
     return chosen if among is None else among[chosen]
-
-
-def with_suffix(chosen: torch.Tensor, context_count: int, token_count: int) -> torch.Tensor:
-    """The rows to compute: the chosen context tokens and the whole suffix, int64, ascending."""
-    if len(chosen) and int(chosen[-1]) >= context_count:
-        raise InvalidRequest(f"chosen reaches to {int(chosen[-1])}, the context has 0..{context_count - 1}")
-    return torch.cat([chosen, torch.arange(context_count, token_count, device=chosen.device)])
 
 
 def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[float]:

@@ -76,11 +76,6 @@ class ChunkLayout:
         return {slab.layer: index for index, slab in enumerate(self.slabs)}
 
     @cached_property
-    def payload_bytes(self) -> int:
-        """Bytes of strips, without alignment and header."""
-        return int(self.strip_lengths.sum(dtype=np.uint64))
-
-    @cached_property
     def slab_firsts(self) -> NDArray[np.intp]:
         """Number of each slab's first strip."""
         return np.array([slab.strip_first for slab in self.slabs], np.intp)

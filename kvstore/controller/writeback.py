@@ -177,8 +177,6 @@ class Writeback:
                 return Durability.NONE, "evicted before it was written: raise arena.capacity_bytes"
             if not table.is_proven(row):
                 found = table.residencies[row] != NOWHERE
-                missing = (
-                    "a crash left it, and it was not stored again since" if found else "the device has not taken it yet"
-                )
+                missing = LEFT_BY_A_CRASH if found else "the device has not taken it yet"
                 level, reason = Durability.MEMORY, self.reason or missing
         return level, reason

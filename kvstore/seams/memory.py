@@ -21,7 +21,6 @@ from kvstore.seams.mapping import SharedMap
 from kvstore.seams.scheduler import Lender, OwnThreads
 
 F_ADD_SEALS = 1033
-F_GET_SEALS = 1034
 F_SEAL_SEAL = 0x01
 F_SEAL_SHRINK = 0x02
 F_SEAL_GROW = 0x04

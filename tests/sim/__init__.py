@@ -16,5 +16,5 @@ the next one recovers what the disk has left. Equal seeds give equal traces.
 - ``run``      one seed, whole
 - ``steps``    one fixed scenario, cut at every step of the disk
 
-    python -m tests.sim --seeds 200
+    python -m tests.sim --crashes 500
 """
