@@ -115,10 +115,10 @@ class SharedMap:
         written: what is there stays. Blocks. Raises Exhausted out of memory."""
         first = -(-offset // HUGE_BYTES) * HUGE_BYTES
         stop = (offset + byte_count) // HUGE_BYTES * HUGE_BYTES
-        for block in range(first, stop, HUGE_BYTES):  # a block without any page is not collapsed
-            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)
-        if first < stop:
-            self._advise(first, stop - first, _MADV_COLLAPSE)
+        # Page by page: the kernel holds the process's memory map meanwhile, and a killed process ends only in between.
+        for block in range(first, stop, HUGE_BYTES):
+            self._advise(block, mmap.PAGESIZE, _MADV_POPULATE_READ)  # a block without any page is not collapsed
+            self._advise(block, HUGE_BYTES, _MADV_COLLAPSE)
         problem = self._advise(offset, byte_count, _MADV_POPULATE_WRITE)
         if problem == errno.EINVAL:  # before Linux 5.14: read one byte of each page
             self.bytes[offset : offset + byte_count : mmap.PAGESIZE].max()

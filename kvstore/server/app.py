@@ -71,7 +71,7 @@ async def _run(loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: System
     settings = loaded.settings
     clock = SystemClock()
     workers = movers.lane("mover", MOVER_COUNT, nice=MOVER_NICE)
-    background = WorkerThreads(1, "prefault", nice=19)
+    background = WorkerThreads(1, "prefault", nice=MOVER_NICE)
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
         prefaulting=background, movers=movers,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.seams.mapping import HUGE_BYTES, SharedMap
+from kvstore.seams.mapping import _MADV_COLLAPSE, HUGE_BYTES, SharedMap
 
 
 def memfd(byte_count: int) -> int:
@@ -59,6 +59,23 @@ def test_a_backed_range_is_in_memory() -> None:
     ours.back(0, 3 * HUGE_BYTES)
     assert os.fstat(descriptor).st_blocks * 512 >= 3 * HUGE_BYTES
     os.close(descriptor)
+
+
+def test_pages_are_made_huge_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose cores are all taken, a process that is killed in the middle of a larger range lives on."""
+    collapsed: list[tuple[int, int]] = []
+    advise = SharedMap._advise
+
+    def noted(self: SharedMap, offset: int, byte_count: int, advice: int) -> int:
+        if advice == _MADV_COLLAPSE:
+            collapsed.append((offset, byte_count))
+        return advise(self, offset, byte_count, advice)
+
+    monkeypatch.setattr(SharedMap, "_advise", noted)
+    descriptor = memfd(4 * HUGE_BYTES)
+    SharedMap(descriptor, 4 * HUGE_BYTES, writable=True).back(4096, 3 * HUGE_BYTES)
+    os.close(descriptor)
+    assert collapsed == [(HUGE_BYTES, HUGE_BYTES), (2 * HUGE_BYTES, HUGE_BYTES)]
 
 
 def test_a_mapping_lives_as_long_as_its_views() -> None:
