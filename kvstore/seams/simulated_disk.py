@@ -197,6 +197,9 @@ class SimulatedDisk:
             capacity_bytes = UNBOUNDED_BYTES if self._capacity_bytes is None else self._capacity_bytes
             return max(0, capacity_bytes - self._taken_bytes())
 
+    def file_system(self, directory: Path) -> str:
+        return "simulated"
+
     def lock(self, descriptor: int, wait_s: float = 0.0) -> bool:
         opened = self._find(descriptor)
         with self._call("lock", opened.path, is_step=False):

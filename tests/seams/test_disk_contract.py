@@ -204,5 +204,6 @@ def test_a_directory_is_made_with_its_parents_and_only_where_it_can_be(disk: Dis
             disk.make_directory(path)
 
 
-def test_there_is_room(disk: Disk, home: Path) -> None:
+def test_there_is_room_on_a_file_system_of_some_kind(disk: Disk, home: Path) -> None:
     assert disk.free_bytes(home) > 0
+    assert disk.file_system(home)

@@ -1,0 +1,82 @@
+"""A device tier that cannot be had: the service runs without it, and says why and which setting to change."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvstore_client import Durability, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.config import NvmeSettings
+from kvstore.seams import FaultPoints, SimulatedDisk, SystemClock
+from kvstore.server.device import open_nvme
+from kvstore.server.tenant import Tenant
+from tests.controller.service import Service
+from tests.specs import random_cache, small_spec, tokens_of
+
+PLACE = Path("/nvme")
+SETTINGS = NvmeSettings(directory=PLACE, capacity_bytes=64 << 20)
+SPEC = small_spec()
+
+
+def attached(disk: SimulatedDisk) -> Any:
+    """What a tenant's controller says after its device was tried."""
+    service = Service()
+    world = SimpleNamespace(disk=disk, clock=SystemClock(), faults=FaultPoints(), movers=None)
+    tenant: Any = SimpleNamespace(
+        settings=SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS)), controller=service.controller, _world=world
+    )
+    asyncio.run(Tenant._attach(tenant))
+    return service.controller
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("method", ["make_directory", "open", "names", "remove", "pwrite"])
+def test_a_directory_that_cannot_be_used(method: str, error: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Read-only, forbidden, failing, full: whichever call meets it first."""
+    disk = SimulatedDisk(1)
+    disk.fail(method, error, times=None)
+    controller = attached(disk)
+    assert controller.residency.nvme is None
+    said = controller.stats().nvme_reason
+    assert said.startswith("the NVMe tier is off")
+    assert "tiers.nvme.directory" in said
+    assert said in caplog.text
+    disk.mend()
+    assert attached(disk).residency.nvme is not None, "it was left locked"
+
+
+@pytest.mark.parametrize(("kind", "is_warned"), [("btrfs", True), ("zfs", True), ("ext4", False), ("", False)])
+def test_a_copy_on_write_file_system_is_warned_of(
+    kind: str, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SimulatedDisk(1)
+    monkeypatch.setattr(disk, "file_system", lambda _: kind)
+    tier = open_nvme(SETTINGS, disk, SystemClock(), FaultPoints())
+    assert ("copy-on-write" in caplog.text) is is_warned
+    assert ("tiers.nvme.directory" in caplog.text) is is_warned
+    asyncio.run(tier.close(None))
+
+
+def test_the_service_is_up_without_its_device(tmp_path: Path) -> None:
+    """A file stands where the directory should be; then another server has the directory."""
+    (tmp_path / "file").write_text("precious")
+    tokens, cache = tokens_of(40), random_cache(SPEC, 40)
+    with Sidecar("--capacity", "16 MiB", nvme="64 MiB") as other:
+        for place, words in ((tmp_path / "file", "cannot"), (other.directory / "nvme", "another kvstore server")):
+            environment = {**os.environ, "KVSTORE__TIERS__NVME__DIRECTORY": str(place)}
+            own = Sidecar("--capacity", "16 MiB", nvme="64 MiB", environment=environment)
+            with own, connect(own.address) as client:
+                receipt = client.store(SPEC, tokens, cache)
+                assert receipt.wait(10.0) is Durability.MEMORY
+                assert client.fetch(SPEC, tokens).token_count == 40
+                said = client.stats().tier_problem
+                assert words in said
+                assert "tiers.nvme.directory" in said
+    assert (tmp_path / "file").read_text() == "precious"
