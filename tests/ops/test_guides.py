@@ -20,13 +20,54 @@ SAID = {
     "bytes.md": ["LOCAL", "[True, False]", "True"],
     "kept-e.md": ["LOCAL", "256 196608", "256 (4, 256, 16)", "(256, 64)"],
     "sglang.md": [],
+    "transformers.md": ["0 LOCAL", "512 NONE", "512 DERIVED", "9"],
 }
+README_SAID = ["LOCAL", "1000", "2000", "[range(3, 303)]", "0 300"]
+GIVEN = """
+import torch
+from kvstore_client import connect
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, bos_token_id=None)).eval()
+client, input_ids, tokens = connect(), torch.randint(3, 256, (1, 300)), torch.randint(3, 256, (1030,))
+ids_with_one_more_token = torch.cat((tokens, tokens[:1]))[None]
+"""
+"""What the README's two short examples take for granted."""
 
 
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def blocks_of(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def ran(blocks: list[str], environment: dict[str, str], place: Path) -> list[str]:
+    """What each says that is run in a process of its own, all beside one sidecar."""
+    said: list[str] = []
+    with Sidecar("--capacity", "128 MiB", nvme="256 MiB", environment=environment) as sidecar:
+        for number, block in enumerate(blocks):
+            script = place / f"{number}.py"
+            script.write_text(block)
+            own = {**environment, "KVSTORE_SOCKET": sidecar.address}
+            command = [sys.executable, str(script)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=own, check=False)
+            assert done.returncode == 0, done.stderr
+            said += done.stdout.splitlines()
+    return said
+
+
+def test_the_readme_runs_as_written(tmp_path: Path) -> None:
+    blocks = blocks_of((ROOT / "README.md").read_text())
+    whole = [block for block in blocks if "connect(" in block]
+    short = [block for block in blocks if "connect(" not in block]
+    assert (len(whole), len(short)) == (3, 2)
+    said = ran([*whole, GIVEN + "".join(short)], dict(os.environ), tmp_path)
+    assert said[: len(README_SAID)] == README_SAID
 
 
 @pytest.mark.parametrize("page", SAID)
@@ -36,17 +77,7 @@ def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
     for port, other in ports.items():
         text = text.replace(port, other)
     environment = {**os.environ, **dict(re.findall(r"^export (\w+)=(\S+)$", text, re.MULTILINE))}
-    with Sidecar("--capacity", "128 MiB", nvme="256 MiB", environment=environment) as sidecar:
-        environment["KVSTORE_SOCKET"] = sidecar.address
-        said = []
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-            script = tmp_path / f"{number}.py"
-            script.write_text(block)
-            done = subprocess.run(
-                [sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=environment, check=False
-            )
-            assert done.returncode == 0, done.stderr
-            said += done.stdout.splitlines()
+    said = ran(blocks_of(text), environment, tmp_path)
     if page == "sglang.md":
         assert re.fullmatch(r"[0-9a-f]{64}", said[0])
     else:
