@@ -72,7 +72,7 @@ class NvmeSettings:
     region_bytes: Size = GIB
     encoding: str = "raw"
     write: str = "back"
-    reader_count: int = 4
+    reader_count: int = 8
     writer_count: int = 2
 
     def __post_init__(self) -> None:
