@@ -43,6 +43,7 @@ def raw(value: Any) -> Any:
 
 def copy(target: Any, source: Any) -> None:
     """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL."""
+    assert target.shape == source.shape, "a copy of another shape would be repeated"
     if is_tensor(target):
         target.copy_(source)
     else:

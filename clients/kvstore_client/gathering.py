@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,14 +32,13 @@ class Pile:
     """Strips that are being gathered in staging. ``there``: which tokens are."""
 
     def __init__(self, strips: Strips, layout: ChunkLayout, run: Run) -> None:
-        slab = layout.slabs[strips.slab]
-        heads = strips.head_stop - strips.head_start
         self.first, self.count = strip_range(layout, strips)
         self.run = run
         self.strips = strips
         self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
-        narrow = replace(layout, slabs=(replace(slab, heads=heads),))
-        self.parts = slab_parts(narrow, 0, run.segment[run.offset :])
+        first, stop = (0, None) if layout.blocked else (strips.head_start, strips.head_stop)
+        memory = run.segment[run.offset : run.offset + run.byte_count]  # and not a byte of the next run
+        self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
 
     def fill(self) -> pb.Fill:
         return pb.Fill(

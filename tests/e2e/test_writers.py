@@ -11,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import Client, Durability, ModelSpec, Paged, connect
+from kvstore_client.copying import copy
+from kvstore_client.gathering import Pile, Strips, strip_range
+from kvstore_client.staging import Run
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
+from kvstore.spec import LayerSpec
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -242,6 +247,49 @@ def test_two_ranks_in_two_processes(sidecar: Sidecar, client: Client, end: str) 
             other.communicate(timeout=20)
     if end == "commit":
         assert_stored(client, tokens, cache)
+
+
+@pytest.mark.parametrize("stored_by", [1, 2, 4])
+def test_what_so_many_ranks_stored_any_other_number_reads(client: Client, stored_by: int) -> None:
+    """In strips of 32 KiB: what is put for one lies right behind another's."""
+    spec = small_spec(model_id="four heads", layers=(LayerSpec(kv_heads=4, k_dim=512, v_dim=512),) * 2)
+    tokens, cache = tokens_of(COUNT, seed=900 + stored_by), random_cache(spec, COUNT, stored_by)
+    first = client.start_store(spec, tokens, shards=stored_by)
+    writers = [first, *(client.join_store(first.ticket, shard) for shard in range(1, stored_by))]
+    for writer, heads in zip(writers, shares(4, stored_by), strict=True):
+        for layer, pair in enumerate(cache):
+            writer.put_layer(layer, tuple(plane[heads.start : heads.stop] for plane in pair), heads=heads)
+    assert [each.stored_token_count for each in [writer.commit() for writer in writers]] == [COUNT] * stored_by
+    ticket = client.lookup(spec, tokens, hold=True, readers=1 + 2 + 4).ticket
+    assert ticket is not None
+    for heads in (*shares(4, 1), *shares(4, 2), *shares(4, 4)):
+        transfer = client.start_fetch(ticket, heads=heads, verify=True)
+        for layer, pair in enumerate(cache):
+            for found, said in zip(transfer.wait_layer(layer, 10.0), pair, strict=True):
+                assert np.array_equal(bits(found), said[heads.start : heads.stop])
+        transfer.wait(10.0)
+
+
+@pytest.mark.parametrize("heads", [range(1), range(1, 3), range(3, 4), range(4)], ids=str)
+def test_strips_are_gathered_in_their_own_room(heads: range) -> None:
+    spec = small_spec(layers=(LayerSpec(kv_heads=4, k_dim=8, v_dim=8),) * 2)
+    layout, strips = layout_of(spec, spec.kind, STEP), Strips(0, 1, heads.start, heads.stop)
+    first, count = strip_range(layout, strips)
+    size = int(layout.strip_offsets[first + count - 1] + layout.strip_lengths[first] - layout.strip_offsets[first])
+    staging = np.full(1 << 16, 0xDB, np.uint8)
+    pile = Pile(strips, layout, Run(1, 4096, size, staging))
+    for part in pile.parts:
+        assert part.array.shape == (1, len(heads), STEP, 8)
+        part.array[...] = 0
+    assert not staging[4096 : 4096 + size].any()
+    assert (np.delete(staging, slice(4096, 4096 + size)) == 0xDB).all()
+    with pytest.raises(AssertionError):
+        copy(np.zeros((2, 3)), np.zeros((1, 3)))
+
+
+def shares(heads: int, ranks: int) -> list[range]:
+    """Each rank's heads."""
+    return [range(rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks)]
 
 
 def test_threads_of_one_process_may_be_shards(client: Client) -> None:
