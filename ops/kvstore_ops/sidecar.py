@@ -14,6 +14,7 @@ from typing import Self
 
 from kvstore.errors import Unavailable
 
+END_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
 TOKEN = "the-token-of-a-sidecar-of-ones-own"  # noqa: S105 - guards a loopback port of a test or a benchmark
@@ -59,7 +60,8 @@ class Sidecar:
         return self.process.pid
 
     def start(self) -> None:
-        """Returns when the sidecar is ready. Raises Unavailable with its last words when it is not."""
+        """Returns when the sidecar is ready. Raises Unavailable with its last words when it is not, and with the
+        ``status`` it ended with by itself (None: it did not end)."""
         log = self.directory / "log"
         command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--state-directory", str(self.directory)]
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
@@ -70,8 +72,12 @@ class Sidecar:
         self._open_account()
         line = self._first_line()
         if "ready" not in line:
+            try:
+                status = self.process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                status = None
             self.stop(kill=True)
-            raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}")
+            raise Unavailable(f"the sidecar did not start: {log.read_text()[-500:]}", status=status)
         if self.plane == "remote":
             self.tcp_address = line.partition("remote ")[2].partition(",")[0]  # a restart has the same
 

@@ -132,8 +132,8 @@ class _Directory:
             sidecar.environment["KVSTORE__POLICY__CANARY_INTERVAL_S"] = "0"
         try:
             sidecar.start()
-        except Unavailable:
-            return self._cause(crash)
+        except Unavailable as error:
+            return self._cause(crash, error.fields["status"])
         load = Load(sidecar, self._ledger, self._findings, int(self._random.integers(1 << 31)),
                     may_evict=self._plan.is_full)  # fmt: skip
         load.start()
@@ -156,13 +156,11 @@ class _Directory:
         if process.poll() is None:
             self._sidecar.stop(kill=True)
             return OUTSIDE
-        return self._cause(crash)
-
-    def _cause(self, crash: Crash) -> str:
-        process = self._sidecar.process
-        assert process is not None
         status = process.wait(10.0)
         self._sidecar.stop()
+        return self._cause(crash, status)
+
+    def _cause(self, crash: Crash, status: int | None) -> str:
         if status == -signal.SIGKILL:
             return crash.point
         if status != 0:
