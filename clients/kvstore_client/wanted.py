@@ -65,6 +65,8 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 def _head_range(heads: range | tuple[int, int], most: int) -> tuple[int, int]:
     """(first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the cache has no heads: MLA, or E."""
+    if not most:
+        raise InvalidRequest("heads: this cache has no kv heads (MLA, or E in the place of KV): leave it out")
     if isinstance(heads, range):
         heads = (heads.start, heads.stop if heads.step == 1 else -1)
     bounds = _numbers("heads", heads)
