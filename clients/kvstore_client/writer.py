@@ -115,8 +115,8 @@ class StoreWriter:
 
         Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
         where the spec keeps E that, [tokens, hidden_size].
-        ``heads``: which kv heads these are (None: all); cut alike for every token of a layer. ``token_start``: the first
-        token's place in the prompt.
+        ``heads``: which kv heads these are (None: all), cut alike for all tokens of a layer. ``token_start``: the
+        first token's place in the prompt.
         Raises: InvalidRequest naming what does not fit, or was put before.
         """
         wanted = Wanted.of(self._plan.spec, [layer], heads, (), False)
