@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help setup demo test setup-vllm test-vllm sim crash check bench proto proto-baseline format clean
+.PHONY: help setup demo test test-full setup-vllm test-vllm sim crash check bench proto proto-baseline format clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -25,6 +25,9 @@ demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 
 test: $(STAMP) ## All tests
 	$(BIN)/python -m pytest
+
+test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 requests of engines that are killed
+	KVSTORE_TEST_SCALE=full $(BIN)/python -m pytest --timeout 1500
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -1,5 +1,5 @@
 """Ten thousand seeded corruptions of a directory: each chunk comes back right, or is a miss. ``make test`` takes a
-thousand of them; KVSTORE_TEST_SCALE=full takes all."""
+thousand of them; ``make test-full`` takes all."""
 
 from __future__ import annotations
 
