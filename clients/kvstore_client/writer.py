@@ -88,6 +88,8 @@ class StoreWriter:
         self._failure = failure
         self._piles: dict[Strips, Pile] = {}
         self._done: set[Strips] = set()
+        self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Which heads came together, per chunk and layer: their strips are gathered and sent together."""
         self._sent: list[Future[None]] = []
         self._unread: list[Pile] = []
         """What the sidecar was told to read and did not say that it had."""
@@ -115,8 +117,8 @@ class StoreWriter:
 
         Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
         where the spec keeps E that, [tokens, hidden_size].
-        ``heads``: which kv heads these are (None: all), cut alike for all tokens of a layer. ``token_start``: the
-        first token's place in the prompt.
+        ``heads``: which kv heads these are (None: all), the same ones together for all tokens of a chunk.
+        ``token_start``: the first token's place in the prompt.
         Raises: InvalidRequest naming what does not fit, or was put before.
         """
         wanted = Wanted.of(self._plan.spec, [layer], heads, (), False)
@@ -170,6 +172,13 @@ class StoreWriter:
             raise InvalidRequest("this layer of these tokens was put before")
         pile = self._piles.get(strips)
         if pile is None:
+            cuts = self._cuts.setdefault((strips.entry, strips.slab), [])
+            if any(start < strips.head_stop and strips.head_start < stop for start, stop in cuts):
+                raise InvalidRequest(
+                    f"heads {strips.head_start}..{strips.head_stop} of a layer were put with others of them for other "
+                    "tokens of the same chunk: put the same heads together for each"
+                )
+            cuts.append((strips.head_start, strips.head_stop))
             first, count = strip_range(layout, strips)
             last = first + count - 1
             base = int(layout.strip_offsets[first])

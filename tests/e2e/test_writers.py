@@ -165,6 +165,18 @@ def test_what_does_not_fit_is_said(client: Client) -> None:
         client.join_store(b"no ticket", 1)
 
 
+def test_heads_that_came_together_do_so_for_all_tokens_of_a_chunk(client: Client) -> None:
+    tokens, cache = fresh()
+    k, v = cache[0]
+    with client.start_store(SPEC, tokens) as writer:
+        writer.put_layer(0, (k[:1, :STEP], v[:1, :STEP]), heads=(0, 1))
+        with pytest.raises(InvalidRequest, match="the same heads together"):
+            writer.put_layer(0, (k[:, :STEP], v[:, :STEP]))
+        writer.put_layer(0, (k[:, STEP : STEP + 3], v[:, STEP : STEP + 3]), token_start=STEP)
+        with pytest.raises(InvalidRequest, match="the same heads together"):
+            writer.put_layer(0, (k[1:, STEP + 3 :], v[1:, STEP + 3 :]), heads=(1, 2), token_start=STEP + 3)
+
+
 def test_more_than_staging_holds_goes_in_pieces() -> None:
     small = Sidecar("--capacity", "64 MiB")
     small.environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "256 KiB"}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,21 +30,22 @@ def perform(address: str, name: str, console: Console) -> Outcome:
     """One engine process. Raises Unavailable with its last words when it fails."""
     command = [sys.executable, "-m", "kvstore_ops.demo.scene", address, name]
     outcome: Outcome | None = None
-    with (
-        console.status(f"{name}: starting an engine") as status,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-    ):
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            message = json.loads(line)
-            if "stage" in message:
-                status.update(f"{name}: {message['stage']}")
-                if not console.is_terminal:
-                    console.print(f"  {name}: {message['stage']}")
-            else:
-                outcome = Outcome(**message["outcome"])
-        words = process.stderr.read()
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody empties would hold it up
+        with (
+            console.status(f"{name}: starting an engine") as status,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                message = json.loads(line)
+                if "stage" in message:
+                    status.update(f"{name}: {message['stage']}")
+                    if not console.is_terminal:
+                        console.print(f"  {name}: {message['stage']}")
+                else:
+                    outcome = Outcome(**message["outcome"])
+        log.seek(0)
+        words = log.read()
     if outcome is None:
         raise Unavailable(f"the {name} scene failed: {words[-800:]}")
     return outcome
