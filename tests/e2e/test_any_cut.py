@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.spec import DTYPES, LayerKind, LayerSpec, ModelSpec
 from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
 
-SEEDS = range(25)
+SEEDS = range(16)
 LAYOUTS = ("kv page slot head dim", "page kv head slot dim", "page head slot dim", "head page slot kv dim")
 DIMS = ((8, 8), (64, 64), (128, 128), (40, 24))
 NOBODYS = 0xDB
