@@ -26,6 +26,7 @@ from tests.recompute.models import VOCABULARY, model_of, prompt, sibling_of
 MODEL = model_of("llama", num_hidden_layers=2)
 RUNNER = TransformersRunner(MODEL)
 SIBLING = TransformersRunner(sibling_of(MODEL, 3))
+EVERY = range(4)
 
 
 def asked(count: int) -> list[Prompt]:
@@ -58,28 +59,32 @@ def test_quality_is_agreement_with_the_full_prefill(reuse: str) -> None:
     subject = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5, answered.append)
     assert answered == [1, 2, 3, 4]
     assert subject.full().by_context == (1.0,) * 4
-    assert (subject.calibration.contexts, subject.calibration.answers) == (4, 20)
+    made = subject.calibration
+    assert (made.search_contexts, made.contexts, made.answers) == (2, 2, 10)
     done: list[int] = []
-    same = subject.measure(Recompute(0, 0, 1.0), done.append)
+    same = subject.measure(Recompute(0, 0, 1.0), EVERY, done.append)
     assert done == [1, 2, 3, 4]
     assert (same.by_context, same.share, same.misled) == ((1.0,) * 4, 1.0, 0.0)
-    lossy = subject.measure(Recompute.reuse(), done.append)
+    lossy = subject.measure(Recompute.reuse(), EVERY, done.append)
+    parts = [subject.measure(Recompute.reuse(), those, done.append) for those in (range(1), range(1, 4))]
+    assert (parts[0] + parts[1]).by_context == lossy.by_context
+    assert (parts[0] + parts[1]).misled == pytest.approx(lossy.misled)
     assert lossy.share == 0.0
     assert 0.0 <= sum(lossy.by_context) / 4 < 1.0
     assert lossy.misled > 0.0
     group = Recompute(1, 1) if reuse != "position" else Recompute(0, 0)
     again = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5)
-    assert subject.measure(group, done.append) == again.measure(group, done.append)
+    assert subject.measure(group, EVERY, done.append) == again.measure(group, EVERY, done.append)
 
 
 def test_caches_that_do_not_fit_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = OwnSubject(RUNNER, SIBLING, "sibling", asked(2), 3)
     group = Recompute(1, 1)
-    kept = subject.measure(group, lambda _: None)
+    kept = subject.measure(group, range(2), lambda _: None)
     monkeypatch.setattr(subject._caches, "_room", 0)
     subject._caches._kv.clear()
     subject._caches._hidden.clear()
-    assert subject.measure(group, lambda _: None) == kept
+    assert subject.measure(group, range(2), lambda _: None) == kept
     assert not subject._caches._kv
 
 
@@ -94,11 +99,11 @@ def test_the_command_writes_a_profile_that_a_gate_finds(
     class StoppedError(Exception):
         pass
 
-    def stopping(self: OwnSubject, setting: Recompute, report: Any) -> Any:
+    def stopping(self: OwnSubject, setting: Recompute, those: range, report: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise StoppedError
-        return measure(self, setting, report)
+        return measure(self, setting, those, report)
 
     monkeypatch.setattr(OwnSubject, "measure", stopping)
     with pytest.raises(StoppedError):
@@ -111,7 +116,7 @@ def test_the_command_writes_a_profile_that_a_gate_finds(
     assert points.read_bytes().startswith(before)
     found = Profile.from_json(capsys.readouterr().out)
     assert found.full_quality == 1.0
-    assert found.calibration.contexts == PROMPTS_MIN
+    assert found.calibration.contexts + found.calibration.search_contexts == PROMPTS_MIN
     loaded = AutoModelForCausalLM.from_pretrained(directory / "model", dtype="auto")
     receiver = replace(TransformersRunner(loaded).spec, model_id="in use", tokenizer_digest="aa" * 32)
     permit = Gate(floor=0.0).permit(receiver, SIBLING.spec, "sibling")
@@ -143,7 +148,7 @@ def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "contexts", "told"),
-    [(15, None, "15 prompts, 16 are wanted"), (20, 8, "at least 16"), (20, 32, "smaller --contexts")],
+    [(23, None, "23 prompts, 24 are wanted"), (30, 8, "at least 24"), (30, 40, "smaller --contexts")],
 )
 def test_too_few_prompts_are_refused(tmp_path: Path, count: int, contexts: int | None, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):

@@ -30,6 +30,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from tests.recompute.test_profile import RECEIVER, SENDER
 
 CONTEXTS = 16
+SEARCH_CONTEXTS = 8
 
 
 class StoppedError(Exception):
@@ -43,25 +44,38 @@ class Pretended:
     receiver: ModelSpec = RECEIVER
     sender: ModelSpec | None = SENDER
     reuse: str = "sibling"
-    calibration: Calibration = field(default_factory=lambda: Calibration("aa" * 32, (1, 2), CONTEXTS, 8 * CONTEXTS))
+    calibration: Calibration = field(
+        default_factory=lambda: Calibration("aa" * 32, (1, 2), CONTEXTS, 8 * CONTEXTS, SEARCH_CONTEXTS)
+    )
+    full_quality: float = 0.9
     limit: int = 10_000
-    asked: list[Recompute] = field(default_factory=list)
+    asked: list[tuple[Recompute, range]] = field(default_factory=list)
 
     def full(self) -> Measured:
-        return Measured((0.9,) * CONTEXTS, 1.0, 0.0)
+        return Measured((self.full_quality,) * (self.calibration.search_contexts + self.calibration.contexts), 1.0, 0.0)
 
-    def measure(self, setting: Recompute, report: Callable[[int], None]) -> Measured:
+    def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
         if len(self.asked) >= self.limit:
             raise StoppedError
-        self.asked.append(setting)
-        report(CONTEXTS)
+        self.asked.append((setting, those))
+        report(len(those))
+        quality = self.quality(setting, those)
+        spread = tuple(min(1.0, quality + 0.01 * (index % 2)) for index in those)
+        return Measured(spread, nominal_share(setting, 6), max(0.0, 0.9 - quality))
+
+    def quality(self, setting: Recompute, those: range) -> float:
         whole = sum((0.0, 0.05, 0.25, 0.25, 0.1, 0.0)[setting.first_layer : setting.check_layer])
         rest = 0.65 - whole
         good = {"product": 1.2, "deviation": 0.8, "suffix_attention": 0.7, "first": 0.1, "random": 0.1}
         mended = rest * min(1.0, setting.ratio * 3) * min(1.0, good[setting.selector] * (0.3 + 2 * whole))
-        quality = 0.2 + whole + mended
-        spread = tuple(min(1.0, quality + 0.01 * (index % 2)) for index in range(CONTEXTS))
-        return Measured(spread, nominal_share(setting, 6), max(0.0, 0.9 - quality))
+        return 0.2 + whole + mended
+
+    def settings(self, those: range) -> list[Recompute]:
+        """What was asked on exactly these contexts."""
+        return [setting for setting, asked in self.asked if asked == those]
+
+
+SEARCHED, JUDGED = range(SEARCH_CONTEXTS), range(SEARCH_CONTEXTS, SEARCH_CONTEXTS + CONTEXTS)
 
 
 def measured(subject: Any, path: Path, *, rounds: int = 3, fresh: bool = False) -> Profile:
@@ -96,8 +110,61 @@ def test_refinement_finds_what_the_grid_does_not_have(tmp_path: Path) -> None:
     assert rough is not None
     assert fine is not None
     assert fine.share < rough.share
-    assert fine.setting not in once.asked
+    assert fine.setting not in once.settings(JUDGED)
     assert len(more.asked) == len(set(more.asked))
+
+
+def test_what_was_lucky_in_the_search_is_not_chosen(tmp_path: Path) -> None:
+    """Figures are of contexts that found nothing."""
+    lucky = Recompute(0, -1, 0.1, "suffix_attention")
+
+    class Flattering(Pretended):
+        def quality(self, setting: Recompute, those: range) -> float:
+            return 0.9 if setting == lucky and those == SEARCHED else super().quality(setting, those)
+
+    subject = Flattering()
+    found = measured(subject, tmp_path / "p.json", rounds=1)
+    assert lucky in subject.settings(JUDGED)
+    chosen = found.cheapest(0.9)
+    assert chosen is not None
+    assert chosen.setting != lucky
+    assert {point.setting for point in found.points} <= set(subject.settings(JUDGED))
+    for point in found.points:
+        assert point.quality == pytest.approx(Pretended().quality(point.setting, JUDGED) + 0.005)
+    assert (found.calibration.contexts, found.calibration.search_contexts) == (CONTEXTS, SEARCH_CONTEXTS)
+
+
+def test_what_is_plainly_worse_than_something_cheaper_is_given_up(tmp_path: Path) -> None:
+    """After a glance; and it is on no frontier."""
+    subject = Pretended(calibration=Calibration("aa" * 32, (1, 2), CONTEXTS, 8 * CONTEXTS, 64))
+    found = measured(subject, tmp_path / "p.json", rounds=1)
+    whole = set(subject.settings(range(32, 64)))
+    given_up = set(subject.settings(range(32))) - whole
+    assert len(given_up) > len(whole) > 5
+    assert not given_up & set(subject.settings(range(64, 64 + CONTEXTS)))
+    assert {point.setting for point in found.points} <= whole
+    for setting in given_up:
+        share, quality = nominal_share(setting, 6), subject.quality(setting, range(32))
+        cheaper = [each for each in subject.settings(range(32)) if nominal_share(each, 6) <= share]
+        assert max(subject.quality(each, range(32)) for each in cheaper) > quality
+
+
+def test_judging_goes_on_behind_the_first_frontiers_until_something_keeps_enough(tmp_path: Path) -> None:
+    """All that the search liked best turns out worthless; what it liked less is then measured as well."""
+    usual = Pretended(full_quality=0.72)
+    first = measured(usual, tmp_path / "first.json", rounds=0)
+    liked = set(usual.settings(JUDGED))
+    assert first.cheapest(0.99) is not None
+
+    class Disappointing(Pretended):
+        def quality(self, setting: Recompute, those: range) -> float:
+            return 0.1 if setting in liked and those == JUDGED else super().quality(setting, those)
+
+    subject = Disappointing(full_quality=0.72)
+    found = measured(subject, tmp_path / "p.json", rounds=0).cheapest(0.99)
+    assert liked < set(subject.settings(JUDGED))
+    assert found is not None
+    assert found.setting not in liked
 
 
 def test_wherever_a_run_is_stopped_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
@@ -167,7 +234,7 @@ def test_a_killed_run_of_a_real_model_goes_on(
     run("l6-s2", None, None, 8, 1, 0.9, "calibration", None, fresh=False, as_json=False)
     after = lines(path)
     assert after[: len(before) - 1] == before[:-1]
-    settings = [str(json.loads(line)["setting"]) for line in after[1:-1]]
+    settings = [(str(each["setting"]), each["judged"]) for each in map(json.loads, after[1:-1])]
     assert len(settings) == len(set(settings)) > 6
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 from kvstore_client import Recompute
+from kvstore_client.recompute.gate import FLOOR, Gate
 from kvstore_client.recompute.profile import Profile
+from kvstore_client.recompute.profiles import Pair, Profiles
+from kvstore_ops.bench import quality
 from kvstore_ops.profiling import shipped
+from kvstore_ops.profiling.picture import verdict
+from kvstore_ops.profiling.profiler import told
 from kvstore_ops.profiling.shipped import PROFILES, shipped_path, shipped_profile
+from kvstore_ops.profiling.subject import spec_of
 from kvstore_ops.testbed import calibration, contexts, evaluation
 from kvstore_ops.testbed.trial import Trial, one_thread
 
@@ -27,8 +33,28 @@ def test_a_profile_is_found_by_what_it_is_of_and_of_the_shipped_weights(path: Pa
     assert path.with_suffix(".png").exists()
 
 
-def test_both_depths_have_a_profile_of_moved_documents() -> None:
-    assert {"l6-s2-position", "l12-s2-position"} <= {path.stem for path in SHIPPED}
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_gate_profiler_and_bench_choose_alike(path: Path, tmp_path: Path) -> None:
+    found = Profile.from_json(path.read_text())
+    model, sender = found.receiver.model_id, found.sender.model_id if found.sender else None
+    specs = spec_of(model), spec_of(sender) if sender else None
+    Profiles(tmp_path).write(found, Profiles(tmp_path).path(Pair.of(*specs, found.reuse, found.provenance)))
+    setting = Gate(tmp_path).permit(*specs, found.reuse).setting
+    assert setting is not None
+    assert quality.TARGET == FLOOR
+    assert quality.chosen(found.layer_count, model, found.reuse, sender) == setting
+    assert told(setting) in verdict(found, FLOOR)
+
+
+def test_every_base_model_has_a_profile_of_each_reuse_made_alike() -> None:
+    every = {
+        f"{base}-{kind}"
+        for base in ("l6-s2", "l6-s5", "l12-s2")
+        for kind in ("position", "sibling-plus3", "both-plus3")
+    }
+    assert {path.stem for path in SHIPPED} == every
+    made = [Profile.from_json(path.read_text()).calibration for path in SHIPPED]
+    assert {(each.contexts, each.search_contexts, each.digest) for each in made} == {(256, 128, made[0].digest)}
 
 
 def test_no_evaluation_seed_is_behind_a_profile() -> None:

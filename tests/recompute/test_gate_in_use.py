@@ -55,10 +55,11 @@ def measured(directory: Path, at_s: int) -> Profile:
     """A profile of one setting, in its place."""
     subject = TestbedSubject(RECEIVER, "sibling", SENDER, calibration(), CONTEXTS)
     full: Measured = subject.full()
-    point = point_of(SETTING, subject.measure(SETTING, lambda _: None), full, subject.calibration.answers)
+    every = range(len(full.by_context))
+    point = point_of(SETTING, subject.measure(SETTING, every, lambda _: None), full, subject.calibration.answers)
     made = Profile(
         receiver=Side.of(subject.receiver), sender=Side.of(runner_of(SENDER).spec), reuse="sibling",
-        provenance=Provenance.IN_CONTEXT, layer_count=6, calibration=Calibration("aa" * 32, (1,), 16, 128),
+        provenance=Provenance.IN_CONTEXT, layer_count=6, calibration=Calibration("aa" * 32, (1,), 16, 128, 8),
         full_quality=float(np.mean(full.by_context)), full_standard_error=0.0, points=(point,), measured_at_s=at_s,
     )  # fmt: skip
     profiles = Profiles(directory)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvstore_ops.testbed import calibration, contexts, recipe, score, task
+from kvstore_ops.testbed.evaluate import summary
 from kvstore_ops.testbed.models import Phase, shifted
 from kvstore_ops.testbed.net import Geometry, Net, grow, initialise
 from kvstore_ops.testbed.train import Run, rate
@@ -158,5 +159,22 @@ def test_a_score_counts_right_answers_and_its_error_is_over_contexts() -> None:
     rows = np.array([1.0] * 6 + [0.0] * 2)
     assert got.standard_error == pytest.approx(rows.std(ddof=1) / 8**0.5)
     assert score(logits, found, recipe("l6-s2-plus3").answers).accuracy == 0
+
+
+def test_what_two_have_in_common_is_in_no_error_of_their_ratio() -> None:
+    """They err on the same contexts, but for one."""
+    right = np.ones((16, 8), bool)
+    right[:4] = False
+    fewer = right.copy()
+    fewer[7, :4] = False
+    ratio, error = summary(fewer).over(summary(right))
+    assert ratio == pytest.approx(11.5 / 12)
+    lost = np.array([0.5] + [0.0] * 15)
+    assert error == pytest.approx(lost.std(ddof=1) / 4 / 0.75)
+    assert summary(right).over(summary(right)) == (1.0, 0.0)
+
+
+def test_logits_of_another_shape_are_refused() -> None:
+    found, logits = contexts(calibration(), 8), torch.zeros(8, 16, task.VOCABULARY)
     with pytest.raises(InvalidRequest, match="logits are"):
         score(logits[:, :-1], found, recipe("l6-s2").answers)

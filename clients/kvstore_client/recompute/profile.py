@@ -16,7 +16,11 @@ from kvstore.spec import ModelSpec, Provenance
 from kvstore_client.setting import Recompute
 
 FORMAT = "kvstore profile"
-VERSION = 1
+VERSION = 2
+ERRORS = 2.0
+"""Standard errors that are taken off a measured quality before it is held against a floor: of a hundred settings that
+just reach the floor so, two or three lie below it, and clients take the cheapest of a few dozen."""
+RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
 PROFILE_BYTES_MAX = 4 << 20
 AGAIN = "measure it again with kvstore profile"
@@ -40,13 +44,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The contexts behind a profile: a digest of them, the seeds they were drawn from, how many, and how many answers
-    in all were scored."""
+    """The contexts behind a profile: a digest of all of them and the seeds they were drawn from; how many its figures
+    are of, and how many answers to these were scored; how many others were searched on. Whoever searches among many
+    settings finds lucky ones: what was found is measured again, on contexts that found nothing."""
 
     digest: str
     seeds: tuple[int, ...]
     contexts: int
     answers: int
+    search_contexts: int
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,18 @@ class Point:
     loss_error: float
     misled: float
 
+    @property
+    def assured(self) -> float:
+        """The quality that may be counted on: less two standard errors of the loss, so that a point measured on few
+        contexts has to be better."""
+        return self.quality - ERRORS * self.loss_error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The Pareto frontier of one (sender, receiver, reuse, provenance): every point has a higher quality than all that
-    cost less. ``sender`` is None for the receiver's own cache at another position. ``measured_at_s``: seconds since
-    1970, when the measuring began."""
+    """The Pareto frontier of one (sender, receiver, reuse, provenance): every point has a higher assured quality than
+    all that cost less. ``sender`` is None for the receiver's own cache at another position. ``measured_at_s``: seconds
+    since 1970, when the measuring began."""
 
     receiver: Side
     sender: Side | None
@@ -80,14 +92,12 @@ class Profile:
     points: tuple[Point, ...]
     measured_at_s: int
 
-    def cheapest(self, floor: float, *, errors: float = 1.0) -> Point | None:
-        """The point of least f whose quality over that of full prefill is at least ``floor``; None: only a full prefill
-        will do. ``errors``: it must be so after that many standard errors of the loss are taken off, so that a point
-        measured on few contexts has to be better. Raises: InvalidRequest for a floor outside 0..1."""
+    def cheapest(self, floor: float) -> Point | None:
+        """The point of least f whose assured quality is at least ``floor`` of full prefill's; None: only a full prefill
+        will do. Raises: InvalidRequest for a floor outside 0..1."""
         if not 0.0 <= floor <= 1.0:
             raise InvalidRequest(f"floor {floor!r:.40} must be in 0..1, a share of full prefill's quality")
-        wanted = floor * self.full_quality
-        good = [each for each in self.points if each.quality - errors * each.loss_error >= wanted]
+        good = [each for each in self.points if each.assured >= floor * self.full_quality]
         return min(good, key=lambda each: each.share, default=None)
 
     def check(self, receiver: ModelSpec, sender: ModelSpec | None) -> None:
@@ -115,6 +125,7 @@ class Profile:
         found |= {
             "format": FORMAT,
             "version": VERSION,
+            "rule": RULE,
             "receiver": asdict(self.receiver),
             "sender": self.sender and asdict(self.sender),
             "provenance": self.provenance.value,
@@ -137,7 +148,9 @@ class Profile:
             raise InvalidRequest(
                 f"not a profile of version {VERSION} (its version is {version!r:.40}): {AGAIN}, by this release"
             )
-        found = {name: value for name, value in found.items() if name not in ("format", "version")}
+        if found.get("rule") != RULE:
+            raise InvalidRequest(f"rule {found.get('rule')!r:.80} is not this release's, {RULE!r}: {AGAIN}")
+        found = {name: value for name, value in found.items() if name not in ("format", "version", "rule")}
         return _profile_of(found)
 
 
@@ -180,8 +193,8 @@ def _profile_of(found: dict[str, Any]) -> Profile:
     if not isinstance(found["points"], list):
         raise InvalidRequest("points must be a list")
     points = tuple(_point_of(each, layers, f"points[{index}]") for index, each in enumerate(found["points"]))
-    if any(a.share >= b.share or a.quality >= b.quality for a, b in pairwise(points)):
-        raise InvalidRequest(f"points must rise in share and in quality: {AGAIN}")
+    if any(a.share >= b.share or a.assured >= b.assured for a, b in pairwise(points)):
+        raise InvalidRequest(f"points must rise in share and in quality less {ERRORS:g} standard errors: {AGAIN}")
     return Profile(
         receiver=_side_of(found["receiver"], "receiver"),
         sender=None if found["sender"] is None else _side_of(found["sender"], "sender"),
@@ -215,7 +228,7 @@ def _calibration_of(found: dict[str, Any]) -> Calibration:
     if not isinstance(found["seeds"], list):
         raise InvalidRequest("calibration.seeds must be a list")
     seeds = tuple(_whole(each, "calibration.seeds", least=0) for each in found["seeds"])
-    counts = (_whole(found[name], f"calibration.{name}") for name in ("contexts", "answers"))
+    counts = (_whole(found[name], f"calibration.{name}") for name in ("contexts", "answers", "search_contexts"))
     return Calibration(_text(found["digest"], "calibration.digest"), seeds, *counts)
 
 

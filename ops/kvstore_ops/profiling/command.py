@@ -18,7 +18,7 @@ from kvstore_ops.profiling.prompts import read_prompts
 from kvstore_ops.profiling.subject import Subject, TestbedSubject
 from kvstore_ops.testbed import Seeds, calibration, evaluation
 
-CONTEXTS = 64
+CONTEXTS = 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def run(
         return
     console = Console()
     console.print(table(found.profile, floor))
-    console.print(f"{verdict(found.profile, floor)} ({len(found.points)} settings measured)")
+    console.print(f"{verdict(found.profile, floor)} ({len(found.points)} settings searched to the end)")
     console.print(f"profile {path}\nplot    {picture}\npoints  {journal_of(path)}", soft_wrap=True)
 
 

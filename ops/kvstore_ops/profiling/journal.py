@@ -16,7 +16,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore_ops.profiling.subject import Measured, Subject
 
 FORMAT = "kvstore profile points"
-VERSION = 1
+VERSION = 2
 
 
 class Journal:
@@ -30,7 +30,8 @@ class Journal:
     def __init__(self, path: Path, subject: Subject, started_s: int, *, fresh: bool = False) -> None:
         self.path = path
         self.full: Measured | None = None
-        self.points: dict[Recompute, Measured] = {}
+        self.searched: dict[Recompute, Measured] = {}
+        self.judged: dict[Recompute, Measured] = {}
         self.started_s = started_s
         self._layer_count = subject.receiver.layer_count
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,19 +41,21 @@ class Journal:
             header = _header(subject)
             if fresh or not self._read(header):
                 self._file.truncate(0)
-                self.full, self.points, self.started_s = None, {}, started_s
+                self.full, self.searched, self.judged, self.started_s = None, {}, {}, started_s
                 self._append({**header, "started_s": started_s})
         except BaseException:
             self._file.close()
             raise
 
-    def add(self, setting: Recompute | None, measured: Measured) -> None:
-        """Keep one; setting None: the full prefill. It is on disk when this returns."""
-        if setting is None:
-            self.full = measured
-        else:
-            self.points[setting] = measured
-        self._append({"setting": setting and asdict(setting), **asdict(measured)})
+    def add_full(self, measured: Measured) -> None:
+        """Keep the full prefill. It is on disk when this returns, as what is added otherwise."""
+        self.full = measured
+        self._append({"setting": None, "judged": False, **asdict(measured)})
+
+    def add(self, setting: Recompute, measured: Measured, *, judged: bool) -> None:
+        """Keep a setting, on contexts that are searched on, or on those for the figures."""
+        (self.judged if judged else self.searched)[setting] = measured
+        self._append({"setting": asdict(setting), "judged": judged, **asdict(measured)})
 
     def finish(self) -> None:
         self._append({"finished": True})
@@ -109,13 +112,13 @@ class Journal:
         what = f"{self.path}, line {number}"
         try:
             measured = Measured(tuple(map(float, line["by_context"])), float(line["share"]), float(line["misled"]))
-            setting = line["setting"]
+            setting, judged = line["setting"], line["judged"]
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(f"{what}: not a measured point; begin anew with --fresh") from error
         if setting is None:
             self.full = measured
         else:
-            self.points[setting_of(setting, self._layer_count, what)] = measured
+            (self.judged if judged else self.searched)[setting_of(setting, self._layer_count, what)] = measured
 
 
 def _header(subject: Subject) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from kvstore_ops.profiling.prompts import Prompt, digest_of
 from kvstore_ops.profiling.subject import Measured
 
 ANSWER_TOKENS = 16
+SEARCH_EVERY = 3
+"""Every third prompt is searched on, the others are for the figures."""
 KEPT_SHARE = 4
 """A quarter of the machine's memory is for the prompts' caches; what does not fit is computed again each time."""
 
@@ -86,27 +88,32 @@ class OwnSubject:
         self._runner = receiver
         self._caches = _Caches(sender or receiver)
         self._asked = []
+        searched = prompts[::SEARCH_EVERY]
+        prompts = [*searched, *(prompt for index, prompt in enumerate(prompts) if index % SEARCH_EVERY)]
         for index, prompt in enumerate(prompts):
             self._asked.append(self._answered(prompt, answer_tokens))
             report(index + 1)
-        answers = sum(len(each.logits) for each in self._asked)
-        self.calibration = Calibration(digest_of(prompts, answer_tokens), (), len(prompts), answers)
+        answers = sum(len(each.logits) for each in self._asked[len(searched) :])
+        digest = digest_of(prompts, answer_tokens)
+        self.calibration = Calibration(digest, (), len(prompts) - len(searched), answers, len(searched))
 
     def full(self) -> Measured:
         """It is what the others are compared with."""
         return Measured((1.0,) * len(self._asked), 1.0, 0.0)
 
-    def measure(self, setting: Recompute, report: Callable[[int], None]) -> Measured:
-        by_context, share, wrong = [], 0.0, 0
-        for index, asked in enumerate(self._asked):
+    def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
+        by_context, share, wrong, answers = [], 0.0, 0, 0
+        for index in those:
+            asked = self._asked[index]
             runs = list(self._runs(index, asked.prompt, setting))
             done = recompute(self._runner, asked.tokens, runs, setting, logit_count=len(asked.logits))
             agrees = done.logits.argmax(-1) == asked.logits.argmax(-1)
             by_context.append(float(agrees.float().mean()))
-            share += done.share / len(self._asked)
+            share += done.share / len(those)
             wrong += int(misled(asked.logits, done.logits).sum())
-            report(index + 1)
-        return Measured(tuple(by_context), share, wrong / self.calibration.answers)
+            answers += len(asked.logits)
+            report(len(by_context))
+        return Measured(tuple(by_context), share, wrong / answers)
 
     @torch.inference_mode()
     def _answered(self, prompt: Prompt, answer_tokens: int) -> _Asked:

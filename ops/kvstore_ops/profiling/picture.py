@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore_client.recompute.profile import Point, Profile
+from kvstore_client.recompute.profile import ERRORS, Point, Profile
 from rich.table import Table
 
 from kvstore_ops.profiling.profiler import Profiled, told
@@ -37,7 +37,10 @@ def verdict(profile: Profile, floor: float) -> str:
     """What clients will do by it."""
     chosen = profile.cheapest(floor)
     if chosen is None:
-        return f"no setting keeps {floor:g} of full prefill's quality, less one standard error: prompts are prefilled"
+        return (
+            f"no setting keeps {floor:g} of full prefill's quality, less {ERRORS:g} standard errors: prompts are "
+            "prefilled; more contexts have smaller errors"
+        )
     return f"at floor {floor:g} clients take: {told(chosen.setting)}, at f = {chosen.share:.3f}"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from kvstore_client.recompute.profile import Point
+from kvstore_client.recompute.profile import ERRORS, Point
 from kvstore_client.setting import METRICS, Recompute
 
 COARSE_RATIOS = (0.1, 0.25)
@@ -13,8 +13,14 @@ COARSE_SELECTORS = ("deviation", "product", "suffix_attention")
 SELECTORS = (*COARSE_SELECTORS, "first")
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
 GRADUAL = (0.0, 0.3, 0.6, 1.0)
-PROMISING = 0.75
+PROMISING = 0.9
 """Frontier points below that share of full prefill's quality are not looked around: nobody would ask for them."""
+ENOUGH = 0.99
+"""A share of full prefill's quality that a search must not end below while there are dearer settings."""
+ROOM = 1.5
+"""What costs that much more than a setting that answers as well as a full prefill is left out."""
+FRONTIERS = 2
+"""How many frontiers, one behind the other, are measured again: the second one was perhaps only less lucky."""
 
 
 def nominal_share(setting: Recompute, layer_count: int) -> float:
@@ -80,13 +86,28 @@ def _tells(setting: Recompute, reuse: str) -> bool:
     return not (compares and setting.check_layer == 0 and reuse == "position")
 
 
-def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those that nothing of less or the same f equals in quality, by rising f."""
+def frontier(points: Iterable[Point], worth: Callable[[Point], float]) -> tuple[Point, ...]:
+    """Those that nothing of less or the same f equals in worth, by rising f."""
     found: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.share, -each.quality)):
-        if not found or point.quality > found[-1].quality:
+    for point in sorted(points, key=lambda each: (each.share, -worth(each))):
+        if not found or worth(point) > worth(found[-1]):
             found.append(point)
     return tuple(found)
+
+
+def quality(point: Point) -> float:
+    """What is worth looking around is what may be good, not what surely is."""
+    return point.quality
+
+
+def frontiers(points: Iterable[Point], full: float) -> Iterator[tuple[Point, ...]]:
+    """The frontier, what is the frontier without it, and so on; of those behind the first what is promising."""
+    left = set(points)
+    yield (edge := frontier(left, quality))
+    left = {point for point in left - set(edge) if point.quality >= PROMISING * full}
+    while left:
+        yield (edge := frontier(left, quality))
+        left -= set(edge)
 
 
 def by_cost(settings: Iterable[Recompute], layer_count: int) -> list[Recompute]:
@@ -97,28 +118,34 @@ def by_cost(settings: Iterable[Recompute], layer_count: int) -> list[Recompute]:
 class Search:
     """What remains to be measured, given what is known. ``full``: the quality of a full prefill.
 
-    What costs more than a setting that already answers as well as a full prefill is left out."""
+    What costs much more than a setting that surely answers as well as a full prefill is left out."""
 
     def __init__(self, layer_count: int, reuse: str, full: float, rounds: int) -> None:
         self._layer_count, self._reuse, self._full = layer_count, reuse, full
         self._rounds = rounds
 
-    def next(self, known: Mapping[Recompute, Point]) -> list[Recompute]:
-        """A batch, cheapest first; empty when all is measured. The same for the same ``known``, so that a run that was
-        killed goes on as it would have."""
+    def next(self, known: Mapping[Recompute, Point | None]) -> list[Recompute]:
+        """A batch, cheapest first; empty when all is measured. ``known``: None for a setting that was given up. The
+        same for the same ``known``, so that a run that was killed goes on as it would have."""
         wanted = coarse(self._layer_count, self._reuse)
         left = self.left(wanted, known)
-        seen = {setting: known[setting] for setting in wanted if setting in known}
+        seen = set(wanted)
         for _ in range(self._rounds):
             if left:
                 return left
-            promising = [point for point in frontier(seen.values()) if point.quality >= PROMISING * self._full]
+            edge = frontier((point for each in seen if (point := known.get(each))), quality)
+            promising = [point for point in edge if point.quality >= PROMISING * self._full]
             wanted = [each for point in promising for each in around(point.setting, self._layer_count, self._reuse)]
             left = self.left(by_cost(set(wanted), self._layer_count), known)
-            seen |= {setting: known[setting] for setting in wanted if setting in known}
+            seen |= set(wanted)
         return left
 
-    def left(self, wanted: list[Recompute], known: Mapping[Recompute, Point]) -> list[Recompute]:
+    def left(self, wanted: list[Recompute], known: Mapping[Recompute, Point | None]) -> list[Recompute]:
         """Those not yet measured that are worth it."""
-        enough = min((point.share for point in known.values() if point.quality >= self._full), default=1.0)
+        enough = ROOM * min((point.share for point in known.values() if point and self._is_enough(point)), default=1.0)
         return [each for each in wanted if each not in known and nominal_share(each, self._layer_count) < enough]
+
+    def _is_enough(self, point: Point) -> bool:
+        """Nothing is lost, and that is no luck: on other contexts it will keep enough."""
+        sure = point.quality - (ERRORS + 1) * point.loss_error
+        return point.quality >= self._full and sure >= ENOUGH * self._full

@@ -2,7 +2,7 @@
 
 A file per pair and kind of reuse, a picture beside it. They are made by
 
-    kvstore profile l12-s2 --reuse both --sender l12-s2-plus3 --contexts 128 --out .../l12-s2-both-plus3.json
+    kvstore profile l12-s2 --reuse both --sender l12-s2-plus3 --out .../l12-s2-both-plus3.json
 
 and are void when the weights they are of, or what a setting does, change: then they are measured again.
 """

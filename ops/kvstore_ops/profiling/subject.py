@@ -13,6 +13,7 @@ from kvstore_client.recompute.drift import misled
 from kvstore_client.recompute.profile import Calibration
 from kvstore_client.setting import Recompute
 
+from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore_ops.testbed import Seeds, contexts, recipe, task
 from kvstore_ops.testbed.evaluate import expected
@@ -22,19 +23,29 @@ from kvstore_ops.testbed.trial import Reuse, Trial
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting over all contexts. ``by_context``: each one's quality in 0..1; ``share``: f; ``misled``: the share
+    """One setting over some contexts. ``by_context``: each one's quality in 0..1; ``share``: f; ``misled``: the share
     of answers for which ``kvstore_client.recompute.drift.misled`` holds."""
 
     by_context: tuple[float, ...]
     share: float
     misled: float
 
+    def __add__(self, other: Measured) -> Measured:
+        """Over the contexts of both."""
+        part = len(other.by_context) / (len(self.by_context) + len(other.by_context))
+        return Measured(
+            self.by_context + other.by_context,
+            self.share * (1 - part) + other.share * part,
+            self.misled * (1 - part) + other.misled * part,
+        )
+
 
 class Subject(Protocol):
     """One (sender, receiver, reuse) with calibration contexts. A model and contexts of the user's own are another
     implementation of this: quality is whatever in 0..1 they score by.
 
-    Measuring must be deterministic: a run that was killed goes on where it was.
+    The first ``calibration.search_contexts`` contexts are searched on, the ``calibration.contexts`` behind them are for
+    the figures. Measuring must be deterministic: a run that was killed goes on where it was.
     """
 
     receiver: ModelSpec
@@ -43,20 +54,26 @@ class Subject(Protocol):
     calibration: Calibration
 
     def full(self) -> Measured:
-        """A plain prefill."""
+        """A plain prefill, of all contexts."""
 
-    def measure(self, setting: Recompute, report: Callable[[int], None]) -> Measured:
-        """One setting; ``report`` gets how many contexts are done."""
+    def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
+        """One setting on some contexts; ``report`` gets how many of them are done."""
 
 
 class TestbedSubject:
-    """A model of the testbed on calibration contexts. Raises: InvalidRequest for evaluation seeds, a count of contexts
-    that is no multiple of the seeds, and models that are not shipped."""
+    """A model of the testbed on calibration contexts: ``count`` for the figures, half as many others to search on.
+
+    Raises: InvalidRequest for evaluation seeds, a count of contexts that is no multiple of the seeds, and models that
+    are not shipped."""
 
     __test__ = False  # a subject, whatever its name begins with
 
     def __init__(self, receiver: str, reuse: Reuse, sender: str | None, seeds: Seeds, count: int) -> None:
-        found = contexts(seeds.to_choose_with(), count)
+        each = len(seeds.to_choose_with().numbers)
+        if count < each or count % each:
+            raise InvalidRequest(f"contexts is {count}: a multiple of the {each} seeds")
+        search = -(-count // (2 * each)) * each
+        found = contexts(seeds, search + count)
         self._trial = _Trial(receiver, found, reuse, sender)
         self._expected = expected(found, recipe(receiver).answers)
         self._full: torch.Tensor | None = None
@@ -64,37 +81,42 @@ class TestbedSubject:
         self.sender = None if sender is None else spec_of(sender)
         self.reuse: str = reuse
         digest = blake3(found.tokens.tobytes() + found.labels.tobytes()).hexdigest()
-        self.calibration = Calibration(digest, seeds.numbers, count, int(found.answers.size))
+        self.calibration = Calibration(digest, seeds.numbers, count, found.answers[search:].size, search)
 
     def full(self) -> Measured:
-        return self._measured(self._full_logits(), 1.0)
+        return self._measured(self._full_logits(), range(len(self._expected)), 1.0)
 
-    def measure(self, setting: Recompute, report: Callable[[int], None]) -> Measured:
-        return self._measured(*self._trial.answers(setting, report))
+    def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
+        logits, share = self._trial.answers(setting, those, report)
+        return self._measured(logits, those, share)
 
     def _full_logits(self) -> torch.Tensor:
         if self._full is None:
-            self._full = self._trial.answers(Recompute.full(self.receiver.layer_count), lambda _: None)[0]
+            full, every = Recompute.full(self.receiver.layer_count), range(len(self._expected))
+            self._full = self._trial.answers(full, every, lambda _: None)[0]
         return self._full
 
-    def _measured(self, logits: torch.Tensor, share: float) -> Measured:
-        right = logits.argmax(-1).numpy() == self._expected
-        wrong = misled(self._full_logits(), logits)
+    def _measured(self, logits: torch.Tensor, those: range, share: float) -> Measured:
+        right = logits.argmax(-1).numpy() == self._expected[those.start : those.stop]
+        wrong = misled(self._full_logits()[those.start : those.stop], logits)
         return Measured(tuple(right.mean(axis=1).tolist()), share, float(wrong.float().mean()))
 
 
 class _Trial(Trial):
     """A trial whose logits are wanted."""
 
-    def answers(self, setting: Recompute, report: Callable[[int], None]) -> tuple[torch.Tensor, float]:
+    def answers(
+        self, setting: Recompute, those: range, report: Callable[[int], None]
+    ) -> tuple[torch.Tensor, float]:  # fmt: skip
         """Logits where the answers stand, [contexts, questions, vocab_size], and the mean f."""
         logits, shares = [], []
-        for index, tokens in enumerate(torch.from_numpy(self.found.tokens)):
+        for index in those:
+            tokens = torch.from_numpy(self.found.tokens[index])
             runs = list(self._runs(index, setting, turned=True))
             done = recompute(self._runner, tokens, runs, setting, logit_count=self.found.suffix.shape[1])
             logits.append(done.logits[1::2])
             shares.append(done.share)
-            report(index + 1)
+            report(len(shares))
         return torch.stack(logits), sum(shares) / len(shares)
 
 

@@ -18,12 +18,24 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Score:
-    """The share of questions answered rightly; the standard error is over contexts, the independent draws."""
+    """The share of questions answered rightly, in all and of each context; the standard error is over contexts, the
+    independent draws."""
 
     accuracy: float
     standard_error: float
-    contexts: int
     questions: int
+    by_context: tuple[float, ...]
+
+    @property
+    def contexts(self) -> int:
+        return len(self.by_context)
+
+    def over(self, other: Score) -> tuple[float, float]:
+        """The ratio to another's of the same contexts, and its standard error: of the differences, context by context,
+        as a share of the other."""
+        lost = np.asarray(other.by_context) - np.asarray(self.by_context)
+        error = float(lost.std(ddof=1) / len(lost) ** 0.5) if len(lost) > 1 else float("nan")
+        return self.accuracy / other.accuracy, error / other.accuracy
 
     def __str__(self) -> str:
         drawn = f"{self.contexts} contexts, {self.questions} questions"
@@ -71,7 +83,7 @@ def summary(right: np.ndarray[Any, np.dtype[np.bool_]]) -> Score:
     of_contexts = right.mean(axis=1)
     count = len(of_contexts)
     error = float(of_contexts.std(ddof=1) / count**0.5) if count > 1 else float("nan")
-    return Score(float(of_contexts.mean()), error, count, right.size)
+    return Score(float(of_contexts.mean()), error, right.size, tuple(of_contexts.tolist()))
 
 
 @torch.no_grad()
