@@ -45,7 +45,8 @@ def verdict(profile: Profile, floor: float) -> str:
 
 
 def plot(found: Profiled, floor: float, path: Path) -> None:
-    """Quality over f: every point by its selector, the frontier with standard errors, full prefill and the floor."""
+    """Quality over f: every point by its selector, as the search had it; the frontier with standard errors, as it was
+    measured again; full prefill and the floor."""
     import matplotlib as mpl
 
     mpl.use("Agg")

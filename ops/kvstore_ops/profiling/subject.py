@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from blake3 import blake3
-from kvstore_client.recompute import recompute
 from kvstore_client.recompute.drift import misled
 from kvstore_client.recompute.profile import Calibration
 from kvstore_client.setting import Recompute
@@ -74,7 +73,7 @@ class TestbedSubject:
             raise InvalidRequest(f"contexts is {count}: a multiple of the {each} seeds")
         search = -(-count // (2 * each)) * each
         found = contexts(seeds, search + count)
-        self._trial = _Trial(receiver, found, reuse, sender)
+        self._trial = Trial(receiver, found, reuse, sender)
         self._expected = expected(found, recipe(receiver).answers)
         self._full: torch.Tensor | None = None
         self.receiver = spec_of(receiver)
@@ -88,36 +87,18 @@ class TestbedSubject:
 
     def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
         logits, share = self._trial.answers(setting, those, report)
-        return self._measured(logits, those, share)
+        return self._measured(logits[:, 1::2], those, share)
 
     def _full_logits(self) -> torch.Tensor:
         if self._full is None:
             full, every = Recompute.full(self.receiver.layer_count), range(len(self._expected))
-            self._full = self._trial.answers(full, every, lambda _: None)[0]
+            self._full = self._trial.answers(full, every)[0][:, 1::2]
         return self._full
 
     def _measured(self, logits: torch.Tensor, those: range, share: float) -> Measured:
         right = logits.argmax(-1).numpy() == self._expected[those.start : those.stop]
         wrong = misled(self._full_logits()[those.start : those.stop], logits)
         return Measured(tuple(right.mean(axis=1).tolist()), share, float(wrong.float().mean()))
-
-
-class _Trial(Trial):
-    """A trial whose logits are wanted."""
-
-    def answers(
-        self, setting: Recompute, those: range, report: Callable[[int], None]
-    ) -> tuple[torch.Tensor, float]:  # fmt: skip
-        """Logits where the answers stand, [contexts, questions, vocab_size], and the mean f."""
-        logits, shares = [], []
-        for index in those:
-            tokens = torch.from_numpy(self.found.tokens[index])
-            runs = list(self._runs(index, setting, turned=True))
-            done = recompute(self._runner, tokens, runs, setting, logit_count=self.found.suffix.shape[1])
-            logits.append(done.logits[1::2])
-            shares.append(done.share)
-            report(len(shares))
-        return torch.stack(logits), sum(shares) / len(shares)
 
 
 def spec_of(name: str) -> ModelSpec:

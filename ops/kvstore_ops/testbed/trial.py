@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 from kvstore_client.engines.transformers_runner import TransformersRunner
-from kvstore_client.recompute import GivenKV, Run, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
+from kvstore_client.recompute.rows import Split
 from kvstore_client.setting import Recompute
 
 from kvstore.errors import InvalidRequest
@@ -22,7 +23,10 @@ from kvstore.spec import ModelSpec
 from kvstore_ops.testbed import task
 from kvstore_ops.testbed.evaluate import BATCH, Score, full_prefill, score
 from kvstore_ops.testbed.store import load
+from kvstore_ops.testbed.together import Planes, recompute_together
 
+TOGETHER = 16
+"""Contexts of one pass: more are no faster."""
 Reuse = Literal["position", "sibling", "both"]
 
 
@@ -71,27 +75,51 @@ class Trial:
         self._sender = None if sender is None else spec_of(source, sender)
         self._alone = reuse != "sibling"
         self._given = _caches(source, found, alone=self._alone)
+        self._planes: dict[bool, Planes] = {}
+        runs = list(self._runs(0, Recompute.reuse(), turned=True))
+        self._split = Split.of(runs, found.tokens.shape[1], torch.device("cpu"))
 
     def full(self) -> Score:
         """Without any reuse."""
         return full_prefill(self._model, self.found, self._recipe.answers)
 
-    def run(
-        self, setting: Recompute, *, turned: bool = True, report: Callable[[int], None] | None = None
-    ) -> Outcome:  # fmt: skip
+    def run(self, setting: Recompute, *, turned: bool = True) -> Outcome:
         """Every context under one setting. Not ``turned``: keys stay rotated for where they were computed, as a cache
-        that knows no positions would have them. ``report`` gets how many contexts are done."""
-        logits, shares = [], []
-        for index, tokens in enumerate(torch.from_numpy(self.found.tokens)):
-            runs = list(self._runs(index, setting, turned=turned))
-            count = self.found.suffix.shape[1]
-            done = recompute(self._runner, tokens, runs, setting, logit_count=count)
-            logits.append(done.logits)
-            shares.append(done.share)
+        that knows no positions would have them."""
+        logits, share = self.answers(setting, range(len(self.found.tokens)), turned=turned)
+        return Outcome(score(logits, self.found, self._recipe.answers), share)
+
+    def answers(
+        self, setting: Recompute, those: range, report: Callable[[int], None] | None = None, *, turned: bool = True
+    ) -> tuple[torch.Tensor, float]:
+        """Logits of some contexts' suffixes, [contexts, suffix tokens, vocab_size], and f. ``report`` gets how many
+        contexts are done."""
+        logits, share = [], 0.0
+        for start in range(those.start, those.stop, TOGETHER):
+            part = slice(start, min(start + TOGETHER, those.stop))
+            cached = [(k[part], v[part]) for k, v in self._merged(turned=turned)]
+            tokens, hidden = torch.from_numpy(self.found.tokens[part]), self._given.hidden[setting.first_layer][part]
+            found, share = recompute_together(self._runner, tokens, cached, hidden, self._split, setting)
+            logits.append(found)
             if report:
-                report(index + 1)
-        found = score(torch.stack(logits), self.found, self._recipe.answers)
-        return Outcome(found, sum(shares) / len(shares))
+                report(part.stop - those.start)
+        return torch.cat(logits), share
+
+    def one(self, index: int, setting: Recompute, *, turned: bool = True) -> Recomputed:
+        """One context by itself, as a client has it."""
+        tokens, runs = torch.from_numpy(self.found.tokens[index]), list(self._runs(index, setting, turned=turned))
+        return recompute(self._runner, tokens, runs, setting, logit_count=self.found.suffix.shape[1])
+
+    def _merged(self, *, turned: bool) -> Planes:
+        """The caches as they are reused, each where it stands: per layer (K, V), [contexts, kv_heads, tokens, dim]."""
+        if turned not in self._planes:
+            count, length = self.found.context.shape
+            every = [self.one(index, Recompute.reuse(), turned=turned).kv for index in range(count)]
+            found = self._planes[turned] = []
+            for layer in range(self.layer_count):
+                k, v = (torch.stack([kv[layer][which][:, :length] for kv in every]) for which in (0, 1))
+                found.append((k, v))
+        return self._planes[turned]
 
     def _runs(self, index: int, setting: Recompute, *, turned: bool) -> Iterator[Run]:
         bounds = self.found.boundaries
