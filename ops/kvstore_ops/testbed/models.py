@@ -89,12 +89,13 @@ within 100 steps and stood still in stage 3, one hop later. With its layers tied
 find when one does, it took 300 steps from the first stage it passed to the last one, and had learnt that 50 steps
 later.
 
-What can be made again, and what not: three base recipes were cut while they ran, l6-s2 at step 1000 (of 2,660), l12-s2 at
-100 (of 300) and l6-s5 at 750 and 850 (of 1,400, then 1,100, 1,000 and 950), and l12-s2-mild got its second phase at step
-60. The rate of a step depends on its phase's span and not on where the phase is cut, so that the steps before a cut should
-be those of the recipe as it stands; that has not been checked by training from step 0. These recipes make models like the
-shipped ones, then; whether they make these very weights to the bit is not known. The siblings of l6-s5 ran in one piece
-from the shipped l6-s5. Whoever trains a base again has to make its siblings and all their profiles again, too.
+What can be made again, and what not: three base recipes were cut while they ran, l6-s2 at step 1000 (of 2,660),
+l12-s2 at 100 (of 300) and l6-s5 at 750 and 850 (of 1,400, then 1,100, 1,000 and 950), and l12-s2-mild got its second
+phase at step 60. The rate of a step depends on its phase's span and not on where the phase is cut, so that the steps
+before a cut should be those of the recipe as it stands; that has not been checked by training from step 0. These
+recipes make models like the shipped ones, then; whether they make these very weights to the bit is not known. The
+siblings of l6-s5 ran in one piece from the shipped l6-s5. Whoever trains a base again has to make its siblings and
+all their profiles again, too.
 """
 
 
