@@ -88,7 +88,7 @@ class StoreWriter:
         self._failure = failure
         self._piles: dict[Strips, Pile] = {}
         self._done: set[Strips] = set()
-        self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._cuts: dict[tuple[int, int], set[Strips]] = {}
         """Which heads came together, per chunk and layer: their strips are gathered and sent together."""
         self._sent: list[Future[None]] = []
         self._unread: list[Pile] = []
@@ -170,15 +170,15 @@ class StoreWriter:
         """Where the strips are gathered. None when staging has no room for them: the store has failed."""
         if strips in self._done:
             raise InvalidRequest("this layer of these tokens was put before")
+        for other in self._cuts.get((strips.entry, strips.slab), ()):
+            if other != strips and other.head_start < strips.head_stop and strips.head_start < other.head_stop:
+                raise InvalidRequest(
+                    f"heads {strips.head_start}..{strips.head_stop}: of the same chunk and layer heads "
+                    f"{other.head_start}..{other.head_stop} were put together: put the same heads together for all its "
+                    "tokens"
+                )
         pile = self._piles.get(strips)
         if pile is None:
-            cuts = self._cuts.setdefault((strips.entry, strips.slab), [])
-            if any(start < strips.head_stop and strips.head_start < stop for start, stop in cuts):
-                raise InvalidRequest(
-                    f"heads {strips.head_start}..{strips.head_stop} of a layer were put with others of them for other "
-                    "tokens of the same chunk: put the same heads together for each"
-                )
-            cuts.append((strips.head_start, strips.head_stop))
             first, count = strip_range(layout, strips)
             last = first + count - 1
             base = int(layout.strip_offsets[first])
@@ -230,6 +230,7 @@ class StoreWriter:
         whole: list[Pile] = []
         for pile, start, stop, _ in work:
             pile.there[start:stop] = True
+            self._cuts.setdefault((pile.strips.entry, pile.strips.slab), set()).add(pile.strips)
             if pile.there.all():
                 whole.append(self._piles.pop(pile.strips))
                 self._done.add(pile.strips)

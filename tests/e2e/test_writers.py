@@ -177,6 +177,21 @@ def test_heads_that_came_together_do_so_for_all_tokens_of_a_chunk(client: Client
             writer.put_layer(0, (k[1:, STEP + 3 :], v[1:, STEP + 3 :]), heads=(1, 2), token_start=STEP + 3)
 
 
+def test_heads_that_were_refused_for_one_chunk_decide_nothing_for_another(client: Client) -> None:
+    tokens, cache = fresh()
+    k, v = cache[0]
+    with client.start_store(SPEC, tokens) as writer:
+        writer.put_layer(0, (k[:1, STEP:], v[:1, STEP:]), heads=(0, 1), token_start=STEP)
+        with pytest.raises(InvalidRequest, match="the same heads together"):
+            writer.put_layer(0, (k, v))  # nothing was put yet of its first chunk, and nothing is now
+        writer.put_layer(0, (k[:1, :STEP], v[:1, :STEP]), heads=(0, 1))
+        writer.put_layer(0, (k[1:], v[1:]), heads=(1, 2))
+        for layer, pair in enumerate(cache[1:], start=1):
+            writer.put_layer(layer, pair)
+        assert writer.commit().stored_token_count == COUNT
+    assert_stored(client, tokens, cache)
+
+
 def test_more_than_staging_holds_goes_in_pieces() -> None:
     small = Sidecar("--capacity", "64 MiB")
     small.environment = {**os.environ, "KVSTORE__LIMITS__STAGING_BYTES_MAX": "256 KiB"}
