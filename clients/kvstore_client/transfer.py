@@ -155,7 +155,7 @@ class Transfer:
             self._fail(Unavailable("the transfer was cancelled") if self._is_cancelled.is_set() else error)
         except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
             without_frames(error)
-            self._fail(Unavailable(f"the transfer failed: {error}"))
+            self._fail(Unavailable(f"the transfer failed: {error!r}"))
         finally:
             self._ended.set()
 

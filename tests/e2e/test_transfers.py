@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import MissReason, Paged, connect
+from kvstore_client.transfer import Transfer
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -174,3 +175,14 @@ def test_without_a_sidecar_a_transfer_by_tokens_is_a_miss(own_sidecar: Sidecar) 
         transfer = client.start_fetch_prefix(SPEC, tokens_of(COUNT))
         transfer.wait(10.0)
         assert (transfer.token_count, transfer.reason) == (0, MissReason.UNAVAILABLE)
+
+
+def test_what_nobody_foresaw_is_told_by_its_name() -> None:
+    def open_stream() -> Any:
+        raise KeyError(3)
+
+    transfer = Transfer(1, [0])
+    transfer.start(open_stream)
+    for ended in (transfer.wait, lambda timeout: transfer.wait_layer(0, timeout)):
+        with pytest.raises(Unavailable, match=r"the transfer failed: KeyError\(3\)"):
+            ended(10.0)
