@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 from kvstore_client import Recompute
 from kvstore_client.recompute.profile import Point
 from kvstore_ops.profiling.search import Search, around, coarse, frontier, frontiers, quality
@@ -35,6 +37,15 @@ def test_a_cheap_point_that_is_not_sure_does_not_hide_a_dear_one_that_is() -> No
     assert frontier([idle, sure, cheap], quality) == (cheap,)
     bad = point(0.05, 0.2, 0.01), point(0.1, 0.1, 0.01)
     assert list(frontiers([idle, sure, cheap, *bad], 1.0)) == [(bad[0], cheap), (sure,), (idle,)]
+
+
+def test_of_equal_points_every_run_takes_the_same() -> None:
+    """A run that goes on meets them in another order: sets of settings have another one in every process."""
+    equal = [
+        Point(Recompute(0, 0, 0.2, selector), 0.3, 0.97, 0.01, 0.01, 0.0)
+        for selector in ("product", "deviation", "first")
+    ]
+    assert len({frontier(each, quality) for each in permutations(equal)}) == 1
 
 
 def test_what_costs_much_more_than_what_surely_loses_nothing_is_left_out() -> None:

@@ -86,7 +86,10 @@ class _Run:
         self._subject, self._journal, self._progress = subject, journal, progress
         made, full = subject.calibration, journal.full.by_context
         if min(made.search_contexts, made.contexts) < 2:
-            raise InvalidRequest(f"{len(full)} contexts: a standard error needs two at least, a useful one dozens")
+            raise InvalidRequest(
+                f"contexts: {made.search_contexts} to search on and {made.contexts} to measure on: a standard error "
+                "needs two of each at least, a useful one dozens"
+            )
         self._searching, self._judging = range(made.search_contexts), range(made.search_contexts, len(full))
         self._full_searched = replace(journal.full, by_context=full[: made.search_contexts])
         self.full_judged = replace(journal.full, by_context=full[made.search_contexts :])

@@ -87,9 +87,10 @@ def _tells(setting: Recompute, reuse: str) -> bool:
 
 
 def frontier(points: Iterable[Point], worth: Callable[[Point], float]) -> tuple[Point, ...]:
-    """Those that nothing of less or the same f equals in worth, by rising f."""
+    """Those that nothing of less or the same f equals in worth, by rising f; of equal ones the one that every run has,
+    in whatever order they come."""
     found: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.share, -worth(each))):
+    for point in sorted(points, key=lambda each: (each.share, -worth(each), str(each.setting))):
         if not found or worth(point) > worth(found[-1]):
             found.append(point)
     return tuple(found)
