@@ -158,7 +158,12 @@ def profile(
         str | None, typer.Option(help="position, sibling or both (default: what the sender says).")
     ] = None,
     contexts: Annotated[
-        int | None, typer.Option(help="How many to measure on (default: 256; all of --prompts).", min=1)
+        int | None,
+        typer.Option(
+            help="How many to measure on (default: 256), half as many more to search on; of --prompts (default: all) "
+            "a third is to search on.",
+            min=1,
+        ),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(help="With --model: tokens of each answer to agree on.", min=1)] = 16,
     rounds: Annotated[int, typer.Option(help="Refinements around the frontier.", min=0)] = 3,

@@ -30,7 +30,7 @@ def perform(address: str, name: str, console: Console) -> Outcome:
     """One engine process. Raises Unavailable with its last words when it fails."""
     command = [sys.executable, "-m", "kvstore_ops.demo.scene", address, name]
     outcome: Outcome | None = None
-    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody empties would hold it up
+    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe that nobody empties would hold it up
         with (
             console.status(f"{name}: starting an engine") as status,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
