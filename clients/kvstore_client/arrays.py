@@ -47,8 +47,17 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether copies into it arrive: arrays that are read-only or run backwards would be copied themselves."""
-    return is_tensor(value) or (value.flags.writeable and min(value.strides, default=0) >= 0)
+    """Whether copies into it arrive and stay: arrays that are read-only, or that torch cannot share, would be copied
+    themselves, and of items that share memory only the last one would stay."""
+    strides = value.stride() if is_tensor(value) else value.strides
+    if 0 not in value.shape and any(not step and size > 1 for step, size in zip(strides, value.shape, strict=True)):
+        return False
+    return is_tensor(value) or (value.flags.writeable and is_shareable(value))
+
+
+def is_shareable(array: NDArray[Any]) -> bool:
+    """Whether torch can share an array's memory: it runs forwards, in steps of whole items."""
+    return all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
 
 
 def settle_device(planes: Sequence[Any]) -> None:

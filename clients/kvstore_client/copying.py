@@ -20,7 +20,7 @@ from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.scheduler import start_thread
-from kvstore_client.arrays import is_tensor, raw_array, torch_module
+from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
 SMALL_KEPT = 64
@@ -36,8 +36,8 @@ def raw(value: Any) -> Any:
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     if is_tensor(value):
         return value.view(signed[value.element_size()])
-    if not value.flags.writeable or min(value.strides, default=0) < 0:
-        value = np.array(value)  # torch shares neither read-only nor reversed memory
+    if not value.flags.writeable or not is_shareable(value):
+        value = np.array(value)
     return torch.from_numpy(value.view(f"i{value.itemsize}"))
 
 

@@ -86,7 +86,10 @@ class Pages:
         for number, pair in enumerate(self.views):
             for plane in pair:
                 if not is_writable(plane):
-                    raise InvalidRequest(f"layers[{number}] is read-only, or runs backwards: fetch into another array")
+                    raise InvalidRequest(
+                        f"layers[{number}] is read-only, runs backwards, or has items that share memory: fetch into "
+                        "another array"
+                    )
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The tokens ``start .. stop`` in as few pieces as their slots allow."""

@@ -166,7 +166,9 @@ def given_planes(wanted: Wanted, into: Any) -> list[list[Any]] | None:
     for number, (layer, entry) in enumerate(zip(wanted.layers, into, strict=True)):
         planes = checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer))
         if not all(map(is_writable, planes)):
-            raise InvalidRequest(f"into[{number}] is read-only, or runs backwards")
+            raise InvalidRequest(
+                f"into[{number}] is read-only, runs backwards, or has items that share memory: fetch into another array"
+            )
         layers.append(planes)
     settle_device([plane for planes in layers for plane in planes])
     return layers

@@ -132,12 +132,20 @@ def test_tokens_that_are_not_wanted_before_the_first_slot(client: Client) -> Non
             assert (got == bits(cache[layer][which]).transpose(1, 0, 2)[skipped:]).all()
 
 
-@pytest.mark.parametrize("spoil", ["read-only", "backwards"])
+@pytest.mark.parametrize("spoil", ["read-only", "backwards", "shared", "shared tensor", "between items"])
 def test_pages_that_cannot_be_written_are_refused(client: Client, spoil: str) -> None:
     pages = [np.zeros((2, 6, 16, 2, 8), np.uint16) for _ in range(2)]
     if spoil == "read-only":
         pages[1].flags.writeable = False
-    else:
+    elif spoil == "backwards":
         pages[1] = pages[1][:, ::-1]
+    elif spoil == "shared":
+        pages[1] = np.lib.stride_tricks.as_strided(
+            pages[1], pages[1].shape, (pages[1].strides[0], 0, *pages[1].strides[2:])
+        )
+    elif spoil == "shared tensor":
+        pages[1] = torch.zeros((2, 1, 16, 2, 8), dtype=torch.bfloat16).expand(-1, 6, -1, -1, -1)
+    else:
+        pages[1] = np.zeros(pages[1].shape, [("kept", np.uint16), ("other", np.uint8)])["kept"]
     with pytest.raises(InvalidRequest, match=r"layers\[1\] is read-only"):
         client.fetch(SPEC, tokens_of(COUNT), into=Paged(pages, np.arange(COUNT)))

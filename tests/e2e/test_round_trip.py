@@ -124,6 +124,36 @@ def test_into_the_callers_tensors(client: Client) -> None:
     assert not bits(into[0][0][:, 40:]).any()
 
 
+@pytest.mark.parametrize("door", ["fetch", "verified", "transfer"])
+def test_tensors_whose_items_share_memory_are_refused(client: Client, door: str) -> None:
+    """Every head lies where the last one does: what came would be wrong for all others."""
+    import torch
+
+    spec, tokens = small_spec(), tokens_of(40, 8)
+    client.store(spec, tokens, random_cache(spec, 40)).wait()
+    shared = torch.zeros(1, 40, 8, dtype=torch.bfloat16).expand(2, -1, -1)
+    into = [(torch.zeros(2, 40, 8, dtype=torch.bfloat16), shared)] * 2
+    with pytest.raises(InvalidRequest, match=r"into\[0\] .* share memory"):
+        if door == "transfer":
+            client.start_fetch_prefix(spec, tokens, into=into).cancel(10.0)
+        else:
+            client.fetch(spec, tokens, into=into, verify=door == "verified")
+
+
+def test_arrays_in_steps_that_are_no_whole_items(client: Client) -> None:
+    """A field of records: torch cannot share its memory. Stored from as it is, refused to fetch into."""
+    import torch  # noqa: F401 - copies are torch's from here on
+
+    spec, tokens = small_spec(), tokens_of(40, 9)
+    kv = random_cache(spec, 40)
+    k = np.zeros((2, 40, 8), [("kept", np.uint16), ("other", np.uint8)])["kept"]
+    k[...] = kv[0][0]
+    client.store(spec, tokens, [(k, kv[0][1]), kv[1]]).wait()
+    assert_same(client.fetch(spec, tokens), kv, [0, 1], 40)
+    with pytest.raises(InvalidRequest, match=r"into\[0\]"):
+        client.fetch(spec, tokens, into=[(k, kv[0][1]), kv[1]])
+
+
 def test_misses_say_why(client: Client) -> None:
     spec = small_spec()
     match = client.lookup(spec, tokens_of(40, 999))
