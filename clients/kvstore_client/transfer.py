@@ -115,7 +115,7 @@ class Transfer:
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"the transfer did not end within {timeout} s")
         if self.error is not None:
-            raise self.error
+            raise _again(self.error)
 
     def poll(self) -> int:
         """How many leading layers are in their place."""
@@ -194,6 +194,17 @@ def _landed(futures: Mapping[int, Future[Any]], layer: int, name: str, timeout: 
     if future is None:
         raise InvalidRequest(f"{name} is not part of this transfer")
     try:
-        return future.result(timeout)
+        error = future.exception(timeout)
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not land within {timeout} s") from None
+    if isinstance(error, KVStoreError):
+        raise _again(error)
+    return future.result()
+
+
+def _again(error: KVStoreError) -> KVStoreError:
+    """What ended a transfer, anew for each who waits: one that was raised has the frames it passed, which hold the
+    transfer, and that holds its error."""
+    again = type(error)(error.message, **error.fields)
+    again.__cause__ = error.__cause__
+    return again

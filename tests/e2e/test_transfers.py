@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -186,3 +188,28 @@ def test_what_nobody_foresaw_is_told_by_its_name() -> None:
     for ended in (transfer.wait, lambda timeout: transfer.wait_layer(0, timeout)):
         with pytest.raises(Unavailable, match=r"the transfer failed: KeyError\(3\)"):
             ended(10.0)
+
+
+def test_a_transfer_that_failed_goes_with_the_last_who_waited() -> None:
+    """And what it brought: not some time later, when garbage is collected."""
+
+    def open_stream() -> Any:
+        raise Unavailable("gone", tier="NVME")
+
+    def waited() -> weakref.ref[Any]:
+        transfer = Transfer(1, [0])
+        transfer.start(open_stream)
+        for ended in (transfer.wait, lambda timeout: transfer.wait_layer(0, timeout), transfer.wait):
+            with pytest.raises(Unavailable, match="gone") as raised:
+                ended(10.0)
+            assert raised.value.fields == {"tier": "NVME"}
+            del raised
+        assert transfer.cancel(10.0)
+        return weakref.ref(transfer)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert waited()() is None
+    finally:
+        gc.enable()
