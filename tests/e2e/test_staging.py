@@ -13,6 +13,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import mapping
 from kvstore.seams.mapping import HUGE_BYTES, SharedMap
+from tests.descriptors import open_files
 from tests.specs import random_cache, small_spec, tokens_of
 
 COUNT = 64
@@ -89,8 +90,7 @@ def test_a_client_that_may_not_map_fails_with_a_reason_and_keeps_no_descriptor(
         return there(*arguments)
 
     def memory() -> list[str]:
-        names = (os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_open(each))
-        return [name for name in names if "kvstore-" in name]
+        return [name for name in open_files() if "kvstore-" in name]
 
     before = memory()
     monkeypatch.setattr(mapping, "_map", refuse)
@@ -137,7 +137,3 @@ def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
         _, memory = session.create_staging(1 << 20)
         memory.back(0, 1 << 20)  # raises where less came
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE
-
-
-def _is_open(number: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{number}")

@@ -26,6 +26,7 @@ from kvstore.errors import DataLoss, Internal, Unavailable
 from kvstore.seams import MoverProcesses, SystemDisk, SystemMemory
 from kvstore.seams.movers import Lane
 from kvstore.tiers.nvme import PosixIO
+from tests.descriptors import open_files
 
 WAIT_S = 10.0
 
@@ -137,8 +138,7 @@ def what_is_taken_back_is_let_go_by_the_movers(movers: MoverProcesses, tmp_path:
 
     def held(pid: int) -> bool:
         maps = Path(f"/proc/{pid}/maps").read_text()
-        files = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
-        return "kvstore-taken" in maps or str(tmp_path / "file") in files
+        return "kvstore-taken" in maps or str(tmp_path / "file") in open_files(pid)
 
     for pid in movers.pids:
         until(lambda pid=pid: held(pid))  # type: ignore[misc]
@@ -175,9 +175,7 @@ def a_lock_stays_held_until_the_movers_let_go_of_it(movers: MoverProcesses, tmp_
     fcntl.flock(ours, fcntl.LOCK_EX)
     movers.lend(ours)
     for pid in movers.pids:
-        until(lambda pid=pid: any(  # type: ignore[misc]
-            os.readlink(f"/proc/{pid}/fd/{each}").endswith("/lock") for each in os.listdir(f"/proc/{pid}/fd")
-        ))  # fmt: skip
+        until(lambda pid=pid: any(name.endswith("/lock") for name in open_files(pid)))  # type: ignore[misc]
     os.close(ours)
     assert not SystemDisk().lock(theirs, 0.05)
     movers.take_back(ours)

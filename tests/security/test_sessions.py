@@ -16,6 +16,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
+from tests.descriptors import open_files
 from tests.server.raw import Raw, eventually
 from tests.specs import small_spec, tokens_of
 
@@ -145,11 +146,7 @@ def test_another_user_is_denied_even_where_the_directory_lets_it_through(own_sid
 
 def test_the_gate_is_the_unix_socket_only(own_sidecar: Sidecar) -> None:
     """gRPC is not offered over TCP: what listens there is the metrics page alone, on loopback."""
-    inodes = set()
-    for entry in os.scandir(f"/proc/{own_sidecar.pid}/fd"):
-        target = os.readlink(entry.path)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+    inodes = {name[8:-1] for name in open_files(own_sidecar.pid) if name.startswith("socket:[")}
     listening = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/{own_sidecar.pid}/net/{table}") as lines:
