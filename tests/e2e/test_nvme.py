@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +110,14 @@ def test_the_device_holds_more_than_memory() -> None:
         assert stats.counters["evicted_chunks"] == 0
 
 
+def assert_on_the_device(sidecar: Sidecar, tokens: Any, cache: Any) -> None:
+    """All 64 tokens, and right."""
+    with connect(sidecar.address) as client:
+        fetched = client.fetch(SPEC, tokens)
+        assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
+        assert same(fetched, cache, 64)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_byte_mover_that_ends_ends_the_service_and_nothing_is_lost(number: signal.Signals) -> None:
     """Nobody knows what it had in hand: the next start looks."""
@@ -124,10 +133,7 @@ def test_a_byte_mover_that_ends_ends_the_service_and_nothing_is_lost(number: sig
         assert not list((sidecar.directory / "run").iterdir())
         sidecar.stop()
         sidecar.start()
-        with connect(sidecar.address) as client:
-            fetched = client.fetch(SPEC, tokens)
-            assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
-            assert same(fetched, cache, 64)
+        assert_on_the_device(sidecar, tokens, cache)
 
 
 def test_a_stop_ends_although_byte_movers_stand_still() -> None:
@@ -148,8 +154,6 @@ def test_a_stop_ends_although_byte_movers_stand_still() -> None:
             assert late.wait(10.0) is Durability.NONE
         sidecar.stop()
         sidecar.start()
+        assert_on_the_device(sidecar, tokens, cache)
         with connect(sidecar.address) as client:
-            fetched = client.fetch(SPEC, tokens)
-            assert (fetched.token_count, fetched.tier) == (64, Tier.NVME)
-            assert same(fetched, cache, 64)
             assert client.lookup(SPEC, tokens_of(64, 1)).prefix_token_count == 0

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def is_stopped(pid: int) -> bool:
     return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
+def holds_the_lock(pid: int) -> bool:
+    return any(name.endswith("/lock") for name in open_files(pid))
+
+
 def memory_that_is_sealed_for_everybody_else_is_written_by_movers(movers: MoverProcesses, _: Path) -> None:
     memory = SystemMemory(movers)
     target = memory.read_only_to_others("target", 1 << 16)
@@ -140,13 +145,16 @@ def what_is_taken_back_is_let_go_by_the_movers(movers: MoverProcesses, tmp_path:
         maps = Path(f"/proc/{pid}/maps").read_text()
         return "kvstore-taken" in maps or str(tmp_path / "file") in open_files(pid)
 
+    def is_let_go(pid: int) -> bool:
+        return not held(pid)
+
     for pid in movers.pids:
-        until(lambda pid=pid: held(pid))  # type: ignore[misc]
+        until(partial(held, pid))
     mapping.close()
     movers.take_back(file)
     os.close(file)
     for pid in movers.pids:
-        until(lambda pid=pid: not held(pid))  # type: ignore[misc]
+        until(partial(is_let_go, pid))
 
 
 def a_number_is_never_taken_for_a_later_file(movers: MoverProcesses, tmp_path: Path) -> None:
@@ -175,7 +183,7 @@ def a_lock_stays_held_until_the_movers_let_go_of_it(movers: MoverProcesses, tmp_
     fcntl.flock(ours, fcntl.LOCK_EX)
     movers.lend(ours)
     for pid in movers.pids:
-        until(lambda pid=pid: any(name.endswith("/lock") for name in open_files(pid)))  # type: ignore[misc]
+        until(partial(holds_the_lock, pid))
     os.close(ours)
     assert not SystemDisk().lock(theirs, 0.05)
     movers.take_back(ours)
@@ -286,7 +294,7 @@ def movers_that_end_with_jobs_unread_fail_them(movers: MoverProcesses, _: Path) 
         for pid in movers.pids:
             os.kill(pid, signal.SIGSTOP)
         for pid in movers.pids:
-            until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
+            until(partial(is_stopped, pid))
         jobs = [asyncio.wrap_future(lane.submit(whose)) for _ in range(8)]
         for pid in movers.pids:
             os.kill(pid, signal.SIGKILL)

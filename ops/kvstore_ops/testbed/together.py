@@ -112,8 +112,8 @@ class _Pass:
         q, k, v = (each.view(each.shape[0], count, length, -1).transpose(0, 1) for each in made)
         for index, choosing in enumerate(self._choosing if compares else ()):
             places = rows.positions[index]
-            before = tuple(plane[index][:, places] for plane in self._planes[layer])
-            choosing.compare(places, (k[index], v[index]), before)  # type: ignore[arg-type]
+            cached_k, cached_v = (plane[index][:, places] for plane in self._planes[layer])
+            choosing.compare(places, (k[index], v[index]), (cached_k, cached_v))
         for plane, fresh in zip(self._planes[layer], (k, v), strict=True):
             places = rows.positions[:, None, :, None].expand(-1, fresh.shape[1], -1, fresh.shape[3])
             plane.scatter_(2, places, fresh)
