@@ -39,6 +39,8 @@ _CONTENT = b"kvstore/content/1\0"
 _TOKENS = b"kvstore/tokens/1\0"
 _FINGERPRINT = b"kvstore/fingerprint/1\0"
 _STORAGE = b"kvstore/storage/1\0"
+_PRESENCE = b"kvstore/presence/1\0"
+_NO_EXTRAS = bytes(4)
 _PROVENANCES = {Provenance.IN_CONTEXT: b"\0", Provenance.STANDALONE: b"\1"}
 _EXACTNESSES = {Exactness.EXACT: b"\0", Exactness.DERIVED: b"\1"}
 
@@ -88,8 +90,11 @@ def _extras(extras: Iterable[Extra], start: int) -> bytes:
 
 def prefix_digest(parent: bytes, tokens: Tokens, extras: Sequence[Extra] = (), start: int = 0) -> bytes:
     """The chain digest of one chunk. ``start`` is the position of its first token; extras lie inside it."""
-    data = _PREFIX + parent + struct.pack("<I", tokens.size) + tokens.tobytes()
-    return blake3(data + _extras(extras, start)).digest()
+    return _link(parent, tokens.size, tokens.tobytes(), _extras(extras, start) if extras else _NO_EXTRAS)
+
+
+def _link(parent: bytes, token_count: int, tokens: bytes, extras: bytes) -> bytes:
+    return blake3(_PREFIX + parent + token_count.to_bytes(4, "little") + tokens + extras).digest()
 
 
 def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
@@ -100,10 +105,11 @@ def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = (
 def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, ordered: Sequence[Extra]) -> list[bytes]:
     """The digests of the chunks from token ``first`` on."""
     digests: list[bytes] = []
+    data = tokens.tobytes()
     for start in range(first, tokens.size, chunk_tokens):
-        stop = start + chunk_tokens
-        inside = [extra for extra in ordered if start <= extra.position < stop] if ordered else ()
-        parent = prefix_digest(parent, tokens[start:stop], inside, start)
+        stop = min(start + chunk_tokens, tokens.size)
+        inside = _extras((each for each in ordered if start <= each.position < stop), start) if ordered else _NO_EXTRAS
+        parent = _link(parent, stop - start, data[4 * start : 4 * stop], inside)
         digests.append(parent)
     return digests
 
@@ -148,3 +154,10 @@ def storage_key(
     """A chunk's name outside this process, keyed by the tenant's 32-byte secret."""
     data = _STORAGE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness] + chain_digest
     return blake3(data, key=secret).digest()
+
+
+@lru_cache(maxsize=4096)
+def presence_salt(namespace: bytes, provenance: Provenance, exactness: Exactness) -> int:
+    """What sets the chunks of one namespace apart from those of others in the presence table: 64 bits."""
+    data = _PRESENCE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness]
+    return int.from_bytes(blake3(data).digest(8), "little")

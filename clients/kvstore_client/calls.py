@@ -12,6 +12,7 @@ import grpc
 
 from kvstore.errors import KVStoreError, Unavailable, from_status
 from kvstore.wire import METADATA_ERROR
+from kvstore_client.presence import Presence
 
 RELEASES_KEPT = 256
 
@@ -26,6 +27,8 @@ class Calls:
     metadata: tuple[tuple[str, Any], ...]
     session_id: int
     server_pid: int
+    presence: Presence | None = None
+    """Where lookups need no call."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

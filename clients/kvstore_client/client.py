@@ -20,6 +20,7 @@ from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged
 from kvstore_client.partial import DRIFT_COUNTERS, PartialPrefillCalls
 from kvstore_client.prefix import AnySession
+from kvstore_client.presence import Answer
 from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS, Place, place_of
@@ -113,11 +114,12 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         cut = self._cut(prompt, segments, exactness)
         if not prompt.digests:
             return Match(0, ())
-        missed = missed_chunks(spec.chunk_tokens, 0, prompt.token_count, MissReason.UNAVAILABLE)
-        return self._connection.or_gone(
-            lambda: self._lookup(prompt, readers if hold else 0, cut),
-            lambda _: Match(0, missed, segments=self._matched(cut, (), 0)),
-        )
+
+        def missed(_: str) -> Match:
+            chunks = missed_chunks(spec.chunk_tokens, 0, prompt.token_count, MissReason.UNAVAILABLE)
+            return Match(0, chunks, segments=self._matched(cut, (), 0))
+
+        return self._connection.or_gone(lambda: self._lookup(prompt, readers if hold else 0, cut), missed)
 
     def _lookup(self, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]]) -> Match:
         step, count = prompt.spec.chunk_tokens, prompt.token_count
@@ -141,11 +143,16 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
     def _ask(
         self, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
-    ) -> pb.LookupResponse:
+    ) -> pb.LookupResponse | Answer:
         session, name = self._ready(prompt.spec)
+        if session.presence is not None:
+            chains = [each.chain(name, each.digests) for each in segments]
+            seen = session.presence.look_up([prompt.chain(name, digests), *chains])
+            if seen is not None and _is_enough(seen[0], len(digests), readers):
+                return seen[0]._replace(segments=seen[1:])
         query = prompt.query(name, digests)
-        chains = [each.query(name, each.digests) for each in segments]
-        request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=chains)
+        queries = [each.query(name, each.digests) for each in segments]
+        request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=queries)
         reply: pb.LookupResponse = session.call(session.cache.Lookup, request, self._timeout_s)
         return reply
 
@@ -361,3 +368,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_enough(seen: Answer, chunk_count: int, readers: int) -> bool:
+    """Whether a call would say no more: there is nothing to be held, and no partial chunk that may go on with us."""
+    return not (readers and seen.hit_count) and not (seen.has_tails and seen.hit_count < chunk_count)

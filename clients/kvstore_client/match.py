@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.keys import ROOT_DIGEST
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.presence import Run
 from kvstore_client.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -41,14 +42,15 @@ class Match:
         return self.prefix_token_count > 0
 
 
-def chunk_matches(runs: Iterable[pb.ChunkRun], step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
+def chunk_matches(runs: Iterable[pb.ChunkRun | Run], step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
     """What runs of chunks of ``step`` tokens say of the tokens ``start .. stop``."""
     chunks: list[ChunkMatch] = []
     for run in runs:
         states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
-        for _ in range(run.count):
-            first = start + len(chunks) * step
-            chunks.append(ChunkMatch(first, min(first + step, stop), *states))
+        first = start + len(chunks) * step
+        chunks += [ChunkMatch(at, at + step, *states) for at in range(first, first + run.count * step, step)]
+    if chunks and chunks[-1].token_stop > stop:
+        chunks[-1] = chunks[-1]._replace(token_stop=stop)
     return tuple(chunks)
 
 

@@ -13,19 +13,23 @@ from kvstore.keys import (
     Extra,
     Tokens,
     chain_digests,
+    presence_salt,
     segment_digests,
     tail_digest,
     token_array,
     token_digest,
 )  # fmt: skip
-from kvstore.spec import Exactness, ModelSpec
+from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import is_tensor
+from kvstore_client.presence import Chain
 
 EXACT = 1
 IN_CONTEXT, STANDALONE = 1, 2
 """The wire's numbers of exactness and provenances."""
 _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
+_EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
+_PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -92,6 +96,11 @@ class Prompt:
         assert whole.tokens is not None
         digests = segment_digests(whole.tokens, spec.chunk_tokens, whole.extras)
         return replace(whole, digests=digests, provenance=STANDALONE)
+
+    def chain(self, name: bytes, digests: Sequence[bytes]) -> Chain:
+        """Chunks of it in the presence table."""
+        salt = presence_salt(name, _PROVENANCES[self.provenance], _EXACTNESSES[self.exactness])
+        return Chain(salt, digests, self.spec.chunk_tokens)
 
     def query(self, name: bytes, digests: Sequence[bytes], hidden_layers: Sequence[int] = ()) -> pb.ChainQuery:
         """Chunks of it on the wire."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore.spec import ModelSpec
+from kvstore.keys import presence_salt
+from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
 from kvstore_client.copying import Copier
@@ -155,32 +156,36 @@ class Reader:
 
     def count_leading(self, keys: Sequence[Key]) -> int:
         """How many of the leading ones are there, whole."""
-        count = 0
-        while count < len(keys):
-            count += self._hits([key.whole for key in keys[count:]])
-            if count == len(keys) or not self._has_parts(keys[count]):
-                break
-            count += 1
-        return count
+        whole = self._found([key.whole for key in keys])
+        for index, (key, is_there) in enumerate(zip(keys, whole, strict=True)):
+            if not (is_there or (self._found([key.first])[0] and self._has_parts(key))):
+                return index
+        return len(keys)
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each is there, whole."""
-        found: list[bool] = []
-        while len(found) < len(keys):
-            count = self._hits([key.whole for key in keys[len(found) :]])
-            found += [True] * count
-            if len(found) < len(keys):
-                found.append(self._has_parts(keys[len(found)]))
-        return found
+        whole = self._found([key.whole for key in keys])
+        others = [key for key, is_there in zip(keys, whole, strict=True) if not is_there]
+        begun = iter(self._found([key.first for key in others]))
+        return [is_there or (next(begun) and self._has_parts(key)) for key, is_there in zip(keys, whole, strict=True)]
 
-    def _hits(self, digests: list[bytes]) -> int:
-        query = pb.ChainQuery(fingerprint=self._name, digests=b"".join(digests), exactness=EXACT)  # type: ignore[arg-type]
-        reply = self._session.call(self._session.cache.Lookup, pb.LookupRequest(query=query), self._timeout_s)
-        return int(reply.hit_count)
+    def _found(self, digests: list[bytes]) -> list[bool]:
+        """Which chunks are there, each by itself."""
+        if not digests:
+            return []
+        if self._session.presence is not None:
+            salt = presence_salt(self._name, Provenance.IN_CONTEXT, Exactness.EXACT)
+            seen = self._session.presence.holds(salt, digests)
+            if seen is not None:
+                return seen
+        first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=EXACT) for each in digests)  # type: ignore[arg-type]
+        reply = self._session.call(
+            self._session.cache.Lookup, pb.LookupRequest(query=first, segments=rest), self._timeout_s
+        )
+        return [each.hit_count == 1 for each in (reply, *reply.segments)]
 
     def _has_parts(self, key: Key) -> bool:
-        if not self._hits([key.first]):
-            return False
+        """Whether a value of several chunks is there, of which the first is."""
         prefix = self._open([key.first])
         try:
             chunks = self._chunks(prefix)
@@ -192,7 +197,7 @@ class Reader:
         magic, length, version = HEAD.unpack(head)
         count = -(-(HEAD.size + length) // CHUNK_BYTES)
         rest = key.chain(version, count)[1:]
-        return bool(magic == MAGIC and self._hits(rest) == len(rest))
+        return bool(magic == MAGIC and all(self._found(rest)))
 
 
 def _target(into: Pieces | None, length: int) -> Pieces:

@@ -27,6 +27,7 @@ from kvstore.v1 import cache_pb2, cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.calls import Calls
+from kvstore_client.presence import Presence
 
 PROTOCOL_VERSION = 1
 CONNECT_TIMEOUT_S = 5.0
@@ -70,6 +71,7 @@ class Session(Calls):
             self._socket.close()
             raise
         self._socket.settimeout(None)
+        self.presence = Presence(self._exchange, self._send_now)
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
@@ -135,6 +137,13 @@ class Session(Calls):
         self.close()  # an answer that comes later would be taken for the next question's
         raise DeadlineExceeded(f"the hand-off did not answer within {CONNECT_TIMEOUT_S} s")
 
+    def _send_now(self, packet: dict[str, Any]) -> bool:
+        """What wants no answer. False when the sidecar cannot take it now."""
+        try:
+            return self._socket.send(json.dumps(packet).encode(), socket.MSG_DONTWAIT) > 0
+        except OSError:
+            return False
+
     def _watch(self) -> None:
         try:
             while True:
@@ -191,6 +200,9 @@ class Session(Calls):
         """End the session. Mappings go with the last copy that uses them. Idempotent."""
         if self.ended.is_set() or self.pid != os.getpid():
             return
+        if self.presence is not None:
+            self.presence.tell()
+            self.presence.close()
         self.ended.set()
         with self._arrived:
             self._arrived.notify_all()

@@ -9,9 +9,10 @@ leaves a *ghost*: the row without the index entry. A store of that digest takes 
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """
 
-from kvstore.catalog.catalog import Catalog, Model, Run, Walk
+from kvstore.catalog.catalog import Catalog, Run, Walk
 from kvstore.catalog.events import Event, Events, News, Watcher
 from kvstore.catalog.namespace import Namespace
+from kvstore.catalog.spaces import Model
 from kvstore.catalog.table import NOWHERE, ROOT_ROW, UNPROVEN, ChunkTable
 
 __all__ = [

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
-from kvstore.catalog.events import Event, Events
-from kvstore.catalog.namespace import Namespace, SpaceKey
+from kvstore.catalog.namespace import Namespace
+from kvstore.catalog.spaces import Model, Spaces, parent_digest
 from kvstore.catalog.table import ROOT_ROW, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
-from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
+from kvstore.presence import PresenceTable
+from kvstore.seams import Memory
+from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, ModelSpec, Tier
 
 TAIL_COUNT_MAX = 2
-ADOPTED_EVENTS_MAX = 1024
-"""A recovered model with more chunks than this is told to watchers as a gap."""
 
 
 class Run(NamedTuple):
@@ -28,91 +26,6 @@ class Run(NamedTuple):
     reason: MissReason
     tier: Tier
     encoding: Encoding
-
-
-@dataclass(eq=False)
-class Model:
-    """A registered spec and its namespaces, made when first used."""
-
-    spec: ModelSpec
-    fingerprint: bytes
-    spaces: Spaces = field(repr=False)
-    namespaces: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict)
-
-    def namespace(
-        self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
-    ) -> Namespace:
-        """The namespace of the attention cache (``layer`` None) or of the E entering ``layer``."""
-        key = (layer, provenance, exactness)
-        found = self.namespaces.get(key)
-        if found is None:
-            if layer is not None and not 0 <= layer < self.spec.layer_count:
-                raise InvalidRequest(f"hidden layer {layer}: the model has layers 0..{self.spec.layer_count - 1}")
-            kind = self.spec.kind if layer is None else CacheKind.E
-            found = self.spaces.get(fingerprint(self.spec, kind, layer), provenance, exactness)
-            found.model_spec, found.model_kind, found.layer = self.spec, kind, layer
-            self.spaces.adopt(found)
-            self.namespaces[key] = found
-        return found
-
-
-class Spaces:
-    """All namespaces: those of registered models, and those found on a device whose model nobody named yet."""
-
-    def __init__(self, table: ChunkTable) -> None:
-        self._table = table
-        self.events = Events()
-        self.numbered: list[Namespace] = []
-        self._by_key: dict[SpaceKey, Namespace] = {}
-
-    def get(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
-        key = (name, provenance, exactness)
-        found = self._by_key.get(key)
-        if found is None:
-            found = self._by_key[key] = Namespace(len(self.numbered), name, provenance, exactness)
-            self.numbered.append(found)
-        return found
-
-    def adopt(self, namespace: Namespace) -> None:
-        """How large recovered chunks are, and which of them are partial tails, shows once the model is known. One
-        whose token count no chunk of the model can have stays where nobody finds it."""
-        table = self._table
-        ours = np.frombuffer(table.spaces, np.uint16) == namespace.number
-        counts = np.frombuffer(table.token_counts, np.int32)
-        full = namespace.spec.chunk_tokens
-        short = np.flatnonzero(ours & (counts != full)).tolist()
-        del ours, counts  # while they look into the columns these cannot grow
-        rest = [row for row in short if namespace.index.get(table.digests[row]) == row]
-        namespace.byte_count = (len(namespace.index) - len(rest)) * namespace.chunk_bytes(full)
-        for row in rest:
-            count = table.token_counts[row]
-            if not 0 < count < full:
-                del namespace.index[table.digests[row]]
-                namespace.ghosts[table.digests[row]] = row
-                continue
-            namespace.byte_count += namespace.chunk_bytes(count)
-            if not namespace.is_tail(count):
-                continue
-            namespace.tails.setdefault(_parent_digest(table, row), []).append(row)
-        if not self.events.watchers or len(namespace.index) > ADOPTED_EVENTS_MAX:
-            self.events.lose(len(namespace.index))
-            return
-        for row in namespace.index.values():
-            self.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
-
-    def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
-        """Let watchers know. One addition while there are none."""
-        events = self.events
-        events.sequence += 1
-        if events.watchers:
-            table = self._table
-            space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
-            events.deliver(Event(events.sequence, kind, space, digest, _parent_digest(table, row), count, tier, reason))
-
-
-def _parent_digest(table: ChunkTable, row: int) -> bytes:
-    parent = table.parents[row]
-    return ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +48,11 @@ class Walk:
 class Catalog:
     """All models of one tenant, and the table of its chunks."""
 
-    def __init__(self, model_count_max: int) -> None:
+    def __init__(self, model_count_max: int, memory: Memory) -> None:
         self._model_count_max = model_count_max
         self.table = ChunkTable()
-        self.spaces = Spaces(self.table)
+        self.presence = PresenceTable(memory)
+        self.spaces = Spaces(self.table, self.presence)
         self.models: dict[bytes, Model] = {}
         self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
 
@@ -154,6 +68,8 @@ class Catalog:
             raise Exhausted(f"{len(self.models)} models are registered: raise limits.model_count_max")
         self._geometries.setdefault((spec.model_id, spec.weights_digest, spec.adapter_id), spec)
         model = self.models[name] = Model(spec, name, self.spaces)
+        for space in self.spaces.of(name):  # found on the device: from now on clients see them
+            model.namespace(None, space.exactness, space.provenance)
         return model
 
     def model(self, name: bytes) -> Model:
@@ -248,17 +164,37 @@ class Catalog:
         namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
         namespace.departures.pop(digest, None)
         self.spaces.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
-        parent = _parent_digest(table, row)
+        self.spaces.show(namespace, digest)
+        parent = parent_digest(table, row)
         tails = namespace.tails.get(parent, [])
         if not namespace.is_tail(table.token_counts[row]):
             return list(tails)
         namespace.tails[parent] = [*tails, row]
+        self.spaces.show(namespace, parent)
         return tails[: max(0, len(tails) + 1 - TAIL_COUNT_MAX)]
 
     def moved(self, row: int, tier: Tier) -> None:
         """Another tier is the fastest that holds the chunk now."""
         if self.is_visible(row):
+            self.spaces.show(self.space_of(row), self.table.digests[row])
             self.spaces.tell(EventKind.MOVED, row, tier)
+
+    def claim(self, namespace: Namespace, digest: bytes, store: object) -> None:
+        """A store in flight will publish the chunk, unless it is ``unclaim``ed first."""
+        namespace.pending[digest] = store
+        self.spaces.show(namespace, digest)
+
+    def unclaim(self, namespace: Namespace, digest: bytes) -> None:
+        """The store of a chunk ended. One that is not claimed is fine."""
+        namespace.pending.pop(digest, None)
+        self.spaces.show(namespace, digest)
+
+    def depart(self, namespace: Namespace, digest: bytes, reason: MissReason) -> None:
+        """Remember why a chunk is not here."""
+        forgotten = namespace.depart(digest, reason)
+        self.spaces.show(namespace, digest)
+        if forgotten:
+            self.spaces.show(namespace, forgotten)
 
     def withdraw(self, row: int, reason: MissReason, tier: Tier = Tier.DRAM) -> None:
         """Make a chunk that no tier holds any more, ``tier`` the last of them, invisible. While something refers to
@@ -269,13 +205,14 @@ class Catalog:
         del namespace.index[digest]
         self.spaces.tell(EventKind.REMOVED, row, tier, reason)
         namespace.byte_count -= namespace.chunk_bytes(table.token_counts[row])
-        namespace.depart(digest, reason)
-        parent = _parent_digest(table, row)
+        self.depart(namespace, digest, reason)
+        parent = parent_digest(table, row)
         remaining = [tail for tail in namespace.tails.get(parent, ()) if tail != row]
         if remaining:
             namespace.tails[parent] = remaining
         else:
-            namespace.tails.pop(parent, None)
+            if namespace.tails.pop(parent, None):
+                self.spaces.show(namespace, parent)
         namespace.ghosts[digest] = row
         self.forget_ghost(row)
 

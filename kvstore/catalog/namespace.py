@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
 
 DEPARTURE_COUNT_MAX = 65536
@@ -36,6 +37,16 @@ class Namespace:
     tails: dict[bytes, list[int]] = field(default_factory=dict)
     """Parent digest -> rows of its partial tails, at most two, the older first."""
     departures: OrderedDict[bytes, MissReason] = field(default_factory=OrderedDict)
+    salt: int = field(init=False)
+    """Of its chunks' tags in the presence table."""
+
+    def __post_init__(self) -> None:
+        self.salt = presence_salt(self.fingerprint, self.provenance, self.exactness)
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether clients ask for its chunks: of a known model, and no E beside its cache."""
+        return self.model_spec is not None and self.layer is None
 
     @property
     def spec(self) -> ModelSpec:
@@ -72,9 +83,10 @@ class Namespace:
         nobody registered the model, for then nobody knows."""
         return self.model_kind in (CacheKind.OPAQUE, None)
 
-    def depart(self, digest: bytes, reason: MissReason) -> None:
-        """Remember why a digest is not here."""
+    def depart(self, digest: bytes, reason: MissReason) -> bytes:
+        """Remember why a digest is not here. Returns one that is too long ago to be remembered; empty: none is."""
         self.departures[digest] = reason
         self.departures.move_to_end(digest)
         if len(self.departures) > DEPARTURE_COUNT_MAX:
-            self.departures.popitem(last=False)
+            return self.departures.popitem(last=False)[0]
+        return b""

@@ -205,7 +205,7 @@ class Claiming:
                 "no room: what is left is pinned, leased or being stored; raise arena.capacity_bytes "
                 f"({self._arena.capacity_bytes})"
             )
-            part.depart(entry.digest, MissReason.OVERLOADED)
+            self._catalog.depart(part, entry.digest, MissReason.OVERLOADED)
             self._counters.add("store_refused_chunks")
             return
         self.reserved_bytes += placement.byte_count
@@ -213,7 +213,7 @@ class Claiming:
         entry.ended = asyncio.get_running_loop().create_future()
         entry.filled = np.zeros(layout.strip_count, np.bool_)
         entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
-        part.pending[entry.digest] = entry
+        self._catalog.claim(part, entry.digest, entry)
 
     def _is_elsewhere(self, entry: Entry) -> bool:
         """Whether the chunk is resident (then it is kept until the reservation ends) or another's store in flight."""

@@ -75,7 +75,7 @@ class Controller:
         self.deadline_s = deadline_s
         self._clock = clock
         self._is_write_through = is_write_through
-        self.catalog = Catalog(limits.model_count_max)
+        self.catalog = Catalog(limits.model_count_max, memory)
         self.sessions = Sessions(limits, random, memory)
         self.residency = Residency(
             arena=arena, catalog=self.catalog, policy=policy, keys=keys, faults=faults, counters=counters

@@ -146,6 +146,7 @@ class Residency:
         elif others:
             self.table.residencies[row], self.table.write_marks[row] = others.pop()
             self.nvme_policy.used([row])
+            self._catalog.spaces.show(self._catalog.space_of(row), self.table.digests[row])
             if others:
                 self._alternates[row] = others
         self.withdraw_if_gone(row, MissReason.CORRUPT, Tier.NVME)

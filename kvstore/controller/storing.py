@@ -265,7 +265,7 @@ class Storing:
                 self._catalog.unhold(entry.held)
                 entry.held = None
             if entry.placement is not None:
-                entry.namespace.pending.pop(entry.digest, None)
+                self._catalog.unclaim(entry.namespace, entry.digest)
                 self._claiming.reserved_bytes -= entry.placement.byte_count
                 if entry.filling is not None:
                     entry.filling.aborted()

@@ -54,7 +54,8 @@ class Mapping(Protocol):
 class Memory(Protocol):
     """An allocator of mappings."""
 
-    def read_only_to_others(self, name: str, byte_count: int) -> Mapping: ...
+    def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
+        """``is_moved``: byte movers write it, too."""
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping: ...
 
@@ -103,8 +104,8 @@ class SystemMemory:
     def __init__(self, lender: Lender | None = None) -> None:
         self._lender = lender or OwnThreads()
 
-    def read_only_to_others(self, name: str, byte_count: int) -> Mapping:
-        return _MemfdMapping(name, byte_count, READ_ONLY_SEALS, self._lender)
+    def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
+        return _MemfdMapping(name, byte_count, READ_ONLY_SEALS, self._lender if is_moved else OwnThreads())
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping:
         return _MemfdMapping(name, byte_count, FIXED_SIZE_SEALS, self._lender)
@@ -129,7 +130,7 @@ class _BytearrayMapping:
 class BytearrayMemory:
     """Process-private twin: what is freed is poisoned, so that a late reader sees it."""
 
-    def read_only_to_others(self, name: str, byte_count: int) -> Mapping:
+    def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
         return _BytearrayMapping(byte_count)
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping:

@@ -13,6 +13,9 @@ server's own.
     < {"op": "staging", "staging_id": 9, "bytes": n}              + [staging]
     > {"op": "staging_close", "staging_id": 9}
     < {"op": "ok"}
+    > {"op": "presence"}
+    < {"op": "presence", "bytes": n, "token_count_max": n}        + [presence table]
+    > {"op": "looked_up", "calls": n, "hits": n, "misses": n}     lookups there, to be counted; not answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
 """
 
@@ -101,6 +104,9 @@ class Handoff:
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
             request = _decode(packet)
             try:
+                if request.get("op") == "looked_up":
+                    self._count(request)
+                    continue
                 reply, descriptors = self._answer(session, request)
             except KVStoreError as error:
                 reply, descriptors = _refusal(error), []
@@ -163,7 +169,17 @@ class Handoff:
         if operation == "staging_close":
             self._controller.close_staging(session, _number(request, "staging_id"))
             return {"op": "ok"}, []
+        if operation == "presence":
+            mapping, most = self._controller.catalog.presence.mapping, self._controller.limits.token_count_max
+            reply = {"op": "presence", "bytes": mapping.bytes.size, "token_count_max": most}
+            return reply, [mapping.descriptor]
         raise InvalidRequest(f"unknown hand-off operation {operation!r:.40}")
+
+    def _count(self, request: dict[str, Any]) -> None:
+        counters = self._controller.counters
+        counters.add("lookup_calls", _number(request, "calls"))
+        counters.add("lookup_hit_chunks", _number(request, "hits"))
+        counters.add("lookup_miss_chunks", _number(request, "misses"))
 
 
 def _decode(packet: bytes) -> dict[str, Any]:

@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"server"}),
     frozenset({"controller"}),
     frozenset({"catalog", "policy", "tiers"}),
-    frozenset({"arena", "chunk", "keys", "wire", "telemetry"}),
+    frozenset({"arena", "chunk", "keys", "presence", "wire", "telemetry"}),
     frozenset({"spec", "config", "v1", "v1alpha"}),
     frozenset({"errors", "units", "seams"}),
 )
@@ -46,7 +46,7 @@ SAME_LAYER = {
     ("seams", "errors"),
     ("units", "errors"),
 }
-CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "wire", "errors", "units", "seams", "v1", "v1alpha"}
+CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "presence", "wire", "errors", "units", "seams", "v1", "v1alpha"}
 
 
 @dataclass(frozen=True)

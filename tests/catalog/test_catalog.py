@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
 from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
 from tests.specs import small_spec
 
@@ -23,7 +24,7 @@ def digest(name: str) -> bytes:
 
 @pytest.fixture
 def catalog() -> Catalog:
-    return Catalog(4)
+    return Catalog(4, BytearrayMemory())
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_two_tails_at_most_and_a_full_chunk_ends_them(catalog: Catalog, space: N
 
 def test_documents_are_no_tails() -> None:
     """Each ends where it ends: many of them begin at the root, and none puts another out of use."""
-    catalog = Catalog(4)
+    catalog = Catalog(4, BytearrayMemory())
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT, Provenance.STANDALONE)
     for number in range(5):
         row = catalog.row_of(space, digest(f"d{number}"), ROOT_DIGEST, number + 1)
@@ -125,9 +126,9 @@ def test_documents_are_no_tails() -> None:
 
 def test_a_namespace_waits_for_its_model() -> None:
     """What a device holds of a model that nobody registered is kept, and found once somebody does."""
-    known = Catalog(4)
+    known = Catalog(4, BytearrayMemory())
     name = known.register(small_spec()).namespace(None, Exactness.EXACT).fingerprint
-    catalog = Catalog(4)
+    catalog = Catalog(4, BytearrayMemory())
     space = catalog.spaces.get(name, Provenance.IN_CONTEXT, Exactness.EXACT)
     put(catalog, space, "a")
     tail = put(catalog, space, "t", "a", count=5)
@@ -145,7 +146,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = Catalog(4)
+        self.catalog = Catalog(4, BytearrayMemory())
         self.space = self.catalog.register(small_spec()).namespace(None, Exactness.EXACT)
         self.here: dict[str, int] = {}
         self.held: list[tuple[str, int]] = []

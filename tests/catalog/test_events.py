@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvstore.catalog import Catalog, Watcher
 from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import BytearrayMemory
 from kvstore.spec import EventKind, Exactness, MissReason, Tier
 from tests.specs import small_spec
 
@@ -19,7 +20,7 @@ class Shelf:
     """A catalog whose chunks lie on a device that takes everything."""
 
     def __init__(self) -> None:
-        self.catalog = Catalog(4)
+        self.catalog = Catalog(4, BytearrayMemory())
         self.events = self.catalog.spaces.events
         self.space = self.catalog.register(small_spec()).namespace(None, Exactness.EXACT)
 

@@ -13,6 +13,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import chunk_matches, missed_chunks
 from kvstore_client.paged import Paged
+from kvstore_client.presence import Answer
 from kvstore_client.prompt import PageHashes, Prompt
 from kvstore_client.receipt import Receipt
 from kvstore_client.segments.known import KnownSegments
@@ -124,7 +125,7 @@ class SegmentCalls(ABC):
         return [(run, segment_prompt(prompt, run, exactness)) for run in runs]
 
     def _matched(
-        self, cut: Sequence[tuple[range, Prompt]], found: Sequence[pb.SegmentFound], prefix: int
+        self, cut: Sequence[tuple[range, Prompt]], found: Sequence[pb.SegmentFound | Answer], prefix: int
     ) -> tuple[SegmentMatch, ...]:
         """What was found of each. A sidecar that knows no segments says nothing of them: they are not there."""
         matches = []

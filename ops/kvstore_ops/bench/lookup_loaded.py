@@ -1,11 +1,12 @@
 """lookup-loaded: how long a lookup of 128 keys takes while other processes store and cold-fetch as fast as they can.
 
 Two loaders beside the one that asks: one stores fresh contexts, two on their way at a time; one fetches contexts in
-turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace, whether or not
-the ones before were answered, and each is timed from when it was due.
+turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace. Each is timed from
+when it was asked, or, where the one before it was not done by then, from when it was due.
 
-What no sidecar can be faster than is measured between them, at the same pace, by the same client: an empty call to a
-gRPC server that has nothing else to do. It waits for the machine, and for nothing of ours.
+Between them, at the same pace and by the same client, in threads of their own, what needs a call is measured from when
+it was due: a lookup that holds what it finds, and an empty call to a gRPC server that has nothing else to do, which
+waits for the machine and for nothing of ours.
 """
 
 from __future__ import annotations
@@ -137,43 +138,52 @@ def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
 
 @dataclass
 class Asked:
-    """Seconds of each lookup from when it was due and from when it was sent; of each empty call from when it was due;
-    and how late a sleep before one ended: what this machine does to a process that only waits."""
+    """Seconds of each lookup, of each one that holds, of each empty call; and how late a sleep before a lookup ended:
+    what this machine does to a process that only waits."""
 
-    due: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    lookups: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
     empty: list[float] = field(default_factory=list)
     woken: list[float] = field(default_factory=list)
 
 
 def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float) -> Asked:
-    """A lookup every PACE_S, and an empty call half-way to the next, whether or not those before were answered."""
+    """A lookup every PACE_S; half-way to the next, in turns, a lookup that holds and an empty call."""
     spec, times = asked(), Asked()
 
-    def look_up(due: float) -> None:
-        sent = time.perf_counter()
+    def look_up(since: float) -> None:
         found = client.lookup(spec, tokens)
-        done = time.perf_counter()
+        times.lookups.append(time.perf_counter() - since)
         assert found.prefix_token_count == KEYS
-        times.due.append(done - due)
-        times.sent.append(done - sent)
 
-    def call(due: float) -> None:
+    def hold(since: float) -> None:
+        found = client.lookup(spec, tokens, hold=True)
+        times.held.append(time.perf_counter() - since)
+        assert found.prefix_token_count == KEYS
+        client.release_ticket(found.ticket)
+
+    def call(since: float) -> None:
         bare(b"", timeout=60.0)
-        times.empty.append(time.perf_counter() - due)
+        times.empty.append(time.perf_counter() - since)
 
     with ThreadPoolExecutor(IN_FLIGHT_MAX) as threads:
-        for one in (look_up, call):
+        for one in (look_up, hold, call):
             one(time.perf_counter())
         started = time.perf_counter()
         jobs = []
-        for number in range(2, 2 * int(seconds / PACE_S) + 2):
+        for number in range(4 * int(seconds / PACE_S / 2) + 1):
             due = started + number * PACE_S / 2
             early = due - time.perf_counter()
             if early > 0:
                 time.sleep(early)
-                times.woken.append(time.perf_counter() - due)
-            jobs.append(threads.submit(call if number % 2 else look_up, due))
+            if number % 2:
+                jobs.append(threads.submit(call if number % 4 == 1 else hold, due))
+            elif early > 0:
+                woken = time.perf_counter()
+                times.woken.append(woken - due)
+                look_up(woken)
+            else:
+                look_up(due)
         for job in jobs:
             job.result()
     return times
@@ -260,14 +270,14 @@ def run(scale: str) -> Result:
                 seconds, after = time.perf_counter() - started, moved(client)
     rates = {name: (after[name] - before[name]) / seconds for name in after}
     figures = {
-        "loaded": percentiles(loaded.due), "loaded, from sending": percentiles(loaded.sent),
+        "loaded": percentiles(loaded.lookups), "loaded, held": percentiles(loaded.held),
         "loaded, an empty call to an idle server": percentiles(loaded.empty),
         "loaded, a sleep ends late by": percentiles(loaded.woken),
-        "idle": percentiles(idle.due), "idle, from sending": percentiles(idle.sent),
+        "idle": percentiles(idle.lookups), "idle, held": percentiles(idle.held),
         "idle, an empty call": percentiles(idle.empty),
     }  # fmt: skip
     show(
-        f"lookup-loaded: {KEYS} keys, {len(loaded.due)} lookups; p50, p99, p99.9",
+        f"lookup-loaded: {KEYS} keys, {len(loaded.lookups)} lookups; p50, p99, p99.9",
         [
             *(
                 (name, " / ".join(f"{each * 1e3:.2f}" for each in row.values()) + " ms")
@@ -280,9 +290,9 @@ def run(scale: str) -> Result:
     middle, value, high = figures["loaded"].values()
     return Result(
         name="lookup-loaded", value=value, unit="s", limit=TARGET_S, ratio=value / TARGET_S, target="p99 <= 5 ms",
-        met=value <= TARGET_S, runs=len(loaded.due), spread=(middle / TARGET_S, high / TARGET_S),
+        met=value <= TARGET_S, runs=len(loaded.lookups), spread=(middle / TARGET_S, high / TARGET_S),
         conditions={
-            "scale": scale, "pace_s": PACE_S, "timed_from": "when a lookup was due", "spread": "p50 and p99.9",
+            "scale": scale, "pace_s": PACE_S, "timed_from": "when it was asked", "spread": "p50 and p99.9",
             "cpus": os.cpu_count(), "seconds": figures, "bytes_per_s": rates, "loaders": said,
         },
     )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Models, and the namespaces their chunks are in; what clients see of each chunk without asking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.catalog.events import Event, Events
+from kvstore.catalog.namespace import Namespace, SpaceKey
+from kvstore.catalog.table import ROOT_ROW, ChunkTable
+from kvstore.errors import InvalidRequest
+from kvstore.keys import ROOT_DIGEST, fingerprint
+from kvstore.presence import PresenceTable, pack_news, tag_of, tags_of
+from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
+
+ADOPTED_EVENTS_MAX = 1024
+"""A recovered model with more chunks than this is told to watchers as a gap."""
+
+
+@dataclass(eq=False)
+class Model:
+    """A registered spec and its namespaces, made when first used."""
+
+    spec: ModelSpec
+    fingerprint: bytes
+    spaces: Spaces = field(repr=False)
+    namespaces: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict)
+
+    def namespace(
+        self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
+    ) -> Namespace:
+        """The namespace of the attention cache (``layer`` None) or of the E entering ``layer``."""
+        key = (layer, provenance, exactness)
+        found = self.namespaces.get(key)
+        if found is None:
+            if layer is not None and not 0 <= layer < self.spec.layer_count:
+                raise InvalidRequest(f"hidden layer {layer}: the model has layers 0..{self.spec.layer_count - 1}")
+            kind = self.spec.kind if layer is None else CacheKind.E
+            found = self.spaces.get(fingerprint(self.spec, kind, layer), provenance, exactness)
+            found.model_spec, found.model_kind, found.layer = self.spec, kind, layer
+            self.spaces.adopt(found)
+            self.namespaces[key] = found
+        return found
+
+
+class Spaces:
+    """All namespaces: those of registered models, and those found on a device whose model nobody named yet."""
+
+    def __init__(self, table: ChunkTable, presence: PresenceTable) -> None:
+        self._table = table
+        self.presence = presence
+        self.events = Events()
+        self.numbered: list[Namespace] = []
+        self._by_key: dict[SpaceKey, Namespace] = {}
+
+    def get(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
+        key = (name, provenance, exactness)
+        found = self._by_key.get(key)
+        if found is None:
+            found = self._by_key[key] = Namespace(len(self.numbered), name, provenance, exactness)
+            self.numbered.append(found)
+        return found
+
+    def of(self, name: bytes) -> list[Namespace]:
+        """Those of one fingerprint."""
+        return [space for key, space in self._by_key.items() if key[0] == name]
+
+    def adopt(self, namespace: Namespace) -> None:
+        """How large recovered chunks are, and which of them are partial tails, shows once the model is known. One
+        whose token count no chunk of the model can have stays where nobody finds it."""
+        table = self._table
+        ours = np.frombuffer(table.spaces, np.uint16) == namespace.number
+        counts = np.frombuffer(table.token_counts, np.int32)
+        full = namespace.spec.chunk_tokens
+        short = np.flatnonzero(ours & (counts != full)).tolist()
+        del ours, counts  # while they look into the columns these cannot grow
+        rest = [row for row in short if namespace.index.get(table.digests[row]) == row]
+        namespace.byte_count = (len(namespace.index) - len(rest)) * namespace.chunk_bytes(full)
+        for row in rest:
+            count = table.token_counts[row]
+            if not 0 < count < full:
+                del namespace.index[table.digests[row]]
+                namespace.ghosts[table.digests[row]] = row
+                continue
+            namespace.byte_count += namespace.chunk_bytes(count)
+            if not namespace.is_tail(count):
+                continue
+            namespace.tails.setdefault(parent_digest(table, row), []).append(row)
+        self._show_all(namespace)
+        if not self.events.watchers or len(namespace.index) > ADOPTED_EVENTS_MAX:
+            self.events.lose(len(namespace.index))
+            return
+        for row in namespace.index.values():
+            self.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+
+    def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
+        """Let watchers know. One addition while there are none."""
+        events = self.events
+        events.sequence += 1
+        if events.watchers:
+            table = self._table
+            space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
+            events.deliver(Event(events.sequence, kind, space, digest, parent_digest(table, row), count, tier, reason))
+
+    # ------------------------------------------------------------ what clients see
+
+    def show(self, space: Namespace, digest: bytes) -> None:
+        """Something about a chunk changed: let clients see it. Only attention caches of known models are looked up."""
+        if space.is_looked_up:
+            self.presence.put(tag_of(space.salt, digest), self.news(space, digest))
+
+    def news(self, space: Namespace, digest: bytes) -> int:
+        """What a lookup says of a chunk whose chain hit so far, as the presence table has it."""
+        has_tails = digest in space.tails
+        row = space.index.get(digest)
+        if row is not None:
+            if row in self._table.arena:
+                return pack_news(ChunkState.HIT, Tier.DRAM, Encoding.RAW, tails=has_tails)
+            return pack_news(ChunkState.HIT, Tier.NVME, self._table.encoding(row), tails=has_tails)
+        if digest in space.pending:
+            return pack_news(ChunkState.PENDING, tails=has_tails)
+        reason = space.departures.get(digest)
+        return pack_news(ChunkState.MISS if reason else 0, reason=reason or 0, tails=has_tails)
+
+    def _show_all(self, space: Namespace) -> None:
+        """A namespace that was recovered, of which clients see nothing yet. All of it is on the device."""
+        if not space.is_looked_up or not space.index:
+            return
+        rows = np.fromiter(space.index.values(), np.int64, len(space.index))
+        encodings = np.frombuffer(self._table.residencies, np.int64)[rows] >> 56 & 0x3F
+        news = np.uint64(pack_news(ChunkState.HIT, Tier.NVME)) | (encodings << 5).astype(np.uint64)
+        self.presence.put_all(tags_of(space.salt, b"".join(space.index)), news)
+        for parent in space.tails:
+            self.show(space, parent)
+
+
+def parent_digest(table: ChunkTable, row: int) -> bytes:
+    """The digest of the chain's chunk before this one."""
+    parent = table.parents[row]
+    return ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent]
