@@ -35,7 +35,10 @@ _TAG_SHIFT = 12
 _TOP_BIT = 1 << 63
 """Set in every tag, so that no word in use is 0."""
 _SPREAD = 0x9E3779B97F4A7C15
-"""Odd: 2^64 over the golden ratio, as in Knuth's multiplicative hashing."""
+_WEIGHTS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Odd numbers that mix: 2^64 over the golden ratio, and the constants of splitmix64, rrmxmx and wyhash. Digests may be
+an engine's own, in which 64 bits are repeated, or zeros follow them."""
+_ALL_BITS = (1 << 64) - 1
 PROBE_MAX = 256
 """How far from its beginning a tag is looked for; at most six words in ten are in use, which leaves few longer runs."""
 SLOTS_MIN = 1 << 12
@@ -75,17 +78,20 @@ def unpack_news(news: int) -> News:
 def tag_of(salt: int, digest: bytes) -> int:
     """The tag of one chunk, in its place of a word. ``salt``: its namespace's (``kvstore.keys.presence_salt``)."""
     first, second, third, fourth = _FOUR.unpack(digest)
-    return int((first ^ second ^ third ^ fourth ^ salt) * _SPREAD & TAG_MASK) | _TOP_BIT
+    one, two, three, four = _WEIGHTS
+    mixed = (first * one + second * two + third * three + fourth * four ^ salt) & _ALL_BITS
+    return int((mixed ^ mixed >> 32) * _SPREAD & TAG_MASK | _TOP_BIT)
 
 
 def tags_of(salt: int, digests: bytes) -> Words:
     """The tags of a run of digests."""
-    folded: Words = np.bitwise_xor.reduce(np.frombuffer(digests, "<u8").reshape(-1, 4), axis=1)
-    folded ^= np.uint64(salt)
-    folded *= np.uint64(_SPREAD)
-    folded &= np.uint64(TAG_MASK)
-    folded |= np.uint64(_TOP_BIT)
-    return folded
+    mixed: Words = np.frombuffer(digests, "<u8").reshape(-1, 4) @ np.array(_WEIGHTS, np.uint64)
+    mixed ^= np.uint64(salt)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(_SPREAD)
+    mixed &= np.uint64(TAG_MASK)
+    mixed |= np.uint64(_TOP_BIT)
+    return mixed
 
 
 def slots_of(words: Words) -> int:

@@ -101,7 +101,7 @@ class Presence:
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
             if found is None:
                 return None
-            answers.append(_answer(found))
+            answers.append(answer_of(found))
         if sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains) > self._token_count_max:
             return None  # the sidecar refuses it, and says which limit
         hits = sum(answer.hit_count for answer in answers)
@@ -152,7 +152,7 @@ class Presence:
         self._words, self._is_offered = None, False
 
 
-def _answer(found: NDArray[np.uint64]) -> Answer:
+def answer_of(found: NDArray[np.uint64]) -> Answer:
     """``found``: the news of the root, and of each chunk. As the sidecar's catalog walks: a chunk behind one that is
     missing is no hit."""
     states = found & _STATE

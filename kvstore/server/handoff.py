@@ -176,10 +176,10 @@ class Handoff:
         raise InvalidRequest(f"unknown hand-off operation {operation!r:.40}")
 
     def _count(self, request: dict[str, Any]) -> None:
-        counters = self._controller.counters
-        counters.add("lookup_calls", _number(request, "calls"))
-        counters.add("lookup_hit_chunks", _number(request, "hits"))
-        counters.add("lookup_miss_chunks", _number(request, "misses"))
+        counted = {"lookup_calls": "calls", "lookup_hit_chunks": "hits", "lookup_miss_chunks": "misses"}
+        numbers = {name: _number(request, field) for name, field in counted.items()}
+        for name, number in numbers.items():
+            self._controller.counters.add(name, number)
 
 
 def _decode(packet: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
+from tests.presence.shown import difference
 from tests.specs import small_spec
 
 FULL = 16
@@ -186,6 +187,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert {name for name in used if name not in needed and not table.is_needed(used[name])} == set()
         assert {each.decode().rstrip(".") for each in self.space.index} == set(self.here)
         assert self.space.byte_count == len(self.here) * self.space.chunk_bytes(FULL)
+        assert difference(self.catalog) == ""
         for path, row in self.here.items():
             parent = table.parents[row]
             assert (parent == ROOT_ROW) == (len(path) == 1)

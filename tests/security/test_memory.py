@@ -67,7 +67,9 @@ ATTEMPTS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_the_arena_cannot_be_written(raw: Raw, attempt: str) -> None:
-    """The generations page and every region."""
+    """The generations page and every region; the presence table."""
+    _, presence = raw.exchange(op="presence")
+    raw.descriptors += presence
     for descriptor in raw.descriptors:
         with pytest.raises((PermissionError, BufferError)):
             ATTEMPTS[attempt](descriptor)

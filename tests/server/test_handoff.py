@@ -54,7 +54,9 @@ def test_regions_are_asked_for_from_where_one_is(sidecar: Sidecar) -> None:
         {"op": "staging", "bytes": 4097}, {"op": "staging", "bytes": "4096"}, {"op": "staging", "bytes": True},
         {"op": "staging", "bytes": 1 << 63}, {"op": "regions", "have": -1}, {"op": "regions", "have": 1.5},
         {"op": "regions"}, {"op": "staging_close", "staging_id": None}, {"op": "hello", "version": 1}, {"op": ["x"]},
-        {"op": "x" * 60_000}, {},
+        {"op": "x" * 60_000}, {}, {"op": "looked_up", "calls": 1, "hits": 1}, {"op": "presence "},
+        {"op": "looked_up", "calls": 1, "hits": 1 << 62, "misses": 0},
+        {"op": "looked_up", "calls": 1, "hits": 0, "misses": -1},
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_answered_and_the_session_goes_on(sidecar: Sidecar, request_: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 from kvstore.catalog import NOWHERE, ROOT_ROW
 from kvstore.tiers.nvme import Regions
+from tests.presence.shown import difference
 from tests.sim.disk import DIRECTORY
 from tests.sim.life import Life
 
@@ -31,7 +32,7 @@ async def settle_down(life: Life) -> None:
 
 def imbalance(life: Life) -> str:
     """What does not add up; empty when all does."""
-    return _of_rows(life) or _of_memory(life) or _of_device(life)
+    return _of_rows(life) or difference(life.controller.catalog) or _of_memory(life) or _of_device(life)
 
 
 def _of_rows(life: Life) -> str:

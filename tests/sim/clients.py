@@ -11,7 +11,8 @@ from kvstore.chunk import parse_header
 from kvstore.controller import Arrival, FetchResult, Fill, ReserveRequest, Session, StoreResult
 from kvstore.controller.values import Resident
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Internal, InvalidRequest, KVStoreError, Unavailable
-from kvstore.spec import Durability, MissReason, StoreState
+from kvstore.spec import Durability, Exactness, MissReason, StoreState
+from tests.presence.shown import answer, is_the_same
 from tests.sim.life import DEADLINE_S, Life
 from tests.sim.models import NARROW, SPECS, WIDE, Chain, body
 from tests.sim.oracle import row_of, told
@@ -302,6 +303,10 @@ class Client:
     async def _lookup(self, chain: Chain) -> str:
         result = self._controller.lookup(chain.query())
         self._trace.check(sum(run.chunk_count for run in result.runs) == len(chain.digests), "runs do not cover")
+        if not chain.hidden:
+            catalog, fingerprint = self._controller.catalog, chain.query().fingerprint
+            seen = answer(catalog, catalog.model(fingerprint).namespace(None, Exactness.EXACT), chain.digests)
+            self._trace.check(is_the_same(seen, result), f"a client sees {seen}, a lookup says {result}")
         return f"{result.hit_count} of {len(chain.digests)}"
 
     async def _release(self) -> str:

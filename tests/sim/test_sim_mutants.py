@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.catalog import NOWHERE, ChunkTable
+from kvstore.presence import PresenceTable, unpack_news
 from kvstore.seams import SimulatedDisk
+from kvstore.spec import ChunkState
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage
 
@@ -42,6 +44,16 @@ def believed_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkTable, "is_proven", lambda table, row: table.residencies[row] != NOWHERE)
 
 
+def shown_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets clients see chunks that went."""
+    put = PresenceTable.put
+    monkeypatch.setattr(PresenceTable, "put", lambda table, tag, news: put(table, tag, news) if is_hit(news) else None)
+
+
+def is_hit(news: int) -> bool:
+    return unpack_news(news).state is ChunkState.HIT
+
+
 def cuts() -> Iterator[Outcome]:
     yield from map(passage, every_cut(stride=1 << 30))
 
@@ -54,7 +66,7 @@ def seeds() -> Iterator[Outcome]:
     ("mutant", "outcomes"),
     [
         (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds), (without_checksums, seeds),
-        (leases_ignored, seeds),
+        (leases_ignored, seeds), (shown_for_ever, seeds),
     ],
     ids=lambda each: each.__name__,
 )  # fmt: skip

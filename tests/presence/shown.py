@@ -1,0 +1,45 @@
+"""What the presence table shows, held against the catalog it is written by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from kvstore_client.presence import Answer, answer_of
+
+from kvstore.catalog import Catalog, Namespace
+from kvstore.controller import LookupResult
+from kvstore.keys import ROOT_DIGEST
+from kvstore.presence import NEWS_MASK, TAG_MASK, find, tag_of, tags_of, unpack_news
+
+
+def difference(catalog: Catalog) -> str:
+    """What the table says otherwise than the catalog, or holds of what the catalog does not know; empty: nothing."""
+    expected: dict[int, int] = {}
+    for space in catalog.spaces.numbered:
+        if space.is_looked_up:
+            for digest in {*space.index, *space.pending, *space.departures, *space.tails}:
+                expected[tag_of(space.salt, digest)] = catalog.spaces.news(space, digest)
+    words = catalog.presence.known().tolist()
+    shown = {word & TAG_MASK: word & NEWS_MASK for word in words}
+    if len(shown) != len(words):
+        return f"{len(words) - len(shown)} chunks are shown twice"
+    for tag in {*expected, *shown}:
+        if expected.get(tag, 0) != shown.get(tag, 0):
+            said, true = unpack_news(shown.get(tag, 0)), unpack_news(expected.get(tag, 0))
+            return f"the presence table says {said} where the catalog has {true}"
+    return ""
+
+
+def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answer:
+    """What a client makes of the table. It must be able to tell."""
+    news = find(catalog.presence.words, tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
+    assert isinstance(news, np.ndarray)
+    return answer_of(news)
+
+
+def is_the_same(seen: Answer, said: LookupResult) -> bool:
+    """Whether a client sees what a lookup says."""
+    runs = [(run.count, run.state, run.tier, run.encoding, run.reason) for run in seen.runs]
+    told = [(run.chunk_count, run.state, run.tier, run.encoding, run.reason) for run in said.runs]
+    return (seen.hit_count, runs, seen.has_tails) == (said.hit_count, told, bool(said.tails))

@@ -1,0 +1,54 @@
+"""Changes that no lookup of the simulation meets: what is forgotten, and copies that take another's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.arena import Arena
+from kvstore.catalog import Catalog
+from kvstore.controller.residency import Residency
+from kvstore.keys import ROOT_DIGEST
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.presence import unpack_news
+from kvstore.seams import BytearrayMemory, FaultPoints, TenantKeys
+from kvstore.spec import Encoding, Exactness, MissReason
+from kvstore.telemetry import Counters
+from tests.presence.shown import difference
+from tests.specs import small_spec
+
+RAW, LZ4 = Encoding.RAW << 56, Encoding.LZ4 << 56
+
+
+def test_a_reason_that_is_too_long_ago_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.catalog.namespace.DEPARTURE_COUNT_MAX", 3)
+    catalog = Catalog(4, BytearrayMemory())
+    space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
+    for number in range(8):
+        catalog.depart(space, bytes([number]) * 32, MissReason.EVICTED)
+    assert difference(catalog) == ""
+    assert catalog.presence.known().size == 3
+
+
+async def test_a_copy_that_takes_the_place_of_a_damaged_one_is_shown_as_it_is_encoded() -> None:
+    memory, faults, catalog = BytearrayMemory(), FaultPoints(), Catalog(4, BytearrayMemory())
+    space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
+    residency = Residency(
+        arena=Arena(memory, faults, capacity_bytes=1 << 16, region_bytes=1 << 16), catalog=catalog,
+        policy=LeastRecentlyUsed(), keys=TenantKeys(), faults=faults, counters=Counters(),
+    )  # fmt: skip
+
+    class Device:
+        async def quarantine(self, residency: int) -> None:
+            """Nothing lies there."""
+
+    device: Any = Device()
+    residency.nvme = device
+    row = catalog.row_of(space, b"a" * 32, ROOT_DIGEST, 16)
+    catalog.table.residencies[row] = RAW | 1
+    catalog.publish(row)
+    residency._alternates[row] = [(LZ4 | 2, 7)]
+    await residency.quarantine_nvme(row, RAW | 1)
+    assert difference(catalog) == ""
+    assert unpack_news(catalog.spaces.news(space, b"a" * 32)).encoding is Encoding.LZ4
