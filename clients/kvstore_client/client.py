@@ -147,8 +147,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         session, name = self._ready(prompt.spec)
         if session.presence is not None:
             chains = [each.chain(name, each.digests) for each in segments]
-            seen = session.presence.look_up([prompt.chain(name, digests), *chains])
-            if seen is not None and _is_enough(seen[0], len(digests), readers):
+            chains.insert(0, prompt.chain(name, digests))
+            seen = session.presence.look_up(chains, lambda first: _is_enough(first, len(digests), readers))
+            if seen is not None:
                 return seen[0]._replace(segments=seen[1:])
         query = prompt.query(name, digests)
         queries = [each.query(name, each.digests) for each in segments]
@@ -204,15 +205,22 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
     def _fetch(self, wanted: Wanted, prompt: Prompt, given: Places) -> FetchedKV:
         prefix = self._open(wanted, prompt)
+        if isinstance(prefix, MissReason):
+            return self._gather(wanted, None, prefix, given)
         try:
             return self._gather(wanted, prefix, prefix.reason, given)
         finally:
             # Making the call costs more than the caller should wait for.
             self._copier.soon(prefix.close)
 
-    def _open(self, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
-        """The resident chunks. When a limit on leases is in the way, once more after ours are given back."""
+    def _open(self, wanted: Wanted, prompt: Prompt) -> AnyPrefix | MissReason:
+        """The resident chunks, or, where it shows without a call that there are none, why. When a limit on leases is
+        in the way, once more after ours are given back."""
         session, name = self._ready(wanted.spec)
+        if session.presence is not None:
+            seen = session.presence.look_up([prompt.chain(name, prompt.digests)], _is_nothing)
+            if seen is not None:
+                return MissReason(seen[0].runs[0].reason or MissReason.COLD)
         try:
             return self._open_in(session, name, wanted, prompt)
         except Exhausted:
@@ -268,18 +276,19 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
     def _stream(self, prompt: Prompt, wanted: Wanted, into: Any) -> LayerStream:
         given = given_places(wanted, into)
-
-        def missed(reason: MissReason) -> LayerStream:
-            return LayerStream(None, None, self._copier, self.faults, self._clock, reason, self._timeout_s)
-
         if not prompt.digests:
-            return missed(MissReason.NONE)
+            return self._no_layers(MissReason.NONE)
         return self._connection.or_gone(
             lambda: self._layers_of(self._open(wanted, prompt), wanted, given),
-            lambda _: missed(MissReason.UNAVAILABLE),
+            lambda _: self._no_layers(MissReason.UNAVAILABLE),
         )
 
-    def _layers_of(self, prefix: AnyPrefix, wanted: Wanted, given: Places) -> LayerStream:
+    def _no_layers(self, reason: MissReason) -> LayerStream:
+        return LayerStream(None, None, self._copier, self.faults, self._clock, reason, self._timeout_s)
+
+    def _layers_of(self, prefix: AnyPrefix | MissReason, wanted: Wanted, given: Places) -> LayerStream:
+        if isinstance(prefix, MissReason):
+            return self._no_layers(prefix)
         try:
             target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
         except BaseException:
@@ -373,3 +382,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 def _is_enough(seen: Answer, chunk_count: int, readers: int) -> bool:
     """Whether a call would say no more: there is nothing to be held, and no partial chunk that may go on with us."""
     return not (readers and seen.hit_count) and not (seen.has_tails and seen.hit_count < chunk_count)
+
+
+def _is_nothing(seen: Answer) -> bool:
+    """Whether a fetch would bring nothing."""
+    return not seen.hit_count and not seen.has_tails

@@ -94,14 +94,17 @@ class Presence:
                     self._words = None
         return None
 
-    def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
-        """What a lookup of each chain says. None when only a call can tell."""
+    def look_up(self, chains: Sequence[Chain], is_enough: Callable[[Answer], bool]) -> list[Answer] | None:
+        """What a lookup of each chain says. None when only a call can tell, or what the first chain's says is not
+        enough."""
         answers = []
         for chain in chains:
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
             if found is None:
                 return None
             answers.append(answer_of(found))
+        if not is_enough(answers[0]):
+            return None
         if sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains) > self._token_count_max:
             return None  # the sidecar refuses it, and says which limit
         hits = sum(answer.hit_count for answer in answers)

@@ -78,6 +78,8 @@ def test_hits_and_misses_without_a_call(client: Client) -> None:
         cold = client.lookup(spec, tokens_of(40, seed=9))
         assert [chunk.reason for chunk in cold.chunks] == [MissReason.COLD] * 3
         assert cold.chunks[-1].token_stop == 40
+        assert client.fetch(spec, tokens_of(40, seed=9)).reason is MissReason.COLD
+        assert client.fetch_layers(spec, tokens_of(40, seed=9)).token_count == 0
         nothing = client.lookup(spec, tokens_of(40, seed=9), hold=True)
         assert nothing.ticket is None, "nothing to hold: nothing to ask"
     assert agreed(client, spec, tokens) == match
@@ -193,7 +195,10 @@ def test_lookups_are_counted_at_the_sidecar(own_sidecar: Sidecar) -> None:
             before = counted()
             for _ in range(5):
                 client.lookup(spec, tokens)
-        expected = [count + more for count, more in zip(before, (5, 15, 5), strict=True)]
+            assert not client.fetch(spec, tokens_of(3 * STEP, seed=1)).token_count, "a lookup is enough"
+            assert client.fetch(spec, tokens).token_count == 3 * STEP
+            client.release_ticket(client.lookup(spec, tokens, hold=True).ticket)
+        expected = [count + more for count, more in zip(before, (7, 18, 9), strict=True)]
         eventually(lambda: counted() == expected)
 
 

@@ -183,14 +183,18 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     started = time.perf_counter()
     await controller.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults))
     seconds = time.perf_counter() - started
-    after, peak = anonymous_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert len(controller.catalog.table) == count
+    started = time.perf_counter()
     controller.register_model(model())
+    shown = time.perf_counter() - started
+    presence = controller.catalog.presence.mapping.bytes.size
+    after, peak = anonymous_bytes() + presence, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(controller.catalog.table) == count
     times = lookup_seconds(controller, count, lookup_count)
     started = time.perf_counter()
     await controller.detach()
     return {
-        "seconds": seconds, "bytes": (after - before) / count, "peak_mib": peak / 1024,
+        "seconds": seconds, "bytes": (after - before) / count, "peak_mib": peak / 1024, "shown_s": shown,
+        "presence_bytes": presence / count,
         "lookup_s": statistics.median(times), "lookups_per_s": len(times) / sum(times),
         "close_s": time.perf_counter() - started,
     }  # fmt: skip
@@ -243,8 +247,12 @@ def run(scale: str) -> Result:
     show(
         f"index: {count:,} chunks",
         [
-            ("resident bytes per chunk", f"{value:.0f} (target {BYTES_TARGET})"),
+            (
+                "resident bytes per chunk",
+                f"{value:.0f} (target {BYTES_TARGET}), {clean['presence_bytes']:.0f} of them shared",
+            ),
             ("opening, clean", f"{seconds:.2f} s (target {SECONDS_TARGET:.0f}), peak {clean['peak_mib']:.0f} MiB"),
+            ("  then, when its model is named, shown to clients", f"{clean['shown_s']:.2f} s"),
             ("stopping: the snapshot written", f"{clean['close_s']:.2f} s"),
             (f"rebuild of {rebuilt:,} from headers", f"{crashed['seconds']:.2f} s, {rate:,.0f} chunks/s"),
             ("  then resident bytes per chunk", f"{crashed['bytes']:.0f}, peak {crashed['peak_mib']:.0f} MiB"),
@@ -256,7 +264,7 @@ def run(scale: str) -> Result:
         target="<= 250 B per chunk; opened in <= 10 s", met=value <= BYTES_TARGET and seconds <= SECONDS_TARGET,
         runs=1, spread=(value / BYTES_TARGET, value / BYTES_TARGET),
         conditions={
-            "scale": scale, "chunks": count, "open_s": seconds, "stop_s": clean["close_s"],
+            "scale": scale, "chunks": count, "open_s": seconds, "shown_s": clean["shown_s"], "stop_s": clean["close_s"],
             "rebuild_chunks": rebuilt, "rebuild_s": crashed["seconds"], "rebuild_chunks_per_s": rate,
             "rebuild_bytes_per_chunk": crashed["bytes"], "open_peak_mib": clean["peak_mib"],
             "rebuild_peak_mib": crashed["peak_mib"], "lookup_keys": 2 * RUN, "lookup_s": clean["lookup_s"],
