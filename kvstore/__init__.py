@@ -9,6 +9,7 @@ Rooms, from the outside in (imports point one way, downwards):
 - ``policy``      what leaves first when room is needed. Pure: no I/O, no clock.
 - ``arena``       the bytes in memory: regions, extents, generations, staging.
 - ``chunk``       the stored format: layout, header, strip checksums.
+- ``presence``    which chunks are stored, in memory that clients read: lookups without a call.
 - ``keys``        chain digests, fingerprints and storage keys.
 - ``spec``        whose cache it is: model, layers, dtypes, rope.
 - ``seams``       clock, randomness, disk, scheduling, memory and fault points, replaceable in simulation.
