@@ -90,6 +90,17 @@ class Pages:
                         f"layers[{number}] is read-only, runs backwards, or has items that share memory: fetch into "
                         "another array"
                     )
+        self._check_slots()
+
+    def _check_slots(self) -> None:
+        """Raises InvalidRequest where two tokens would lie in one slot."""
+        slots = self.slots[self.slots >= 0]
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1  # sorting runs is a tenth of sorting slots
+        firsts, lasts = slots[[0, *breaks] if slots.size else []], slots[[*(breaks - 1), -1] if slots.size else []]
+        order = np.argsort(firsts)
+        again = firsts[order][1:][firsts[order][1:] <= lasts[order][:-1]]
+        if again.size:
+            raise InvalidRequest(f"slots names slot {int(again[0])} for two tokens")
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The tokens ``start .. stop`` in as few pieces as their slots allow."""

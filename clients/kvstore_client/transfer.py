@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams.scheduler import start_thread
 from kvstore.spec import MissReason, ModelSpec
@@ -16,6 +17,8 @@ from kvstore.wire import spec_from_message, spec_to_message
 from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
 from kvstore_client.prefix import AnySession
 from kvstore_client.writer import COMMIT_S_MAX
+
+_log = logging.getLogger("kvstore.client")
 
 
 def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
@@ -139,7 +142,7 @@ class Transfer:
         stream = self._stream
         if stream is not None:
             stream.cancel()
-        if self._thread is not None and self._ended.wait(timeout):
+        if self._thread is not None:
             self._thread.join(timeout)  # what it holds goes with it
         return self._ended.is_set()
 
@@ -154,8 +157,9 @@ class Transfer:
             without_frames(error)  # a cancelled call is its own error, and its frames hold the call
             self._fail(Unavailable("the transfer was cancelled") if self._is_cancelled.is_set() else error)
         except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
+            _log.exception("a transfer failed")
             without_frames(error)
-            self._fail(Unavailable(f"the transfer failed: {error!r}"))
+            self._fail(Internal(f"the transfer failed: {error!r}"))
         finally:
             self._ended.set()
 

@@ -102,6 +102,8 @@ def test_mla_pages(sidecar: Sidecar) -> None:
         ({"layout": "page slot head dim"}, "axes"),
         ({"slots": np.arange(COUNT) + 9 * 16}, "outside"),
         ({"slots": np.arange(10)}, "names 10 tokens"),
+        ({"slots": np.append(np.arange(COUNT - 1), 17)}, "slot 17 for two tokens"),
+        ({"slots": np.append(np.arange(4, COUNT), [-1, -1, 4, 3])}, "slot 4 for two tokens"),
         ({"slots": np.ones(COUNT)}, "whole numbers"),
         ({"layers": []}, "0 entries"),
         ({"heads": 3}, "heads"),

@@ -14,7 +14,7 @@ from kvstore_client import MissReason, Paged, connect
 from kvstore_client.transfer import Transfer
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -186,7 +186,7 @@ def test_what_nobody_foresaw_is_told_by_its_name() -> None:
     transfer = Transfer(1, [0])
     transfer.start(open_stream)
     for ended in (transfer.wait, lambda timeout: transfer.wait_layer(0, timeout)):
-        with pytest.raises(Unavailable, match=r"the transfer failed: KeyError\(3\)"):
+        with pytest.raises(Internal, match=r"the transfer failed: KeyError\(3\)"):
             ended(10.0)
 
 
