@@ -6,12 +6,13 @@ A word is written by one store, so a reader meets the old one or the new one, an
 is never taken out of a table: its news become 0, unknown, and another chunk may take its place. A table that is too
 full is copied into a larger one and marked as retired, which readers look at after they read.
 
-A tag is not a name: beside a million chunks, one absent chunk in some 500 million is taken for one that is there. Then
-a fetch, which compares names in full, brings less than the lookup said.
+A tag is not a name: beside a million chunks, one absent chunk in two billion is taken for one that is there. Then a
+fetch, which compares names in full, brings less than the lookup said.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import Unavailable
 from kvstore.seams.memory import Mapping, Memory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 
@@ -41,11 +43,14 @@ an engine's own, in which 64 bits are repeated, or zeros follow them."""
 _ALL_BITS = (1 << 64) - 1
 PROBE_MAX = 256
 """How far from its beginning a tag is looked for; at most six words in ten are in use, which leaves few longer runs."""
-SLOTS_MIN = 1 << 12
+SLOTS_MIN = 1 << 14
 _FULL, _ROOMY = 0.6, 0.5
 _GROWTH_MAX = 8
 """How much larger than its share a table becomes for the sake of runs that are too long; then it is PARTIAL."""
+_PATIENCE = 16
+"""Where a chunk finds no word a larger table is made, but not before a sixteenth of this one was written."""
 _WINDOW = np.arange(8)
+_log = logging.getLogger("kvstore.presence")
 _FOUR = struct.Struct("<4Q")
 
 
@@ -129,22 +134,33 @@ def _probe(words: Words, tag: int, begin: int) -> int:
 
 
 class PresenceTable:
-    """The table of one tenant. Its only writer; the caller serialises.
+    """The table of one tenant. Its only writer; the caller serialises. It raises nothing: what finds no word, because
+    digests crowd at one place or no larger table is to be had, is kept here, and the table says that it is PARTIAL.
 
-    Cost: ``put`` about 1 us. A table of a million chunks takes 16 MiB, and 0.2 s once when it grows."""
+    Cost: ``put`` about 2 us. A table of a million chunks takes 16 MiB. It is copied, in 0.1 s, when more than six words
+    in ten are in use: it has grown, or the words of chunks that went became too many.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._used = 0
-        self._open(SLOTS_MIN)
+        self._used = self._put_count = 0
+        self._left_out: dict[int, int] = {}
+        self._use(*self._made(SLOTS_MIN))
 
-    def _open(self, slots: int) -> None:
+    def _made(self, slots: int) -> tuple[Mapping, Words]:
+        """An empty table. Raises Unavailable."""
         size = (HEADER_WORDS + slots + PROBE_MAX) * 8
-        self.mapping: Mapping = self._memory.read_only_to_others("kvstore-presence", size, is_moved=False)
-        self._array: Words = self.mapping.bytes.view(np.uint64)
-        self._array[:] = 0
-        self._words = memoryview(self._array.data)
-        self._mask = slots - 1
+        mapping = self._memory.read_only_to_others("kvstore-presence", size, is_moved=False)
+        words: Words = mapping.bytes.view(np.uint64)
+        words[:] = 0
+        return mapping, words
+
+    def _use(self, mapping: Mapping, words: Words) -> None:
+        self.mapping = mapping
+        self._array = words
+        self._words = memoryview(words.data)
+        self._mask = slots_of(words) - 1
+        self._full_at = int(_FULL * slots_of(words))
 
     @property
     def words(self) -> Words:
@@ -159,49 +175,92 @@ class PresenceTable:
 
     def put(self, tag: int, news: int) -> None:
         """What a lookup says of a chunk from now on; 0: nothing is known of it any more."""
+        self._put_count += 1
+        place = self._place(tag)
+        if place:
+            word = self._words[place]
+            if news or word:
+                self._words[place] = tag | news
+                self._used += not word
+            if self._left_out:
+                self._left_out.pop(tag, None)
+                self._mark()
+            if self._used > self._full_at:
+                self._copy(np.empty(0, np.uint64))
+        elif news:
+            self._left_out[tag] = news
+            self._mark()
+            if self._put_count > slots_of(self._array) // _PATIENCE:
+                self._copy(np.empty(0, np.uint64))
+        elif self._left_out.pop(tag, 0):
+            self._mark()
+
+    def _place(self, tag: int) -> int:
+        """Where the tag is, or may be put; 0 where there is no room. A tag that is not there may be put where nothing
+        is known of another one."""
         words, free = self._words, 0
         begin = (tag >> _TAG_SHIFT & self._mask) + HEADER_WORDS
         for place in range(begin, begin + PROBE_MAX):
             word = words[place]
             if word & TAG_MASK == tag:
-                words[place] = tag | news
-                return
+                return place
             if not word:
-                break
+                return free or place
             if not (free or word & NEWS_MASK):
                 free = place
-        else:
-            place = 0
-        if not news:
-            return
-        if free:
-            words[free] = tag | news
-        elif place:
-            words[place] = tag | news
-            self._used += 1
-            if self._used > _FULL * (self._mask + 1):
-                self.put_all(np.empty(0, np.uint64), 0)
-        elif not words[0] & PARTIAL:
-            self.put_all(np.array([tag], np.uint64), news)
+        return free
+
+    def _mark(self) -> None:
+        """Say whether all is there. After the words: what a reader misses before that, it asks for."""
+        self._words[0] = PARTIAL if self._left_out else 0
 
     def put_all(self, tags: Words, news: NDArray[np.uint64] | int) -> None:
         """The same of many chunks of which nothing is known yet, in a table that has room for more."""
-        words = np.concatenate([self.known(), tags | np.asarray(news, np.uint64)])
+        self._copy(tags | np.asarray(news, np.uint64))
+
+    def _copy(self, more: Words) -> None:
+        """Another table takes this one's place, with these words, too. Where none is to be had they are left out."""
+        left = np.array([tag | news for tag, news in self._left_out.items()], np.uint64)
+        words = np.concatenate([self.known(), left, more])
+        self._put_count = 0
         least = slots = max(SLOTS_MIN, 1 << int(words.size / _ROOMY - 1).bit_length() if words.size else 0)
-        while True:
-            begins = words >> np.uint64(_TAG_SHIFT) & np.uint64(slots - 1)
-            order = np.argsort(begins, kind="stable")
-            begins = begins[order].astype(np.int64)
-            numbers = np.arange(begins.size)
-            places = np.maximum.accumulate(begins - numbers) + numbers  # each behind the one before it
-            in_reach = places - begins < PROBE_MAX
-            if in_reach.all() or slots >= least * _GROWTH_MAX:
-                break
+        order, begins, places = _laid_out(words, slots)
+        while (places - begins >= PROBE_MAX).any() and slots < least * _GROWTH_MAX:
             slots *= 2
-        old, retired = self.mapping, self._array
-        self._open(slots)
-        self._array[HEADER_WORDS + places[in_reach]] = words[order][in_reach]
-        self._array[0] = 0 if in_reach.all() else PARTIAL
-        self._used = int(in_reach.sum())
-        retired[0] |= np.uint64(RETIRED)
+            order, begins, places = _laid_out(words, slots)
+        in_reach = places - begins < PROBE_MAX
+        try:
+            mapping, array = self._made(slots)
+        except Unavailable as error:
+            _log.warning("no larger presence table, so some lookups are calls", extra={"reason": error.message})
+            self._full_at += slots_of(self._array) // 64
+            self._leave_out(more)
+            self._mark()
+            return
+        self._left_out.clear()
+        self._leave_out(words[order][~in_reach])
+        kept, begins = words[order][in_reach], begins[in_reach]
+        array[HEADER_WORDS + _places(begins)] = kept  # anew: what was left out is no hole on another's way
+        old, retired = self.mapping, self._words
+        self._used = kept.size
+        self._use(mapping, array)
+        self._mark()
+        retired[0] = RETIRED
         old.close()
+
+    def _leave_out(self, words: Words) -> None:
+        self._left_out.update((word & TAG_MASK, word & NEWS_MASK) for word in words.tolist())
+
+
+def _laid_out(words: Words, slots: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+    """In a table of so many slots: the words in order of where they begin; where that is; where they come to lie."""
+    begins = (words >> np.uint64(_TAG_SHIFT) & np.uint64(slots - 1)).astype(np.int64)
+    order = np.argsort(begins, kind="stable")
+    return order, begins[order], _places(begins[order])
+
+
+def _places(begins: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each at its beginning, or behind the one before it."""
+    numbers = np.arange(begins.size)
+    places: NDArray[np.int64] = np.maximum.accumulate(begins - numbers) + numbers
+    return places

@@ -148,8 +148,11 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         if session.presence is not None:
             chains = [each.chain(name, each.digests) for each in segments]
             chains.insert(0, prompt.chain(name, digests))
-            seen = session.presence.look_up(chains, lambda first: _is_enough(first, len(digests), readers))
-            if seen is not None:
+            seen = session.presence.look_up(chains)
+            if seen is not None and _is_enough(seen[0], len(digests), readers):
+                hits = sum(each.hit_count for each in seen)
+                misses = sum(len(each.digests) for each in chains) - hits
+                session.presence.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
                 return seen[0]._replace(segments=seen[1:])
         query = prompt.query(name, digests)
         queries = [each.query(name, each.digests) for each in segments]
@@ -218,8 +221,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         in the way, once more after ours are given back."""
         session, name = self._ready(wanted.spec)
         if session.presence is not None:
-            seen = session.presence.look_up([prompt.chain(name, prompt.digests)], _is_nothing)
-            if seen is not None:
+            seen = session.presence.look_up([prompt.chain(name, prompt.digests)])
+            if seen is not None and not seen[0].hit_count and not seen[0].has_tails:
+                session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
                 return MissReason(seen[0].runs[0].reason or MissReason.COLD)
         try:
             return self._open_in(session, name, wanted, prompt)
@@ -382,8 +386,3 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 def _is_enough(seen: Answer, chunk_count: int, readers: int) -> bool:
     """Whether a call would say no more: there is nothing to be held, and no partial chunk that may go on with us."""
     return not (readers and seen.hit_count) and not (seen.has_tails and seen.hit_count < chunk_count)
-
-
-def _is_nothing(seen: Answer) -> bool:
-    """Whether a fetch would bring nothing."""
-    return not seen.hit_count and not seen.has_tails

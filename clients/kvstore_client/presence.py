@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.presence import NEWS_MASK, RETIRED, STATE_MASK, TAILS, Words, find, pack_news, tags_of, unpack_news
 from kvstore.seams import Clock, SystemClock
@@ -19,11 +22,10 @@ from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.spec import ChunkState, MissReason
 from kvstore.v1 import cache_pb2 as pb
 
-TELL_INTERVAL_S = 1.0
+INTERVAL_S = 1.0
 _STATE, _BUT_TAILS = np.uint64(STATE_MASK), np.uint64(NEWS_MASK - TAILS)
 _COLD = np.uint64(pack_news(ChunkState.MISS, reason=MissReason.COLD))
-
-Exchange = Callable[[dict[str, Any]], tuple[dict[str, Any], list[int]]]
+_log = logging.getLogger("kvstore.client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,57 +60,72 @@ class Chain(NamedTuple):
 
 
 class Presence:
-    """One session's view of the table. Safe to share between threads.
+    """One session's view of the table. Safe to share between threads; waits for nobody: while there is no table, or
+    another one is on its way, lookups are calls.
 
     The sidecar counts what is looked up, and is told of it by packets that it does not answer, one a second at most.
     """
 
-    def __init__(self, exchange: Exchange, send: Callable[[dict[str, Any]], bool], clock: Clock | None = None) -> None:
-        """``send``: without waiting; whether it was taken."""
-        self._exchange = exchange
+    def __init__(self, send: Callable[[dict[str, Any]], bool], clock: Clock | None = None) -> None:
+        """``send``: a packet by the hand-off, without waiting; whether it was taken."""
         self._send = send
         self._clock = clock or SystemClock()
-        self._mapping, self._counting = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
         self._words: Words | None = None
         self._token_count_max = 0
-        self._is_offered = True
-        self._counts = [0, 0, 0]
-        self._told_s = self._clock.monotonic() - TELL_INTERVAL_S
+        self._counts: Counter[str] = Counter()
+        self._told_s = self._asked_s = -math.inf
+        self._is_closed = False
+
+    def ask(self) -> None:
+        """Ask for the table, at most once a second. It comes when it comes: ``take``."""
+        now = self._clock.monotonic()
+        if not self._is_closed and now - self._asked_s >= INTERVAL_S:
+            self._asked_s = now
+            self._send({"op": "presence"})
+
+    def take(self, reply: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """The sidecar's table. One that cannot be had here is asked for again some time."""
+        with closing_all(descriptors):
+            try:
+                mapping = SharedMap(descriptors[0], reply["bytes"], writable=False)
+            except (IndexError, Unavailable) as error:  # no descriptor left in this process, or no address space
+                _log.warning("kvstore: lookups are calls: %r", error)
+                return
+        self._token_count_max = int(reply["token_count_max"])
+        self._words = mapping.bytes.view(np.uint64)
+        self._asked_s = -math.inf
+        if self._is_closed:
+            self._words = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a table to look into."""
+        return self._words is not None
 
     def find(self, salt: int, digests: Sequence[bytes]) -> NDArray[np.uint64] | None:
         """The news of each chunk by itself, as the table has them. None when only a call can tell."""
-        tags = tags_of(salt, b"".join(digests))
-        while self._is_offered:
-            words = self._words
-            if words is None:
-                words = self._map()
-                if words is None:
-                    break
-            news = find(words, tags)
-            if news is not None:
-                return news
-            if not int(words[0]) & RETIRED:
-                break
-            with self._mapping:
-                if self._words is words:
-                    self._words = None
-        return None
+        words = self._words
+        if words is None:
+            self.ask()
+            return None
+        news = find(words, tags_of(salt, b"".join(digests)))
+        if news is None and int(words[0]) & RETIRED:
+            self._words = None
+            self.ask()
+        return news
 
-    def look_up(self, chains: Sequence[Chain], is_enough: Callable[[Answer], bool]) -> list[Answer] | None:
-        """What a lookup of each chain says. None when only a call can tell, or what the first chain's says is not
-        enough."""
+    def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
+        """What a lookup of each chain says. None when only a call can tell. Who needs no call ``count``s it."""
+        token_count = sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains)
+        if self.is_there and token_count > self._token_count_max:
+            return None  # the sidecar says which limit that is
         answers = []
         for chain in chains:
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
             if found is None:
                 return None
             answers.append(answer_of(found))
-        if not is_enough(answers[0]):
-            return None
-        if sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains) > self._token_count_max:
-            return None  # the sidecar refuses it, and says which limit
-        hits = sum(answer.hit_count for answer in answers)
-        self._count(len(chains), hits, sum(len(each.digests) for each in chains) - hits)
         return answers
 
     def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
@@ -117,42 +134,27 @@ class Presence:
         if found is None:
             return None
         held: list[bool] = (found & _STATE == ChunkState.HIT).tolist()
-        self._count(1, sum(held), len(held) - sum(held))
+        self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
         return held
 
-    def _map(self) -> Words | None:
-        """The table that is in use. None of a sidecar that has none to offer."""
-        with self._mapping:
-            if self._words is None:
-                try:
-                    reply, descriptors = self._exchange({"op": "presence"})
-                except InvalidRequest:
-                    self._is_offered = False  # an earlier release
-                    return None
-                with closing_all(descriptors):
-                    self._words = SharedMap(descriptors[0], reply["bytes"], writable=False).bytes.view("u8")
-                self._token_count_max = int(reply["token_count_max"])
-            return self._words
-
-    def _count(self, calls: int, hits: int, misses: int) -> None:
+    def count(self, **counts: int) -> None:
+        """Have the sidecar's counters of these names grow."""
         with self._counting:
-            for place, count in enumerate((calls, hits, misses)):
-                self._counts[place] += count
-            is_due = self._clock.monotonic() - self._told_s >= TELL_INTERVAL_S
+            self._counts.update(counts)
+            is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S
         if is_due:
             self.tell()
 
     def tell(self) -> None:
-        """Let the sidecar count what was looked up since it was told last."""
+        """Let the sidecar count what was counted here since it was told last."""
         with self._counting:
-            calls, hits, misses = self._counts
             self._told_s = self._clock.monotonic()
-            if calls and self._send({"op": "looked_up", "calls": calls, "hits": hits, "misses": misses}):
-                self._counts = [0, 0, 0]
+            if self._counts and self._send({"op": "looked_up", **self._counts}):
+                self._counts.clear()
 
     def close(self) -> None:
         """Let go of the table."""
-        self._words, self._is_offered = None, False
+        self._is_closed, self._words = True, None
 
 
 def answer_of(found: NDArray[np.uint64]) -> Answer:

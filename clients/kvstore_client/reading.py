@@ -19,6 +19,8 @@ from kvstore_client.remote.values import ReceivedPrefix
 from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, MAGIC, UNIT_BYTES, Key, Pieces
 from kvstore_client.wanted import Wanted
 
+BATCH = 256
+"""Keys in one call: what is asked for at once holds up the sidecar's other clients."""
 TRIES = 3
 """How often a read begins anew because the value was replaced under it."""
 
@@ -156,10 +158,12 @@ class Reader:
 
     def count_leading(self, keys: Sequence[Key]) -> int:
         """How many of the leading ones are there, whole."""
-        whole = self._found([key.whole for key in keys])
-        for index, (key, is_there) in enumerate(zip(keys, whole, strict=True)):
-            if not (is_there or (self._found([key.first])[0] and self._has_parts(key))):
-                return index
+        for start in range(0, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            whole = self._found([key.whole for key in batch])
+            for index, (key, is_there) in enumerate(zip(batch, whole, strict=True)):
+                if not (is_there or (self._found([key.first])[0] and self._has_parts(key))):
+                    return start + index
         return len(keys)
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
@@ -171,17 +175,21 @@ class Reader:
 
     def _found(self, digests: list[bytes]) -> list[bool]:
         """Which chunks are there, each by itself."""
-        if not digests:
-            return []
-        if self._session.presence is not None:
+        if digests and self._session.presence is not None:
             salt = presence_salt(self._name, Provenance.IN_CONTEXT, Exactness.EXACT)
             seen = self._session.presence.holds(salt, digests)
             if seen is not None:
                 return seen
+        found: list[bool] = []
+        while len(found) < len(digests):
+            found += self._called(digests[len(found) : len(found) + BATCH])
+        return found
+
+    def _called(self, digests: list[bytes]) -> list[bool]:
+        """Which of them are there; of a sidecar that looks up one chain at a time, whether the first is."""
         first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=EXACT) for each in digests)  # type: ignore[arg-type]
-        reply = self._session.call(
-            self._session.cache.Lookup, pb.LookupRequest(query=first, segments=rest), self._timeout_s
-        )
+        request = pb.LookupRequest(query=first, segments=rest)
+        reply = self._session.call(self._session.cache.Lookup, request, self._timeout_s)
         return [each.hit_count == 1 for each in (reply, *reply.segments)]
 
     def _has_parts(self, key: Key) -> bool:

@@ -71,7 +71,9 @@ class Session(Calls):
             self._socket.close()
             raise
         self._socket.settimeout(None)
-        self.presence = Presence(self._exchange, self._send_now)
+        if "presence" in welcome.get("offers", ()):
+            self.presence = Presence(self._send_now)
+            self.presence.ask()
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
@@ -148,6 +150,9 @@ class Session(Calls):
         try:
             while True:
                 reply = self._receive()
+                if reply[0].get("op") == "presence" and self.presence is not None:
+                    self.presence.take(*reply)
+                    continue
                 with self._arrived:
                     self._replies.append(reply)
                     self._arrived.notify_all()

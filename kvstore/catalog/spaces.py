@@ -125,14 +125,15 @@ class Spaces:
 
     def _show_all(self, space: Namespace) -> None:
         """A namespace that was recovered, of which clients see nothing yet. All of it is on the device."""
-        if not space.is_looked_up or not space.index:
+        if not space.is_looked_up:
             return
         rows = np.fromiter(space.index.values(), np.int64, len(space.index))
         encodings = np.frombuffer(self._table.residencies, np.int64)[rows] >> 56 & 0x3F
         news = np.uint64(pack_news(ChunkState.HIT, Tier.NVME)) | (encodings << 5).astype(np.uint64)
-        self.presence.put_all(tags_of(space.salt, b"".join(space.index)), news)
-        for parent in space.tails:
-            self.show(space, parent)
+        if space.index:
+            self.presence.put_all(tags_of(space.salt, b"".join(space.index)), news)
+        for digest in (*space.tails, *space.departures):
+            self.show(space, digest)
 
 
 def parent_digest(table: ChunkTable, row: int) -> bytes:

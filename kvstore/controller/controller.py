@@ -194,6 +194,7 @@ class Controller:
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
         self._check(query)
+        self.counters.add("lookup_calls")
         return self.fetching.lookup(query, readers)
 
     def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:

@@ -106,7 +106,6 @@ class Fetching:
         """What is stored of a chain. Pure: no lease, no recency; with ``readers`` the hits are held by a ticket."""
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
-        self._counters.add("lookup_calls")
         self._counters.add("lookup_hit_chunks", walk.hit_count)
         self._counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
         tails = self._tails(parts, query, walk.hit_count)

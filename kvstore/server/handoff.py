@@ -6,7 +6,7 @@ server's own.
 
     > {"op": "hello", "version": 1}
     < {"op": "welcome", "session": 7, "secret": "<64 hex>", "server_pid": 1, "generations_bytes": n,
-       "regions": [[index, bytes], ...]}                          + [generations, region, ...]
+       "regions": [[index, bytes], ...], "offers": ["presence"]}  + [generations, region, ...]
     > {"op": "regions", "have": 3}
     < {"op": "regions", "regions": [[3, bytes], ...]}             + [region, ...]   from index 3 on
     > {"op": "staging", "bytes": n}
@@ -15,7 +15,7 @@ server's own.
     < {"op": "ok"}
     > {"op": "presence"}
     < {"op": "presence", "bytes": n, "token_count_max": n}        + [presence table]
-    > {"op": "looked_up", "calls": n, "hits": n, "misses": n}     lookups there, to be counted; not answered
+    > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
 """
 
@@ -42,6 +42,10 @@ DESCRIPTORS_MAX = 64
 HELLO_TIMEOUT_S = 5.0
 """How long a connection may hold a descriptor of ours without saying who it is."""
 ACCEPT_PAUSE_S = 0.1
+COUNTED = ("lookup_calls", "lookup_hit_chunks", "lookup_miss_chunks", "fetch_calls", "fetch_miss_chunks")
+"""What clients do without a call, by our counters' names."""
+COUNTED_MAX = 1 << 32
+"""In one packet: counters are 64 bits on the wire."""
 MESSAGE_CHARACTERS_MAX = 500
 """Refusals quote what was sent; this bounds how much of it goes back."""
 
@@ -102,11 +106,12 @@ class Handoff:
     async def _converse(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
+            await asyncio.sleep(0)  # a peer that always has something to say holds up nobody
             request = _decode(packet)
+            if request.get("op") == "looked_up":
+                self._count(request)
+                continue
             try:
-                if request.get("op") == "looked_up":
-                    self._count(request)
-                    continue
                 reply, descriptors = self._answer(session, request)
             except KVStoreError as error:
                 reply, descriptors = _refusal(error), []
@@ -149,6 +154,7 @@ class Handoff:
             "server_pid": os.getpid(),
             "generations_bytes": arena.generations_bytes,
             "regions": [[region.index, region.byte_count] for region in regions],
+            "offers": ["presence"],
         }
         return reply, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
@@ -176,10 +182,10 @@ class Handoff:
         raise InvalidRequest(f"unknown hand-off operation {operation!r:.40}")
 
     def _count(self, request: dict[str, Any]) -> None:
-        counted = {"lookup_calls": "calls", "lookup_hit_chunks": "hits", "lookup_miss_chunks": "misses"}
-        numbers = {name: _number(request, field) for name, field in counted.items()}
-        for name, number in numbers.items():
-            self._controller.counters.add(name, number)
+        for name in COUNTED:
+            number = request.get(name, 0)
+            if type(number) is int and 0 < number <= COUNTED_MAX:
+                self._controller.counters.add(name, number)
 
 
 def _decode(packet: bytes) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from kvstore_client import Client, Durability, Match, connect
 from kvstore_client.prompt import PageHashes
+from kvstore_client.session import Session
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.errors import Exhausted, Unavailable
 from kvstore.keys import chain_digests, fingerprint, presence_salt
 from kvstore.presence import HEADER_WORDS, SLOTS_MIN, pack_news, slots_of, tag_of
 from kvstore.spec import ChunkState, Encoding, Exactness, LayerSpec, MissReason, Provenance, RopeSpec, Tier
@@ -26,7 +27,15 @@ STEP = 16
 
 @pytest.fixture
 def client(sidecar: Sidecar) -> Iterator[Client]:
+    with looking(sidecar) as found:
+        yield found
+
+
+@contextmanager
+def looking(sidecar: Sidecar) -> Iterator[Client]:
+    """A client that has the table: it comes a moment after the session."""
     with connect(sidecar.address) as found:
+        eventually(lambda: found.connect_now().presence.is_there)
         yield found
 
 
@@ -88,7 +97,7 @@ def test_hits_and_misses_without_a_call(client: Client) -> None:
 
 def test_what_another_client_stores_is_seen_as_soon_as_it_is_stored(sidecar: Sidecar, client: Client) -> None:
     spec = small_spec(model_id="other")
-    with connect(sidecar.address) as other:
+    with looking(sidecar) as other:
         for seed in range(20):
             tokens = tokens_of(2 * STEP, seed=seed)
             with no_calls(client) if seed else by_call(client):
@@ -168,21 +177,21 @@ def test_many_chunks_while_the_table_grows(client: Client) -> None:
     client.store(spec, first, random_cache(spec, len(first))).wait()
     assert client.lookup(spec, first)
     before = client.connect_now().presence._words
-    stored = []
-    for seed in range(1, 9):
+    stored = [first]
+    for seed in range(1, 21):  # those that are evicted meanwhile have words, too
         tokens = tokens_of(600, seed=seed)
         stored.append(tokens)
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
-        for each in stored:
+        for each in (first, stored[len(stored) // 2], tokens):
             agreed(client, spec, each)
-        agreed(client, spec, first)
+    eventually(lambda: client.lookup(spec, first) is not None and client.connect_now().presence.is_there)
     after = client.connect_now().presence._words
     assert (slots_of(before), slots_of(after) > SLOTS_MIN) == (SLOTS_MIN, True)
 
 
 def test_lookups_are_counted_at_the_sidecar(own_sidecar: Sidecar) -> None:
     spec, tokens = small_spec(model_id="counted"), tokens_of(4 * STEP)
-    names = ("lookup_calls", "lookup_hit_chunks", "lookup_miss_chunks")
+    names = ("lookup_calls", "lookup_hit_chunks", "lookup_miss_chunks", "fetch_calls", "fetch_miss_chunks")
 
     with Raw(own_sidecar) as raw:
 
@@ -190,15 +199,16 @@ def test_lookups_are_counted_at_the_sidecar(own_sidecar: Sidecar) -> None:
             counters = raw.stats().counters
             return [counters[name] for name in names]
 
-        with connect(own_sidecar.address) as client:
+        with looking(own_sidecar) as client:
             client.store(spec, tokens[: 3 * STEP], random_cache(spec, len(tokens[: 3 * STEP]))).wait()
             before = counted()
             for _ in range(5):
                 client.lookup(spec, tokens)
-            assert not client.fetch(spec, tokens_of(3 * STEP, seed=1)).token_count, "a lookup is enough"
+            assert not client.fetch(spec, tokens_of(3 * STEP, seed=1)).token_count, "told without a call"
             assert client.fetch(spec, tokens).token_count == 3 * STEP
             client.release_ticket(client.lookup(spec, tokens, hold=True).ticket)
-        expected = [count + more for count, more in zip(before, (7, 18, 9), strict=True)]
+            assert client.exists("counted", ["a", "b"]) == [False, False]
+        expected = [count + more for count, more in zip(before, (8, 18, 10, 2, 4), strict=True)]
         eventually(lambda: counted() == expected)
 
 
@@ -206,7 +216,7 @@ def test_evicted_chunks_and_what_the_device_has(own_sidecar: Sidecar) -> None:
     wide = (LayerSpec(kv_heads=8, k_dim=256, v_dim=256),) * 2
     spec = small_spec(model_id="device", layers=wide, rope=RopeSpec(rotary_dim=256), chunk_tokens=64)
     prompts = [tokens_of(256, seed=seed) for seed in range(12)]  # 4 MiB each
-    with connect(own_sidecar.address) as client:
+    with looking(own_sidecar) as client:
         for tokens in prompts:
             client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         tiers = {chunk.tier for tokens in prompts for chunk in agreed(client, spec, tokens).chunks}
@@ -220,7 +230,7 @@ def test_a_restarted_sidecar_shows_what_its_device_has(tmp_path: Any) -> None:
     other = small_spec(model_id="again", chunk_tokens=32)
     document = tokens[:STEP]
     with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
-        with connect(sidecar.address) as client:
+        with looking(sidecar) as client:
             assert client.store(spec, tokens, random_cache(spec, len(tokens))).wait() is Durability.LOCAL
             assert client.store_segment(spec, document, random_cache(spec, len(document))).wait() is Durability.LOCAL
             client.put_bytes("again", "key", b"value").wait()
@@ -228,7 +238,7 @@ def test_a_restarted_sidecar_shows_what_its_device_has(tmp_path: Any) -> None:
         for kill in (False, True):
             sidecar.stop(kill=kill)
             sidecar.start()
-            with connect(sidecar.address) as client:
+            with looking(sidecar) as client:
                 assert not client.lookup(other, tokens), "registers another model, and only that"
                 match = agreed(client, spec, tokens, segments=[(0, STEP)])
                 assert match.prefix_token_count == seen.prefix_token_count == tokens.size
@@ -243,7 +253,7 @@ def test_a_restarted_sidecar_shows_what_its_device_has(tmp_path: Any) -> None:
 def test_a_killed_sidecar_has_nothing(own_sidecar: Sidecar) -> None:
     """What the table said last is not believed any more."""
     spec, tokens = small_spec(model_id="killed"), tokens_of(2 * STEP)
-    with connect(own_sidecar.address) as client:
+    with looking(own_sidecar) as client:
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         assert client.lookup(spec, tokens)
         session = client.connect_now()
@@ -258,27 +268,97 @@ def test_a_killed_sidecar_has_nothing(own_sidecar: Sidecar) -> None:
 def test_the_limit_on_tokens_holds(tmp_path: Any) -> None:
     environment = {**os.environ, "KVSTORE__LIMITS__TOKEN_COUNT_MAX": str(8 * STEP)}
     spec = small_spec(model_id="limit")
-    with Sidecar("--capacity", "16 MiB", environment=environment) as own, connect(own.address) as client:
+    with Sidecar("--capacity", "16 MiB", environment=environment) as own, looking(own) as client:
         assert not client.lookup(spec, tokens_of(8 * STEP))
         with pytest.raises(Exhausted, match=r"limits\.token_count_max"):
             client.lookup(spec, tokens_of(20 * STEP))
 
 
-def test_an_earlier_sidecar_is_called(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not know the question is asked once."""
+def test_an_earlier_sidecar_is_called(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that offers no table is not asked for it."""
     spec, tokens = small_spec(model_id="earlier"), tokens_of(2 * STEP)
-    client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
-    session, asked = client.connect_now(), []
+    real = Session._receive
 
-    def refuse(request: dict[str, Any]) -> Any:
-        asked.append(request)
-        raise InvalidRequest("unknown hand-off operation 'presence'")
+    def earlier(session: Session) -> Any:
+        reply, descriptors = real(session)
+        assert reply.pop("op") != "presence"
+        return {"op": "welcome", **{name: each for name, each in reply.items() if name != "offers"}}, descriptors
 
-    session.presence._words = None
-    monkeypatch.setattr(session.presence, "_exchange", refuse)
-    for _ in range(3):
+    monkeypatch.setattr(Session, "_receive", earlier)
+    with connect(sidecar.address) as client:
+        monkeypatch.setattr(Session, "_receive", real)
+        client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
+        assert client.connect_now().presence is None
         assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
-    assert asked == [{"op": "presence"}]
+
+
+def test_a_table_that_cannot_be_had_leaves_calls(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, tokens = small_spec(model_id="unmapped"), tokens_of(2 * STEP)
+
+    def refuse(*args: Any, **how: Any) -> Any:
+        raise Unavailable("cannot map: ulimit -v")
+
+    with connect(sidecar.address) as client:
+        session = client.connect_now()
+        eventually(lambda: session.presence.is_there)
+        monkeypatch.setattr("kvstore_client.presence.SharedMap", refuse)
+        session.presence._words = None
+        client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
+        assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
+        session.presence.take({"op": "presence", "bytes": 4096, "token_count_max": 1}, [])
+        assert client.fetch(spec, tokens).token_count == 2 * STEP
+        monkeypatch.undo()
+        session.presence._asked_s = 0.0
+        client.lookup(spec, tokens)
+        eventually(lambda: session.presence.is_there)
+
+
+def test_a_sidecar_that_stands_still_is_not_waited_for(own_sidecar: Sidecar) -> None:
+    """What its table says stands; and without the table a lookup ends with its time."""
+    spec, tokens = small_spec(model_id="still"), tokens_of(2 * STEP)
+    with connect(own_sidecar.address, timeout_s=1.0) as client:
+        client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
+        session = client.connect_now()
+        eventually(lambda: session.presence.is_there)
+        os.kill(own_sidecar.pid, signal.SIGSTOP)
+        try:
+            assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
+            session.presence._words = None
+            assert client.lookup(spec, tokens).chunks[0].reason is MissReason.UNAVAILABLE
+            assert session.is_usable, "the session goes on when the sidecar does"
+        finally:
+            os.kill(own_sidecar.pid, signal.SIGCONT)
+        assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
+        eventually(lambda: session.presence.is_there)
+
+
+def test_a_sidecar_that_looks_up_one_chain_at_a_time(client: Client) -> None:
+    """As the first ones of this contract did: of keys in one call it says the first's."""
+    for name in "ac":
+        client.put_bytes("one-by-one", name, b"value").wait()
+    session = client.connect_now()
+    real = session.cache.Lookup
+
+    def first_alone(request: Any, **how: Any) -> Any:
+        reply = real(request, **how)
+        del reply.segments[:]
+        return reply
+
+    with by_call(client), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.cache, "Lookup", first_alone)
+        assert client.exists("one-by-one", ["a", "b", "c"]) == [True, False, True]
+        assert client.count_leading("one-by-one", ["a", "c", "b"]) == 2
+
+
+def test_more_keys_than_one_call_takes(client: Client) -> None:
+    names = [f"key-{number}" for number in range(600)]
+    for name in (*names[:3], names[599]):
+        client.put_bytes("many", name, b"value").wait()
+    expected = [number in (0, 1, 2, 599) for number in range(600)]
+    assert client.exists("many", names) == expected
+    with by_call(client):
+        assert client.exists("many", names) == expected
+        assert client.count_leading("many", names) == 3
 
 
 def test_a_chunk_the_table_has_and_the_catalog_has_not_is_a_miss(client: Client) -> None:

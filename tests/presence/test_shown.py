@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvstore.arena import Arena
-from kvstore.catalog import Catalog
+from kvstore.catalog import NOWHERE, Catalog
 from kvstore.controller.residency import Residency
-from kvstore.keys import ROOT_DIGEST
+from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.presence import unpack_news
 from kvstore.seams import BytearrayMemory, FaultPoints, TenantKeys
-from kvstore.spec import Encoding, Exactness, MissReason
+from kvstore.spec import Encoding, Exactness, MissReason, Provenance
 from kvstore.telemetry import Counters
 from tests.presence.shown import difference
 from tests.specs import small_spec
@@ -52,3 +52,18 @@ async def test_a_copy_that_takes_the_place_of_a_damaged_one_is_shown_as_it_is_en
     await residency.quarantine_nvme(row, RAW | 1)
     assert difference(catalog) == ""
     assert unpack_news(catalog.spaces.news(space, b"a" * 32)).encoding is Encoding.LZ4
+
+
+def test_why_chunks_of_a_model_nobody_named_yet_went_is_shown_once_it_is_named() -> None:
+    catalog, spec = Catalog(4, BytearrayMemory()), small_spec()
+    space = catalog.spaces.get(fingerprint(spec, spec.kind), Provenance.IN_CONTEXT, Exactness.EXACT)
+    for name in (b"a", b"b"):
+        row = catalog.row_of(space, name * 32, ROOT_DIGEST, 16)
+        catalog.table.residencies[row] = RAW | 1
+        catalog.publish(row)
+    catalog.table.residencies[row] = NOWHERE
+    catalog.withdraw(row, MissReason.EVICTED)
+    assert catalog.presence.known().size == 0
+    catalog.register(spec)
+    assert difference(catalog) == ""
+    assert catalog.presence.known().size == 2

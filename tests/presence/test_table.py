@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.errors import Unavailable
 from kvstore.presence import (
     HEADER_WORDS,
     NEWS_MASK,
@@ -135,7 +137,7 @@ def test_a_full_table_is_replaced_by_a_larger_one_and_says_so() -> None:
 def test_what_finds_no_room_is_not_said_to_be_missing() -> None:
     """Digests are what clients say they are: somebody may make them all begin at one slot."""
     table = PresenceTable(BytearrayMemory())
-    crowd = [1 << 63 | other << 40 for other in range(3 * PROBE_MAX)]  # the same slot, however large the table
+    crowd = [1 << 63 | other << 40 for other in range(3 * PROBE_MAX)]  # one slot, however large the table
     for tag in crowd:
         table.put(tag, 1)
     assert int(table.words[0]) & PARTIAL
@@ -151,6 +153,65 @@ def test_what_finds_no_room_is_not_said_to_be_missing() -> None:
     news = find(table.words, tags(crowd[0], absent))
     assert news is not None
     assert news.tolist() == [0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 400), st.integers(0, 2), st.booleans()), max_size=40),
+    st.integers(0, 2),
+)
+def test_a_crowd_and_its_neighbours(changes: list[tuple[bool, int, int, bool]], rebuilt: int) -> None:
+    """Who found no word is remembered; a neighbour that was pushed away is found, and is not there twice."""
+    table = PresenceTable(BytearrayMemory())
+    expected = dict.fromkeys((1 << 63 | other << 40 for other in range(PROBE_MAX + 40)), 3)
+    expected[tag_at(PROBE_MAX - 100, 0)] = 4
+    for tag, news in expected.items():
+        table.put(tag, news)
+    for is_crowd, other, news, is_copied in changes:
+        tag = 1 << 63 | other << 40 if is_crowd else tag_at(other, 0)
+        table.put(tag, news)
+        expected[tag] = news
+        if is_copied and rebuilt:
+            table.put_all(tags(), 0)
+    for number in range(rebuilt * SLOTS_MIN // 2):  # until the table is copied for want of room
+        table.put(tag_at(1000 + number % 10_000, 1 + number // 10_000), 5)
+    asked = tags(*expected)
+    found = find(table.words, asked)
+    left_out = [tag for tag in expected if tag in table._left_out]
+    for tag, news in expected.items():
+        seen = find(table.words, tags(tag))
+        assert (seen is None and (not news or tag in left_out)) or (seen is not None and seen.tolist() == [news])
+    assert (found is None) == bool(int(table.words[0]) & PARTIAL) or all(expected.values())
+    words = [int(word) & ~NEWS_MASK for word in table.known()]
+    assert len(set(words)) == len(words), "a chunk that is there twice is there for ever"
+    assert bool(int(table.words[0]) & PARTIAL) == bool(table._left_out)
+
+
+def test_where_no_larger_table_can_be_had_nothing_is_said_to_be_missing() -> None:
+    class Poor(BytearrayMemory):
+        is_poor = False
+
+        def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Any:
+            if self.is_poor:
+                raise Unavailable("no descriptor left")
+            return super().read_only_to_others(name, byte_count, is_moved=is_moved)
+
+    memory = Poor()
+    table = PresenceTable(memory)
+    digests = [os.urandom(32) for _ in range(2 * SLOTS_MIN)]
+    memory.is_poor = True
+    for digest in digests[:-100]:
+        table.put(tag_of(SALT, digest), 1)
+    table.put_all(tags_of(SALT, b"".join(digests[-100:])), 1)
+    assert slots_of(table.words) == SLOTS_MIN
+    seen = [find(table.words, tags_of(SALT, digest)) for digest in digests]
+    assert all(each is None or each.all() for each in seen), "what is stored is seen, or asked for"
+    assert sum(each is not None for each in seen) > SLOTS_MIN / 2
+    memory.is_poor = False
+    for digest in (os.urandom(32) for _ in range(SLOTS_MIN)):
+        table.put(tag_of(SALT, digest), 1)
+    found = find(table.words, tags_of(SALT, b"".join(digests)))
+    assert found is not None
+    assert found.all(), "and all of it, once there is room"
 
 
 WRITER = """
@@ -188,6 +249,7 @@ def test_a_reader_beside_the_writer_never_misses_what_stays() -> None:
         os.set_blocking(writer.stdout.fileno(), False)
         looks, changes = 0, 0
         while not writer.stdout.readline():
+            assert writer.poll() is None, "the writer failed"
             found, others = find(words, lasting), find(words, passing)
             assert found is not None
             assert others is not None
