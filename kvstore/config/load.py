@@ -227,7 +227,8 @@ def _build(sources: _Sources, memory_bytes: int) -> LoadedSettings:
         for section, leaf in classes.items():
             leaves[section] = leaf(**sources.values[section])
         tenants = {section.partition(".")[2]: leaves[section] for section in sources.tenants}
-        check_tenants(tenants, leaves["server"].socket_directory, leaves["arena"].capacity_bytes, memory_bytes)
+        sockets, device = leaves["server"].socket_directory, leaves["tiers.nvme"].directory
+        check_tenants(tenants, sockets, device, leaves["arena"].capacity_bytes, memory_bytes)
     except KVStoreError as error:
         setting = str(error.fields.get("setting", ""))
         raise InvalidRequest(f"{sources.origins.get(setting, DEFAULT)}: {error.message}") from error

@@ -42,8 +42,9 @@ def check_name(name: str) -> None:
 
 
 def check_tenants(
-    tenants: Mapping[str, TenantSettings], socket_directory: Path, arena_bytes: int, memory_bytes: int
-) -> None:
+    tenants: Mapping[str, TenantSettings], socket_directory: Path, device_directory: Path, arena_bytes: int,
+    memory_bytes: int,
+) -> None:  # fmt: skip
     """What is wrong with tenants each and together. Raises InvalidRequest naming the setting."""
     uids: dict[int, str] = {}
     for name, tenant in tenants.items():
@@ -58,6 +59,11 @@ def check_tenants(
             raise _wrong(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
         if tenant.nvme_capacity_bytes < 0:
             raise _wrong(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
+        if (socket_directory / name).absolute() == device_directory.absolute():
+            raise _wrong(
+                section, name, "its sockets would lie in tiers.nvme.directory: give the tenant another name, or set "
+                "server.socket_directory",
+            )  # fmt: skip
         path = socket_directory / name / "kvstore.sock"
         if len(str(path)) >= 100:
             raise _wrong(

@@ -150,6 +150,8 @@ class Storing:
             self._faults.reach("store.commit")
             if entry.state is StoreState.WANTED and not entry.moving:
                 self._publish(entry)
+            if entry.state is StoreState.WANTED:
+                reservation.refusal = reservation.refusal or _missing(entry)
         await self._wait_idle(reservation)
         self._end(reservation)
         return self._outcome(reservation)
@@ -283,6 +285,14 @@ class Storing:
                 f"this session has no reservation {reservation_id}: it ended, was aborted for its age "
                 "(limits.reservation_age_s_max), or another of its writers aborted it or went"
             ) from None
+
+
+def _missing(entry: Entry) -> str:
+    """Why a chunk whose bytes are not on their way is not published."""
+    missing = int(entry.filled.size - np.count_nonzero(entry.filled))
+    if missing:
+        return f"{missing} of {entry.filled.size} strips of a chunk were never written: put every layer and head of it"
+    return "the chunk before it is not stored any more"
 
 
 def _check_moved(entries: Iterable[Entry]) -> None:

@@ -135,8 +135,11 @@ class Sidecar:
             process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
-        finally:
+        except subprocess.TimeoutExpired:
             process.kill()
+            process.wait(STOP_TIMEOUT_S)
+            raise
+        finally:
             if process.stdout is not None:
                 process.stdout.close()
             if self._account >= 0:

@@ -113,6 +113,12 @@ def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, text: str, words: li
 
 def test_arenas_that_fill_the_memory_to_the_byte_are_fine() -> None:
     tenant = TenantSettings(secret_file="x", capacity_bytes=60 * MIB, nvme_capacity_bytes=0)
-    check_tenants({"a": tenant}, Path("/run"), 40 * MIB, 100 * MIB)
+    check_tenants({"a": tenant}, Path("/run"), Path("/nvme"), 40 * MIB, 100 * MIB)
     with pytest.raises(InvalidRequest, match=r"tenants\.a\.capacity_bytes"):
-        check_tenants({"a": tenant}, Path("/run"), 40 * MIB, 100 * MIB - 1)
+        check_tenants({"a": tenant}, Path("/run"), Path("/nvme"), 40 * MIB, 100 * MIB - 1)
+
+
+def test_a_tenant_whose_sockets_would_lie_in_the_devices_directory_is_refused() -> None:
+    tenant = TenantSettings(secret_file="s", capacity_bytes=60 * MIB, nvme_capacity_bytes=0)
+    with pytest.raises(InvalidRequest, match=r"tenants\.nvme = nvme: its sockets would lie in tiers\.nvme\.directory"):
+        check_tenants({"nvme": tenant}, Path("/state"), Path("/state/nvme"), 40 * MIB, 200 * MIB)

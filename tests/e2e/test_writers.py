@@ -375,3 +375,12 @@ def test_a_sidecar_that_dies_between_two_puts(shards: int) -> None:
         time.sleep(0.2)
         writer.put_layer(1, cache[1])
         assert writer.commit().wait(30.0) is Durability.NONE
+
+
+def test_what_was_left_out_of_a_store_is_said(client: Client) -> None:
+    spec, tokens = small_spec(model_id="left out"), tokens_of(32)
+    with client.start_store(spec, tokens) as writer:
+        writer.put_layer(0, random_cache(spec, 32)[0])
+        receipt = writer.commit()
+        assert receipt.wait(10.0) is Durability.NONE
+        assert "never written: put every layer and head of it" in receipt.reason

@@ -129,7 +129,8 @@ def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
     path = tmp_path / "text.jsonl"
-    path.write_text((json.dumps({"segments": ["w5 w6", "w7 w8 w9"], "suffix": "w1"}) + "\n\n") * PROMPTS_MIN)
+    each = ({"segments": ["w5 w6", "w7 w8 w9"], "suffix": f"w{number}"} for number in range(1, PROMPTS_MIN + 1))
+    path.write_text("".join(json.dumps(prompt) + "\n\n" for prompt in each))
     found = read_prompts(path, None, VOCABULARY, tokenizer)
     assert len(found) == PROMPTS_MIN
     assert found[0].tokens.tolist() == [5, 6, 7, 8, 9, 1]
@@ -153,6 +154,14 @@ def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
 def test_too_few_prompts_are_refused(tmp_path: Path, count: int, contexts: int | None, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         read_prompts(written(tmp_path / "p.jsonl", count), contexts, VOCABULARY)
+
+
+def test_a_prompt_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "prompts", 24)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:20], lines[3], *lines[20:]]))
+    with pytest.raises(InvalidRequest, match="line 21: the prompt of line 4 again"):
+        read_prompts(path, None, 1000)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,18 @@ def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any 
             f"--prompts {path} has {len(lines)} prompts, {wanted} are wanted: fewer say nothing; give more"
             + ("" if count is None or count == PROMPTS_MIN else f", or a smaller --contexts of at least {PROMPTS_MIN}")
         )
-    return [
-        _prompt_of(line, f"--prompts {path}, line {number}", vocab_size, tokenizer)
-        for number, line in enumerate(lines[:count], start=1)
-    ]
+    prompts: list[Prompt] = []
+    known: dict[tuple[bytes, tuple[range, ...]], int] = {}
+    for number, line in enumerate(lines[:count], start=1):
+        prompt = _prompt_of(line, f"--prompts {path}, line {number}", vocab_size, tokenizer)
+        first = known.setdefault((prompt.tokens.tobytes(), prompt.segments), number)
+        if first != number:
+            raise InvalidRequest(
+                f"--prompts {path}, line {number}: the prompt of line {first} again: what is counted twice looks surer "
+                "than it is; leave one out"
+            )
+        prompts.append(prompt)
+    return prompts
 
 
 def digest_of(prompts: list[Prompt], answer_tokens: int) -> str:
