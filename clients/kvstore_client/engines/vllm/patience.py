@@ -12,7 +12,7 @@ PAUSE_S = 10.0
 
 
 class Patience:
-    """Of one side of an engine, for one thread. A sidecar that is gone answers at once, and costs no pause."""
+    """Of one side of an engine. A sidecar that is gone answers at once, and costs no pause."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -30,6 +30,9 @@ class Patience:
         try:
             yield
         finally:
-            now = self._clock.monotonic()
-            if now - started_s > SLOW_S + more_s:
-                self._until_s = now + PAUSE_S
+            if self._clock.monotonic() - started_s > SLOW_S + more_s:
+                self.end()
+
+    def end(self) -> None:
+        """A call took too long, or still does."""
+        self._until_s = self._clock.monotonic() + PAUSE_S

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra
-from kvstore.seams import Clock, SystemClock
+from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
-from kvstore_client.engines.vllm.patience import Patience
+from kvstore_client.engines.vllm.patience import SLOW_S, Patience
 from kvstore_client.engines.vllm.settings import Settings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.match import Match
 
 FOUND_AGE_S_MAX = 5.0
 """How long an answer is good for while vLLM asks again and again; well below a ticket's age."""
+WAIT_S = 0.005
+"""What the engine's loop waits for an answer; one that is later is taken at a later step."""
+LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
+
+
+@dataclass
+class _Asked:
+    """A lookup on its way."""
+
+    answer: Future[Match]
+    useful: int
+    since_s: float
 
 
 @dataclass
@@ -49,7 +62,8 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """One per scheduler. No call raises for the sidecar's sake."""
+    """One per scheduler. No call raises for the sidecar's sake. What it looks up it holds, which takes a call where
+    something is stored; the engine's loop does not wait for it."""
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
@@ -64,6 +78,8 @@ class SchedulerSide:
         self._ranks = ranks
         self._clock = clock or SystemClock()
         self._patience = Patience(self._clock)
+        self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
+        self._asked: dict[str, _Asked] = {}
         self._found: dict[str, _Found] = {}
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
@@ -71,38 +87,59 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ before a request runs
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed`` can be loaded, in whole blocks, and whether beside other requests. At
-        least one token of the prompt is left to compute."""
+        least one token of the prompt is left to compute. None: ask again at the next step."""
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
         found = self._look_up(request, useful)
+        if isinstance(found, _Asked):
+            return None, False
         if found is None or found.stop <= computed:
             return 0, False
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
-    def _look_up(self, request: Any, useful: int) -> _Found | None:
+    def _look_up(self, request: Any, useful: int) -> _Found | _Asked | None:
         name = str(request.request_id)
         found = self._found.get(name)
         now = self._clock.monotonic()
         if found is not None and found.useful == useful and now - found.at_s < FOUND_AGE_S_MAX:
             return found
-        self._forget(name)
+        asked = self._asked.get(name)
+        is_new = asked is None or asked.useful != useful
+        if is_new:
+            self._forget(name)
         tracked = self._track(request)
         if tracked is None or tracked.has_failed or self._patience.is_spent:
+            self._forget(name)
             return None
-        prompt = self._naming.prompt(request, self._whole(request.num_tokens))
+        if asked is None or is_new:
+            prompt = self._naming.prompt(request, self._whole(request.num_tokens))
+            answer = self._workers.submit(self._hold, tracked.spec, prompt, tracked.extras)
+            asked = self._asked[name] = _Asked(answer, useful, now)
         try:
-            with self._patience.watch():
-                match = self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
-        except KVStoreError as error:
-            _log.warning("kvstore: %s; the prompt is computed", error.message)
+            match = asked.answer.result(WAIT_S if is_new else 0.0)
+        except TimeoutError:
+            if now - asked.since_s < SLOW_S:
+                return asked
+            self._patience.end()
+            self._forget(name)
             return None
+        del self._asked[name]
         tracked.kept = max(tracked.kept, self._whole(match.prefix_token_count))
         found = self._found[name] = _Found(match, useful, min(self._whole(match.prefix_token_count), useful), now)
         return found
+
+    def _hold(self, spec: ModelSpec, prompt: Any, extras: tuple[Extra, ...]) -> Match:
+        """On a thread of ours."""
+        try:
+            with self._patience.watch():
+                return self._client.lookup(spec, prompt, hold=True, readers=self._ranks, extras=extras)
+        except KVStoreError as error:
+            _log.warning("kvstore: %s; the prompt is computed", error.message)
+            return Match(0, ())
 
     def _track(self, request: Any) -> _Tracked | None:
         """None for a request whose cache cannot be named."""
@@ -204,21 +241,29 @@ class SchedulerSide:
             self._track(request)
 
     def _forget(self, request_id: str) -> None:
-        found = self._found.pop(request_id, None)
+        found, asked = self._found.pop(request_id, None), self._asked.pop(request_id, None)
         if found is not None:
             self._release(found)
+        if asked is not None:
+            self._workers.submit(lambda: self._let_go(asked.answer.result()))
 
     def _release(self, found: _Found) -> None:
+        if found.match.ticket is not None:
+            self._workers.submit(self._let_go, found.match)
+
+    def _let_go(self, match: Match) -> None:
+        """On a thread of ours."""
         if not self._patience.is_spent:  # else it expires
             with self._patience.watch():
-                self._client.release_ticket(found.match.ticket)
+                self._client.release_ticket(match.ticket)
 
     def _whole(self, token_count: int) -> int:
         return token_count // self._block_tokens * self._block_tokens
 
     def close(self) -> None:
-        for request_id in list(self._found):
+        for request_id in {*self._found, *self._asked}:
             self._forget(request_id)
+        self._workers.close()
         self._client.close()
 
 
