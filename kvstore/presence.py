@@ -104,9 +104,15 @@ def slots_of(words: Words) -> int:
     return words.size - HEADER_WORDS - PROBE_MAX
 
 
-def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:
-    """The news of each tag, 0 where it is not known. None when the table cannot tell: it is retired, or something is
-    not there and the table does not hold all. Cost: about 20 us for 128."""
+class Found(NamedTuple):
+    """The news of each tag, 0 where it is not known. ``is_whole``: what is not known is not there."""
+
+    news: NDArray[np.uint64]
+    is_whole: bool
+
+
+def find(words: Words, tags: Words) -> Found | None:
+    """What a table says. None of one that is retired. Cost: about 30 us for 128 tags."""
     mask = slots_of(words) - 1
     begins = (tags >> np.uint64(_TAG_SHIFT) & np.uint64(mask)).astype(np.intp) + HEADER_WORDS
     seen = words[begins[:, None] + _WINDOW]
@@ -118,9 +124,7 @@ def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:
     for row in np.flatnonzero(~is_found & seen.all(axis=1)).tolist():
         news[row] = _probe(words, int(tags[row]), int(begins[row]))
     flags = int(words[0])  # after the words: a table that is retired by now may have been when they were read
-    if flags & RETIRED or (flags & PARTIAL and not news.all()):
-        return None
-    return news
+    return None if flags & RETIRED else Found(news, not flags & PARTIAL)
 
 
 def _probe(words: Words, tag: int, begin: int) -> int:

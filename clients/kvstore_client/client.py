@@ -121,6 +121,24 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
         return self._connection.or_gone(lambda: self._lookup(prompt, readers if hold else 0, cut), missed)
 
+    def peek(
+        self, spec: ModelSpec, tokens: Any, *, hold: bool = False, extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
+    ) -> Match | None:  # fmt: skip
+        """As ``lookup``, at once: what shows in shared memory. None where only a call can tell, or hold what hits: for
+        a caller that waits for nobody. Raises: InvalidRequest."""
+        prompt = Prompt.of(spec, tokens, extras, exactness)
+        if not prompt.digests:
+            return Match(0, ())
+        session, name = self._connection.at_hand(prompt.spec) or (None, b"")
+        if session is None or session.presence is None:
+            return None
+        seen = session.presence.answer([prompt.chain(name, prompt.digests)], int(hold))
+        if seen is None:
+            return None
+        step, count = spec.chunk_tokens, prompt.token_count
+        return Match(min(seen.hit_count * step, count), chunk_matches(seen.runs, step, 0, count))
+
     def _lookup(self, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]]) -> Match:
         step, count = prompt.spec.chunk_tokens, prompt.token_count
         reply = self._ask(prompt, prompt.digests, readers, [each for _, each in cut])
@@ -148,12 +166,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         if session.presence is not None:
             chains = [each.chain(name, each.digests) for each in segments]
             chains.insert(0, prompt.chain(name, digests))
-            seen = session.presence.look_up(chains)
-            if seen is not None and _is_enough(seen[0], len(digests), readers):
-                hits = sum(each.hit_count for each in seen)
-                misses = sum(len(each.digests) for each in chains) - hits
-                session.presence.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
-                return seen[0]._replace(segments=seen[1:])
+            seen = session.presence.answer(chains, readers)
+            if seen is not None:
+                return seen
         query = prompt.query(name, digests)
         queries = [each.query(name, each.digests) for each in segments]
         request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=queries)
@@ -381,8 +396,3 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_enough(seen: Answer, chunk_count: int, readers: int) -> bool:
-    """Whether a call would say no more: there is nothing to be held, and no partial chunk that may go on with us."""
-    return not (readers and seen.hit_count) and not (seen.has_tails and seen.hit_count < chunk_count)

@@ -58,6 +58,13 @@ class Connection:
             self._has_warned = False
             return session
 
+    def at_hand(self, spec: ModelSpec) -> tuple[AnySession, bytes] | None:
+        """As ``ready``, where that takes neither a call nor a connection; else None."""
+        session, name = self._session, fingerprint(spec, spec.kind)
+        if session is None or not session.is_usable or self._is_closed or name not in session.models:
+            return None
+        return session, name
+
     def ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
         """A session that knows the model, and the model's name there."""
         session = self.session()

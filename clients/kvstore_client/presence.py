@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.presence import NEWS_MASK, RETIRED, STATE_MASK, TAILS, Words, find, pack_news, tags_of, unpack_news
+from kvstore.presence import NEWS_MASK, STATE_MASK, TAILS, Found, Words, find, pack_news, tags_of, unpack_news
 from kvstore.seams import Clock, SystemClock
 from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.spec import ChunkState, MissReason
@@ -103,17 +103,18 @@ class Presence:
         """Whether there is a table to look into."""
         return self._words is not None
 
-    def find(self, salt: int, digests: Sequence[bytes]) -> NDArray[np.uint64] | None:
-        """The news of each chunk by itself, as the table has them. None when only a call can tell."""
+    def find(self, salt: int, digests: Sequence[bytes]) -> Found | None:
+        """The news of each chunk by itself, as the table has them. None while there is no table."""
         words = self._words
         if words is None:
             self.ask()
             return None
-        news = find(words, tags_of(salt, b"".join(digests)))
-        if news is None and int(words[0]) & RETIRED:
-            self._words = None
+        found = find(words, tags_of(salt, b"".join(digests)))
+        if found is None:
+            if self._words is words:  # else another one has come meanwhile
+                self._words = None
             self.ask()
-        return news
+        return found
 
     def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
         """What a lookup of each chain says. None when only a call can tell. Who needs no call ``count``s it."""
@@ -123,17 +124,32 @@ class Presence:
         answers = []
         for chain in chains:
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
-            if found is None:
+            if found is None or not (found.is_whole or found.news[1:].all()):
                 return None
-            answers.append(answer_of(found))
+            answers.append(answer_of(found.news))
+            if not (found.is_whole or answers[-1].hit_count):
+                return None  # whether tails hang on the root
         return answers
+
+    def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
+        """What the first of these chains, and the segments behind it, are said to be; counted. None where only a call
+        can tell, where it has something to hold, and where a partial chunk may go on with the first chain."""
+        seen = self.look_up(chains)
+        if seen is None or (readers and seen[0].hit_count):
+            return None
+        if seen[0].has_tails and seen[0].hit_count < len(chains[0].digests):
+            return None
+        hits = sum(each.hit_count for each in seen)
+        misses = sum(len(each.digests) for each in chains) - hits
+        self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
+        return seen[0]._replace(segments=seen[1:])
 
     def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
         """Which chunks are there, each by itself. None when only a call can tell."""
         found = self.find(salt, digests)
-        if found is None:
+        if found is None or not (found.is_whole or found.news.all()):
             return None
-        held: list[bool] = (found & _STATE == ChunkState.HIT).tolist()
+        held: list[bool] = (found.news & _STATE == ChunkState.HIT).tolist()
         self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
         return held
 

@@ -142,7 +142,7 @@ class Transfer:
         stream = self._stream
         if stream is not None:
             stream.cancel()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)  # what it holds goes with it
         return self._ended.is_set()
 

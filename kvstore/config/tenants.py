@@ -59,7 +59,7 @@ def check_tenants(
             raise _wrong(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
         if tenant.nvme_capacity_bytes < 0:
             raise _wrong(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
-        if (socket_directory / name).absolute() == device_directory.absolute():
+        if (socket_directory / name).resolve().is_relative_to(device_directory.resolve()):
             raise _wrong(
                 section, name, "its sockets would lie in tiers.nvme.directory: give the tenant another name, or set "
                 "server.socket_directory",

@@ -150,7 +150,7 @@ class Storing:
             self._faults.reach("store.commit")
             if entry.state is StoreState.WANTED and not entry.moving:
                 self._publish(entry)
-            if entry.state is StoreState.WANTED:
+            if entry.state is StoreState.WANTED and not entry.moving:
                 reservation.refusal = reservation.refusal or _missing(entry)
         await self._wait_idle(reservation)
         self._end(reservation)

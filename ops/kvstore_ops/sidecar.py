@@ -135,7 +135,7 @@ class Sidecar:
             process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except BaseException:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
             raise

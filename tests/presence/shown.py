@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from kvstore_client.presence import Answer, answer_of
 
 from kvstore.catalog import Catalog, Namespace
@@ -33,9 +32,10 @@ def difference(catalog: Catalog) -> str:
 
 def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answer:
     """What a client makes of the table. It must be able to tell."""
-    news = find(catalog.presence.words, tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
-    assert isinstance(news, np.ndarray)
-    return answer_of(news)
+    found = find(catalog.presence.words, tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
+    assert found is not None
+    assert found.is_whole
+    return answer_of(found.news)
 
 
 def is_the_same(seen: Answer, said: LookupResult) -> bool:

@@ -17,7 +17,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.keys import chain_digests, fingerprint, presence_salt
-from kvstore.presence import HEADER_WORDS, SLOTS_MIN, pack_news, slots_of, tag_of
+from kvstore.presence import HEADER_WORDS, PARTIAL, SLOTS_MIN, pack_news, slots_of, tag_of
 from kvstore.spec import ChunkState, Encoding, Exactness, LayerSpec, MissReason, Provenance, RopeSpec, Tier
 from tests.server.raw import Raw, eventually
 from tests.specs import random_cache, small_spec, tokens_of
@@ -359,6 +359,39 @@ def test_more_keys_than_one_call_takes(client: Client) -> None:
     with by_call(client):
         assert client.exists("many", names) == expected
         assert client.count_leading("many", names) == 3
+
+
+def test_a_table_that_does_not_hold_all_still_says_what_is_there(client: Client) -> None:
+    spec, tokens = small_spec(model_id="partial"), tokens_of(3 * STEP)
+    client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
+    client.put_bytes("partial", "key", b"value").wait()
+    presence = client.connect_now().presence
+    words = presence._words.copy()
+    words[0] = PARTIAL
+    presence._words = words
+    with no_calls(client):
+        assert client.lookup(spec, tokens).prefix_token_count == 3 * STEP
+        assert client.exists("partial", "key")
+    longer = np.concatenate([tokens, tokens_of(STEP, seed=2)])
+    for asked in (longer, tokens_of(STEP, seed=2)):
+        assert client.peek(spec, asked) is None
+        assert agreed(client, spec, asked).prefix_token_count == (3 * STEP if asked is longer else 0)
+    assert client.exists("partial", ["key", "none"]) == [True, False]
+
+
+def test_a_peek_waits_for_nobody(sidecar: Sidecar, client: Client) -> None:
+    """Where a lookup would connect, name the model, or hold, it says that it cannot tell."""
+    spec, tokens = small_spec(model_id="peek"), tokens_of(3 * STEP)
+    assert client.peek(spec, tokens) is None, "the sidecar does not know the model yet"
+    client.store(spec, tokens[: 2 * STEP], random_cache(spec, 2 * STEP)).wait()
+    with no_calls(client):
+        assert client.peek(spec, tokens) == client.lookup(spec, tokens)
+        assert client.peek(spec, tokens, hold=True) is None
+        assert client.peek(spec, tokens_of(STEP, seed=4), hold=True) == client.lookup(spec, tokens_of(STEP, seed=4))
+        assert client.peek(spec, []) == client.lookup(spec, [])
+    with connect(sidecar.address) as other:
+        other.connect_now().close()
+        assert other.peek(spec, tokens) is None, "it is not connected"
 
 
 def test_a_chunk_the_table_has_and_the_catalog_has_not_is_a_miss(client: Client) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
 from kvstore.presence import (
@@ -24,15 +25,24 @@ from kvstore.presence import (
     News,
     PresenceTable,
     Words,
-    find,
     pack_news,
     slots_of,
     tag_of,
     tags_of,
     unpack_news,
 )
+from kvstore.presence import (
+    find as found_in,
+)
 from kvstore.seams import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
+
+
+def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:
+    """The news of each tag; None where the table cannot tell of one of them."""
+    found = found_in(words, tags)
+    return found.news if found is not None and (found.is_whole or found.news.all()) else None
+
 
 SALT = 0x1234_5678_9ABC_DEF0
 

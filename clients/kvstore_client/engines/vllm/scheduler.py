@@ -23,18 +23,19 @@ from kvstore_client.match import Match
 FOUND_AGE_S_MAX = 5.0
 """How long an answer is good for while vLLM asks again and again; well below a ticket's age."""
 WAIT_S = 0.005
-"""What the engine's loop waits for an answer; one that is later is taken at a later step."""
+"""What the engine's loop waits for answers in a step, in all; one that is later is taken at a later step."""
 LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
 
 
 @dataclass
 class _Asked:
-    """A lookup on its way."""
+    """A lookup on its way. ``begun_s``: since when a thread of ours has been at it."""
 
-    answer: Future[Match]
     useful: int
     since_s: float
+    answer: Future[Match] = field(default_factory=Future)
+    begun_s: float | None = None
 
 
 @dataclass
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._clock = clock or SystemClock()
         self._patience = Patience(self._clock)
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
+        self._wait_s = WAIT_S
         self._asked: dict[str, _Asked] = {}
         self._found: dict[str, _Found] = {}
         self._tracked: dict[str, _Tracked] = {}
@@ -108,32 +110,59 @@ class SchedulerSide:
         if found is not None and found.useful == useful and now - found.at_s < FOUND_AGE_S_MAX:
             return found
         asked = self._asked.get(name)
-        is_new = asked is None or asked.useful != useful
-        if is_new:
-            self._forget(name)
+        if asked is not None and (
+            asked.useful != useful or (asked.answer.done() and now - asked.since_s > FOUND_AGE_S_MAX)
+        ):
+            asked = None
         tracked = self._track(request)
-        if tracked is None or tracked.has_failed or self._patience.is_spent:
+        if asked is None or tracked is None or tracked.has_failed or self._patience.is_spent:
             self._forget(name)
-            return None
-        if asked is None or is_new:
-            prompt = self._naming.prompt(request, self._whole(request.num_tokens))
-            answer = self._workers.submit(self._hold, tracked.spec, prompt, tracked.extras)
-            asked = self._asked[name] = _Asked(answer, useful, now)
-        try:
-            match = asked.answer.result(WAIT_S if is_new else 0.0)
-        except TimeoutError:
-            if now - asked.since_s < SLOW_S:
-                return asked
-            self._patience.end()
-            self._forget(name)
-            return None
-        del self._asked[name]
+            if tracked is None or tracked.has_failed or self._patience.is_spent:
+                return None
+            asked = self._ask(name, request, tracked, useful)
+        match = self._answer(name, asked)
+        if match is None:
+            return asked if name in self._asked else None
         tracked.kept = max(tracked.kept, self._whole(match.prefix_token_count))
-        found = self._found[name] = _Found(match, useful, min(self._whole(match.prefix_token_count), useful), now)
+        stop = min(self._whole(match.prefix_token_count), useful)
+        found = self._found[name] = _Found(match, useful, stop, asked.since_s)
         return found
 
-    def _hold(self, spec: ModelSpec, prompt: Any, extras: tuple[Extra, ...]) -> Match:
+    def _ask(self, name: str, request: Any, tracked: _Tracked, useful: int) -> _Asked:
+        """What shows at once is answered at once; what is to be held, by a thread of ours."""
+        asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
+        prompt = self._naming.prompt(request, self._whole(request.num_tokens))
+        try:
+            match = self._client.peek(tracked.spec, prompt, hold=True, extras=tracked.extras)
+        except KVStoreError as error:
+            _log.warning("kvstore: %s; the prompt is computed", error.message)
+            match = Match(0, ())
+        if match is not None:
+            asked.answer.set_result(match)
+        else:
+            asked.answer = self._workers.submit(self._hold, asked, tracked.spec, prompt, tracked.extras)
+        return asked
+
+    def _answer(self, name: str, asked: _Asked) -> Match | None:
+        """None while it is on its way, and where it is given up."""
+        started_s = self._clock.monotonic()
+        try:
+            match = asked.answer.result(self._wait_s)
+        except TimeoutError:
+            if asked.begun_s is not None and started_s - asked.begun_s > SLOW_S:
+                self._patience.end()
+                self._forget(name)
+            return None
+        finally:
+            self._wait_s = max(0.0, self._wait_s - (self._clock.monotonic() - started_s))
+        del self._asked[name]
+        return match
+
+    def _hold(self, asked: _Asked, spec: ModelSpec, prompt: Any, extras: tuple[Extra, ...]) -> Match:
         """On a thread of ours."""
+        asked.begun_s = self._clock.monotonic()
+        if self._patience.is_spent:
+            return Match(0, ())
         try:
             with self._patience.watch():
                 return self._client.lookup(spec, prompt, hold=True, readers=self._ranks, extras=extras)
@@ -161,6 +190,7 @@ class SchedulerSide:
         """vLLM gave the request its blocks, ``external`` tokens of them to be loaded."""
         found = self._found.pop(str(request.request_id), None)
         if found is None:
+            self._forget(str(request.request_id))  # it does without an answer
             return
         self._tracked[str(request.request_id)].block_ids = list(block_ids)
         if not external or found.match.ticket is None:
@@ -175,6 +205,7 @@ class SchedulerSide:
 
     def step(self, output: Any) -> Step:
         """What the workers do in the step that ``output`` describes."""
+        self._wait_s = WAIT_S
         step = Step(self._loads, [], self._settled)
         self._loads, self._settled = [], []
         if self._does_save:
@@ -244,7 +275,7 @@ class SchedulerSide:
         found, asked = self._found.pop(request_id, None), self._asked.pop(request_id, None)
         if found is not None:
             self._release(found)
-        if asked is not None:
+        if asked is not None and not asked.answer.cancel():
             self._workers.submit(lambda: self._let_go(asked.answer.result()))
 
     def _release(self, found: _Found) -> None:
