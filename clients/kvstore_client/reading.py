@@ -187,7 +187,8 @@ class Reader:
 
     def _called(self, digests: list[bytes]) -> list[bool]:
         """Which of them are there; of a sidecar that looks up one chain at a time, whether the first is."""
-        first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=EXACT) for each in digests)  # type: ignore[arg-type]
+        exactness: Any = EXACT  # the wire's number
+        first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=exactness) for each in digests)
         request = pb.LookupRequest(query=first, segments=rest)
         reply = self._session.call(self._session.cache.Lookup, request, self._timeout_s)
         return [each.hit_count == 1 for each in (reply, *reply.segments)]

@@ -1,12 +1,13 @@
 """lookup-loaded: how long a lookup of 128 keys takes while other processes store and cold-fetch as fast as they can.
 
 Two loaders beside the one that asks: one stores fresh contexts, two on their way at a time; one fetches contexts in
-turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace. Each is timed from
-when it was asked, or, where the one before it was not done by then, from when it was due.
+turn that the arena has no room for, so each comes from the device. Lookups are due at a fixed pace, and each is timed
+from when it was due, whether or not the one before was done. A lookup waits for nobody, so most of that is the kernel,
+which wakes the asking thread late; beside it is what a lookup took once it was asked.
 
 Between them, at the same pace and by the same client, in threads of their own, what needs a call is measured from when
-it was due: a lookup that holds what it finds, and an empty call to a gRPC server that has nothing else to do, which
-waits for the machine and for nothing of ours.
+it was due, too: a lookup that holds what it finds, and an empty call to a gRPC server that has nothing else to do,
+which waits for the machine and for nothing of ours.
 """
 
 from __future__ import annotations
@@ -138,10 +139,12 @@ def loaders(address: str, scale: str) -> Iterator[dict[str, dict[str, float]]]:
 
 @dataclass
 class Asked:
-    """Seconds of each lookup, of each one that holds, of each empty call; and how late a sleep before a lookup ended:
-    what this machine does to a process that only waits."""
+    """Seconds of each lookup from when it was due and from when it was asked; of each one that holds, and of each empty
+    call, from when it was due; and how late a sleep before a lookup ended: what this machine does to a process that
+    only waits."""
 
-    lookups: list[float] = field(default_factory=list)
+    due: list[float] = field(default_factory=list)
+    asked: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
     empty: list[float] = field(default_factory=list)
     woken: list[float] = field(default_factory=list)
@@ -152,8 +155,11 @@ def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float)
     spec, times = asked(), Asked()
 
     def look_up(since: float) -> None:
+        began = time.perf_counter()
         found = client.lookup(spec, tokens)
-        times.lookups.append(time.perf_counter() - since)
+        done = time.perf_counter()
+        times.due.append(done - since)
+        times.asked.append(done - began)
         assert found.prefix_token_count == KEYS
 
     def hold(since: float) -> None:
@@ -178,12 +184,10 @@ def ask(client: Client, tokens: Any, bare: Callable[..., bytes], seconds: float)
                 time.sleep(early)
             if number % 2:
                 jobs.append(threads.submit(call if number % 4 == 1 else hold, due))
-            elif early > 0:
-                woken = time.perf_counter()
-                times.woken.append(woken - due)
-                look_up(woken)
-            else:
-                look_up(due)
+                continue
+            if early > 0:
+                times.woken.append(time.perf_counter() - due)
+            look_up(due)
         for job in jobs:
             job.result()
     return times
@@ -270,14 +274,16 @@ def run(scale: str) -> Result:
                 seconds, after = time.perf_counter() - started, moved(client)
     rates = {name: (after[name] - before[name]) / seconds for name in after}
     figures = {
-        "loaded": percentiles(loaded.lookups), "loaded, held": percentiles(loaded.held),
+        "loaded": percentiles(loaded.due), "loaded, once asked": percentiles(loaded.asked),
+        "loaded, held, by a call": percentiles(loaded.held),
         "loaded, an empty call to an idle server": percentiles(loaded.empty),
         "loaded, a sleep ends late by": percentiles(loaded.woken),
-        "idle": percentiles(idle.lookups), "idle, held": percentiles(idle.held),
+        "idle": percentiles(idle.due), "idle, once asked": percentiles(idle.asked),
+        "idle, held, by a call": percentiles(idle.held),
         "idle, an empty call": percentiles(idle.empty),
     }  # fmt: skip
     show(
-        f"lookup-loaded: {KEYS} keys, {len(loaded.lookups)} lookups; p50, p99, p99.9",
+        f"lookup-loaded: {KEYS} keys, {len(loaded.due)} lookups; p50, p99, p99.9",
         [
             *(
                 (name, " / ".join(f"{each * 1e3:.2f}" for each in row.values()) + " ms")
@@ -290,9 +296,9 @@ def run(scale: str) -> Result:
     middle, value, high = figures["loaded"].values()
     return Result(
         name="lookup-loaded", value=value, unit="s", limit=TARGET_S, ratio=value / TARGET_S, target="p99 <= 5 ms",
-        met=value <= TARGET_S, runs=len(loaded.lookups), spread=(middle / TARGET_S, high / TARGET_S),
+        met=value <= TARGET_S, runs=len(loaded.due), spread=(middle / TARGET_S, high / TARGET_S),
         conditions={
-            "scale": scale, "pace_s": PACE_S, "timed_from": "when it was asked", "spread": "p50 and p99.9",
+            "scale": scale, "pace_s": PACE_S, "timed_from": "when a lookup was due", "spread": "p50 and p99.9",
             "cpus": os.cpu_count(), "seconds": figures, "bytes_per_s": rates, "loaders": said,
         },
     )  # fmt: skip

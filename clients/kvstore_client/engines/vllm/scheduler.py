@@ -115,10 +115,11 @@ class SchedulerSide:
         ):
             asked = None
         tracked = self._track(request)
-        if asked is None or tracked is None or tracked.has_failed or self._patience.is_spent:
+        if tracked is None or tracked.has_failed or self._patience.is_spent:
             self._forget(name)
-            if tracked is None or tracked.has_failed or self._patience.is_spent:
-                return None
+            return None
+        if asked is None:
+            self._forget(name)
             asked = self._ask(name, request, tracked, useful)
         match = self._answer(name, asked)
         if match is None:
