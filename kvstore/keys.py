@@ -90,11 +90,11 @@ def _extras(extras: Iterable[Extra], start: int) -> bytes:
 
 def prefix_digest(parent: bytes, tokens: Tokens, extras: Sequence[Extra] = (), start: int = 0) -> bytes:
     """The chain digest of one chunk. ``start`` is the position of its first token; extras lie inside it."""
-    return _link(parent, tokens.size, tokens.tobytes(), _extras(extras, start) if extras else _NO_EXTRAS)
+    return _link(parent, tokens.tobytes(), _extras(extras, start) if extras else _NO_EXTRAS)
 
 
-def _link(parent: bytes, token_count: int, tokens: bytes, extras: bytes) -> bytes:
-    return blake3(_PREFIX + parent + token_count.to_bytes(4, "little") + tokens + extras).digest()
+def _link(parent: bytes, tokens: bytes, extras: bytes) -> bytes:
+    return blake3(_PREFIX + parent + (len(tokens) // 4).to_bytes(4, "little") + tokens + extras).digest()
 
 
 def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
@@ -105,11 +105,12 @@ def chain_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = (
 def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, ordered: Sequence[Extra]) -> list[bytes]:
     """The digests of the chunks from token ``first`` on."""
     digests: list[bytes] = []
-    data = tokens.tobytes()
-    for start in range(first, tokens.size, chunk_tokens):
-        stop = min(start + chunk_tokens, tokens.size)
-        inside = _extras((each for each in ordered if start <= each.position < stop), start) if ordered else _NO_EXTRAS
-        parent = _link(parent, stop - start, data[4 * start : 4 * stop], inside)
+    data, size, inside = tokens.tobytes(), 4 * chunk_tokens, _NO_EXTRAS
+    for at in range(4 * first, len(data), size):
+        if ordered:
+            start = at // 4
+            inside = _extras((each for each in ordered if start <= each.position < start + chunk_tokens), start)
+        parent = _link(parent, data[at : at + size], inside)
         digests.append(parent)
     return digests
 

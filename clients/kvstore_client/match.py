@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.keys import ROOT_DIGEST
@@ -48,7 +49,9 @@ def chunk_matches(runs: Iterable[pb.ChunkRun | Run], step: int, start: int, stop
     for run in runs:
         states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
         first = start + len(chunks) * step
-        chunks += [ChunkMatch(at, at + step, *states) for at in range(first, first + run.count * step, step)]
+        starts = range(first, first + run.count * step, step)
+        stops = range(first + step, first + (run.count + 1) * step, step)
+        chunks += map(ChunkMatch._make, zip(starts, stops, *map(repeat, states), strict=False))
     if chunks and chunks[-1].token_stop > stop:
         chunks[-1] = chunks[-1]._replace(token_stop=stop)
     return tuple(chunks)
