@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from kvstore.catalog.namespace import Namespace
@@ -105,16 +106,18 @@ class Catalog:
             return []
         if all(all(map(arena.__contains__, rows)) for rows in chains):
             return [Run(hits, ChunkState.HIT, MissReason.NONE, Tier.DRAM, Encoding.RAW)]
-        runs: list[Run] = []
-        for parts in zip(*chains, strict=True):
-            cold = [row for row in parts if row not in arena]
-            tier = Tier.NVME if cold else Tier.DRAM
-            encoding = self.table.encoding(cold[0]) if cold else Encoding.RAW
-            if runs and runs[-1].tier is tier and runs[-1].encoding is encoding:
-                runs[-1] = runs[-1]._replace(chunk_count=runs[-1].chunk_count + 1)
-            else:
-                runs.append(Run(1, ChunkState.HIT, MissReason.NONE, tier, encoding))
-        return runs
+        places = [self._place(parts) for parts in zip(*chains, strict=True)]
+        return [
+            Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, tier, encoding)
+            for (tier, encoding), alike in groupby(places)
+        ]
+
+    def _place(self, parts: Sequence[int]) -> tuple[Tier, Encoding]:
+        """Where the slowest of a chunk's parts lies, and how it is encoded there."""
+        for row in parts:
+            if row not in self.table.arena:
+                return Tier.NVME, self.table.encoding(row)
+        return Tier.DRAM, Encoding.RAW
 
     def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> list[int]:
         """Rows of partial tails after ``parent`` that every namespace holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
 from kvstore.chunk.layout import ChunkLayout
+from kvstore.seams import give_way
 from kvstore.seams.memory import Bytes, joined
+
+PART_BYTES = 1 << 20
+"""What is copied before it is checksummed: long enough for memcpy's streaming stores, short enough for the cache."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,29 +31,36 @@ class StripRun:
     def checksums(self, data: Bytes) -> bytes:
         """Of the strips in ``data``, where the run begins: 16 bytes each."""
         seeds = seeds_of(self.key, self.layers, self.heads)
-        strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
-        return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
+        rows: list[bytes] = []
+        for strips in self._parts(seeds):
+            rows += [xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips]
+            give_way()
+        return b"".join(rows)
 
-    def copy(self, source: Bytes, target: Bytes, part_bytes: int) -> bytes:
-        """Copy the run, and checksum the copy while it is in the processor's cache: parts of about ``part_bytes``.
-        ``source`` may end with the last strip. Returns 16 bytes per strip. Bytes that no strip covers become zero."""
+    def copy(self, source: Bytes, target: Bytes) -> bytes:
+        """Copy the run, and checksum each part of the copy while it is in the processor's cache. ``source`` may end
+        with the last strip. Returns 16 bytes per strip. Bytes that no strip covers become zero."""
         rows: list[bytes] = []
         done = 0
-        seeds = seeds_of(self.key, self.layers, self.heads)
-        waiting: list[tuple[int, int, int]] = []
-        for start, stop, seed in zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True):
-            waiting.append((start, stop, seed))
-            if stop - done >= part_bytes:
-                np.copyto(target[done:stop], source[done:stop])
-                rows += [xxhash.xxh3_128_digest(target[low:high].data, each) for low, high, each in waiting]
-                waiting.clear()
-                done = stop
-        if waiting:
-            stop = waiting[-1][1]
-            np.copyto(target[done:stop], source[done:stop])
-            rows += [xxhash.xxh3_128_digest(target[low:high].data, each) for low, high, each in waiting]
+        for strips in self._parts(seeds_of(self.key, self.layers, self.heads)):
+            end = strips[-1][1]
+            np.copyto(target[done:end], source[done:end])
+            rows += [xxhash.xxh3_128_digest(target[start:stop].data, seed) for start, stop, seed in strips]
+            give_way()
+            done = end
         self.zero_gaps(target)
         return b"".join(rows)
+
+    def _parts(self, seeds: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """(start, stop, seed) of each strip, in parts of PART_BYTES or a little more."""
+        part: list[tuple[int, int, int]] = []
+        for strip in zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True):
+            part.append(strip)
+            if strip[1] - part[0][0] >= PART_BYTES:
+                yield part
+                part = []
+        if part:
+            yield part
 
     def zero_gaps(self, data: Bytes) -> None:
         """What no strip covers is zero in every copy of a chunk. ``data`` ends where the run's bytes do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 
@@ -117,8 +118,9 @@ class Fetching:
         return LookupResult(walk.hit_count, walk.runs, tails, ticket.ticket_id, self._limits.ticket_age_s_max)
 
     def _byte_count(self, walk: Walk) -> int:
-        table, space_of = self._catalog.table, self._catalog.space_of
-        return sum(space_of(row).chunk_bytes(table.token_counts[row]) for chain in walk.chains for row in chain)
+        table, numbered = self._catalog.table, self._catalog.spaces.numbered
+        alike = Counter((table.spaces[row], table.token_counts[row]) for chain in walk.chains for row in chain)
+        return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())
 
     def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...], promotion: Promotion) -> FetchResult:
         """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was

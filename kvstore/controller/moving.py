@@ -14,8 +14,6 @@ from kvstore.seams.memory import Bytes
 
 JOB_BYTES = 8 << 20
 """Large enough for what a job costs to be told of, small enough to share."""
-PART_BYTES = 1 << 20
-"""What is copied before it is checksummed: long enough for memcpy's streaming stores, short enough for the cache."""
 CHECKSUM_BYTES = 16
 
 
@@ -86,4 +84,4 @@ def _end_of(layout: ChunkLayout, slab_index: int, stop: int) -> int:
 def move(strips: StripRun, source: Bytes, target: Bytes) -> bytes:
     """Blocking. Copy, and checksum the copy: 16 bytes per strip. Alignment gaps get zeros, whatever the client left
     there: copies of a chunk are the same to the byte."""
-    return strips.copy(source, target, PART_BYTES)
+    return strips.copy(source, target)

@@ -4,7 +4,6 @@ never on the event loop. Simulation runs the same calls inline, or later in an o
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from contextvars import copy_context
 from typing import Protocol, TypeVar
 
 from kvstore.seams.mapping import Bytes
+from kvstore.seams.turns import be_mover
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ class WorkerThreads:
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._count = count
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_be_nice, initargs=(nice,))
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=be_mover, initargs=(nice,))
 
     @property
     def count(self) -> int:
@@ -86,11 +86,6 @@ class WorkerThreads:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)
-
-
-def _be_nice(nice: int) -> None:
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class InlineWorkers:

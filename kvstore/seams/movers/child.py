@@ -16,6 +16,7 @@ from typing import NoReturn
 from kvstore.errors import Internal, Unavailable
 from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.seams.movers.crossing import Failure, number_of, pack_answer, resolve_with, unpack, unpack_order
+from kvstore.seams.turns import be_mover
 
 PACKET_BYTES_MAX = 1 << 17
 ARRIVAL_TIMEOUT_S = 10.0
@@ -125,8 +126,7 @@ class _Mover:
 
 def _serve(lane: socket.socket, nice: int) -> None:
     """One thread of a lane: a job at a time, until the service closes the lane."""
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    be_mover(nice)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while packet := lane.recv(PACKET_BYTES_MAX):
             try:
