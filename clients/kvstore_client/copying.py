@@ -24,7 +24,7 @@ from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_modu
 
 COPY_THREADS = 2
 PIECE_BYTES = 4 << 20
-"""Half a millisecond of copying: between two pieces the thread gives way."""
+"""Half a millisecond of copying: between two pieces the thread gives way. A cut costs some 20 us."""
 SMALL_KEPT = 64
 _own = threading.local()
 
