@@ -108,8 +108,8 @@ def _chained(parent: bytes, tokens: Tokens, first: int, chunk_tokens: int, order
     data, size, inside = tokens.tobytes(), 4 * chunk_tokens, _NO_EXTRAS
     for at in range(4 * first, len(data), size):
         if ordered:
-            start = at // 4
-            inside = _extras((each for each in ordered if start <= each.position < start + chunk_tokens), start)
+            start, stop = at // 4, min(at + size, len(data)) // 4
+            inside = _extras((each for each in ordered if start <= each.position < stop), start)
         parent = _link(parent, data[at : at + size], inside)
         digests.append(parent)
     return digests

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded
-from kvstore.seams import Workers, WorkerThreads, give_way
+from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.scheduler import start_thread
 from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
-PIECE_BYTES = 4 << 20
-"""Half a millisecond of copying: between two pieces the thread gives way. A cut costs some 20 us."""
 SMALL_KEPT = 64
 _own = threading.local()
 
@@ -44,17 +42,12 @@ def raw(value: Any) -> Any:
 
 
 def copy(target: Any, source: Any) -> None:
-    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL. In the processor's memory
-    in pieces of about PIECE_BYTES, cut by the first axis."""
+    """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL."""
     assert target.shape == source.shape, "a copy of another shape would be repeated"
-    rows = max(1, len(target))
-    step = rows if is_tensor(target) and target.is_cuda else max(1, PIECE_BYTES * rows // max(1, target.nbytes))
-    for start in range(0, rows, step):
-        if is_tensor(target):
-            target[start : start + step].copy_(source[start : start + step])
-        else:
-            np.copyto(target[start : start + step], source[start : start + step])
-        give_way()
+    if is_tensor(target):
+        target.copy_(source)
+    else:
+        np.copyto(target, source)
 
 
 def whole(plane: Any) -> Any:
@@ -71,7 +64,6 @@ def copy_small(target: Any, source: NDArray[Any]) -> None:
         _plainly(copy, target, raw(source))
     else:
         np.copyto(target, source)
-        give_way()
 
 
 def plane_run(plane: Any, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Any:

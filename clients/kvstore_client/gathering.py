@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkLayout, Part, slab_parts
 from kvstore.errors import InvalidRequest
-from kvstore.seams import give_way
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import settle_device
 from kvstore_client.copying import copy, raw
@@ -93,7 +92,6 @@ class FromPages:
             target = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
             shaped = target.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
             shaped[...] = array[numbers]  # type: ignore[index]
-            give_way()
         tensor = raw(strips) if rest else None
         for piece in rest:
             target = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]

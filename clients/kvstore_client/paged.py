@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
-from kvstore.seams import FaultPoints, give_way
+from kvstore.seams import FaultPoints
 from kvstore_client.arrays import is_tensor, is_writable, settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.prefix import ChunkRun
@@ -224,7 +224,6 @@ class PagedTarget:
             source = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
             shaped = source.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
             array[:, :, head : head + heads][numbers] = shaped  # type: ignore[index]
-            give_way()
         plane = pages.planes[position][which][:, :, head : head + heads]
         tensor = raw(strips) if rest else None
         for piece in rest:

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import presence_salt
-from kvstore.seams import give_way
 from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
@@ -67,7 +66,6 @@ class Reader:
                 source = chunk.slab(0)[skip : skip + count]
                 for part, place in target.parts(start, count):
                     np.copyto(part, source[place : place + part.size])
-                    give_way()
 
         if work:
             self._copier.split(copy, work, self._timeout_s)

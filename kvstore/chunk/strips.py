@@ -52,7 +52,7 @@ class StripRun:
         return b"".join(rows)
 
     def _parts(self, seeds: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """(start, stop, seed) of each strip, in parts of PART_BYTES or a little more."""
+        """(start, stop, seed) of each strip, in parts of PART_BYTES and what is left of a strip."""
         part: list[tuple[int, int, int]] = []
         for strip in zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True):
             part.append(strip)

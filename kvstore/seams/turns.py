@@ -1,11 +1,9 @@
 """How long threads that move bytes keep a processor that others wait for.
 
-The kernel lets a thread that computes keep its processor until a tick, 4 ms later where ticks are that far apart, and
-takes it away when other threads have waited for longer. An engine's loop, or a lookup, that wakes up beside a long copy
-waits for that tick. So byte movers give way between two pieces of a copy. What a thread gives up by that is the rest of
-its slice, milliseconds by default, and beside an engine that computes on every processor copies would have a third of
-what they have now: so a mover's slices are short first. Where the kernel has none (before Linux 6.12) movers keep their
-turn.
+The kernel lets a thread that computes go on until a tick, 4 ms later where ticks are that far apart. An engine's loop,
+or a lookup, that wakes up beside a long copy waits for that tick. So the sidecar's byte movers give way between two
+pieces of a copy. What a thread gives up by that is the rest of its slice, milliseconds by default: so a mover's slices
+are short first. Where the kernel has none (before Linux 6.12) movers keep their turn. See ops/decisions/0010.
 """
 
 from __future__ import annotations
@@ -58,8 +56,9 @@ def be_mover(nice: int) -> None:
 
 
 def give_way() -> None:
-    """Between two pieces of a long copy: whoever waits for this processor goes first, if this thread is a mover and
-    its turn has been TURN_S. Cost: 0.2 us, and 1 us where a turn ends."""
+    """Between two pieces of a long copy: whoever waits for this processor may go first, if this thread is a mover and
+    gave way more than TURN_S ago. Cost: 0.2 us, and 1 us where a turn ends. Lets go of the GIL, which beside threads
+    that run Python may come back 5 ms later: not for threads of an engine's process."""
     now = time.perf_counter()
     if not _turn.is_mover or now - _turn.began_s < TURN_S:
         return

@@ -180,6 +180,16 @@ def test_a_tail_is_named_alike_alone_and_in_its_chain() -> None:
     assert keys.tail_digest(tokens(40), 32, 40, chain[0], extras) != chain[2]
 
 
+@pytest.mark.parametrize("position", [40, 41, 47, 48])
+def test_what_lies_beyond_the_last_token_changes_no_name(position: int) -> None:
+    """An engine may name all images of a request and store the tokens before the last of them."""
+    inside, beyond = [Extra(35, b"image")], [Extra(35, b"image"), Extra(position, b"later")]
+    chain = keys.chain_digests(tokens(40), 16, inside)
+    assert keys.chain_digests(tokens(40), 16, beyond) == chain
+    assert keys.tail_digest(tokens(40), 32, 40, chain[1], beyond) == chain[2]
+    assert keys.segment_digests(tokens(40), 16, beyond) == keys.segment_digests(tokens(40), 16, inside)
+
+
 def test_the_same_tokens_have_a_name_of_their_own_in_each_domain() -> None:
     run = tokens(16)
     found = [
