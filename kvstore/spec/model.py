@@ -58,6 +58,24 @@ class LayerKind(StrEnum):
     NONE = "none"
 
 
+def _real(value: object, what: str) -> float:
+    """10000 and 10000.0, 0.0 and -0.0 are equal and must be written alike: equal specs have one canonical form, one
+    name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidRequest(f"{what} must be a number, not {value!r:.80}")
+    try:
+        return float(value) + 0.0
+    except OverflowError:
+        raise InvalidRequest(f"{what} is too large") from None
+
+
+def _whole(value: object, what: str) -> int:
+    """8 and 8.0 are equal and must be written alike."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise InvalidRequest(f"{what} must be a whole number, not {value!r:.80}")
+    return int(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One layer's cache geometry. For MLA: ``kv_heads`` 1, ``k_dim`` the latent, ``v_dim`` the rope part."""
@@ -69,19 +87,17 @@ class LayerSpec:
     window: int = 0
     group: int = 0
 
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "kind", LayerKind(self.kind))
+        except ValueError:
+            raise InvalidRequest(f"layer kind {self.kind!r:.40} must be one of {', '.join(LayerKind)}") from None
+        for name in ("kv_heads", "k_dim", "v_dim", "window", "group"):
+            object.__setattr__(self, name, _whole(getattr(self, name), f"a layer's {name}"))
+
     @property
     def has_slab(self) -> bool:
         return self.kind is not LayerKind.NONE
-
-
-def _real(value: object, what: str) -> float:
-    """10000 and 10000.0 are equal and must be written alike: equal specs have one canonical form, one name."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequest(f"{what} must be a number, not {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InvalidRequest(f"{what} is too large") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +112,8 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", _real(self.theta, "rope theta"))
+        object.__setattr__(self, "rotary_dim", _whole(self.rotary_dim, "rope rotary_dim"))
+        object.__setattr__(self, "mrope", tuple(_whole(each, "a section of rope mrope") for each in self.mrope))
         factors = tuple((name, _real(value, f"rope factor {name}")) for name, value in self.factors)
         object.__setattr__(self, "factors", factors)
 

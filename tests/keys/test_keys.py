@@ -12,7 +12,7 @@ from kvstore import keys
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra
 from kvstore.seams.secrets import DEFAULT_TENANT_SECRET
-from kvstore.spec import CacheKind, Exactness, LayerSpec, ModelSpec, Provenance, RopeSpec
+from kvstore.spec import CacheKind, Exactness, LayerKind, LayerSpec, ModelSpec, Provenance, RopeSpec
 from tests.specs import small_spec
 
 GOLDEN = {
@@ -220,9 +220,60 @@ def test_equal_specs_have_one_canonical_form() -> None:
     assert ModelSpec.parse(whole.canonical) == real
 
 
+SPEC_NUMBERS = ("hidden_size", "vocab_size", "chunk_tokens")
+ROPE_NUMBERS = ("theta", "rotary_dim")
+LAYER_NUMBERS = ("kv_heads", "k_dim", "v_dim", "window", "group")
+
+
+def spec_with(name: str, value: object, kind: LayerKind = LayerKind.FULL) -> ModelSpec:
+    """A spec with one number of it, of its rope or of its second layer changed."""
+    if name in SPEC_NUMBERS:
+        return small_spec(**{name: value})
+    if name in LAYER_NUMBERS:
+        full = LayerSpec(kv_heads=2, k_dim=8, v_dim=8)
+        return small_spec(layers=(full, replace(full, kind=kind, **{name: value})))
+    if name == "mrope":
+        return small_spec(rope=RopeSpec(rotary_dim=8, mrope=(value, 2)))  # type: ignore[arg-type]
+    if name == "factor":
+        return small_spec(rope=RopeSpec(rotary_dim=8, factors=(("factor", value),)))  # type: ignore[arg-type]
+    return small_spec(rope=replace(RopeSpec(rotary_dim=8), **{name: value}))
+
+
+@pytest.mark.parametrize("kind", [LayerKind.FULL, LayerKind.NONE])
+@pytest.mark.parametrize("name", [*SPEC_NUMBERS, *ROPE_NUMBERS, *LAYER_NUMBERS, "mrope", "factor"])
+def test_a_number_has_one_canonical_form_or_is_refused(name: str, kind: LayerKind) -> None:
+    """8 == 8.0 == True + 7 to Python: what is equal must get one name, however it was written."""
+    for low, forms in ((8, (8.0,)), (1, (1.0, True)), (0, (0.0, -0.0, False))):
+        try:
+            plain = spec_with(name, low, kind)
+        except InvalidRequest:
+            continue
+        for form in forms:
+            try:
+                found = spec_with(name, form, kind)
+            except InvalidRequest:
+                continue
+            assert found == plain
+            assert found.canonical == plain.canonical
+            assert ModelSpec.parse(found.canonical) == found
+
+
+def test_a_layers_kind_may_be_given_by_its_word() -> None:
+    full, named = LayerSpec(kind=LayerKind.NONE), LayerSpec(kind="none")  # type: ignore[arg-type]
+    assert full == named
+    assert not named.has_slab
+    with pytest.raises(InvalidRequest, match="'most'"):
+        LayerSpec(kind="most")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: RopeSpec(rotary_dim=8.5),  # type: ignore[arg-type]
+        lambda: RopeSpec(rotary_dim=float("nan")),  # type: ignore[arg-type]
+        lambda: RopeSpec(rotary_dim=float("inf")),  # type: ignore[arg-type]
+        lambda: RopeSpec(mrope=("1",)),  # type: ignore[arg-type]
+        lambda: LayerSpec(kv_heads=True, k_dim=1, v_dim=1),
         lambda: RopeSpec(theta="1"),  # type: ignore[arg-type]
         lambda: RopeSpec(theta=10**400),
         lambda: RopeSpec(factors=(("factor", True),)),
