@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import deque
+from functools import partial
 from typing import Any
 
 import grpc
 
 from kvstore.errors import KVStoreError, Unavailable, from_status
+from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.presence import Presence
+from kvstore_client.returns import Returns
 
-RELEASES_KEPT = 256
+RELEASE_TIMEOUT_S = 10.0
 
 
 class Calls:
@@ -35,28 +37,19 @@ class Calls:
         self.ended = threading.Event()
         self.models: set[bytes] = set()
         self.staging: Any = None
-        self.releasing: deque[Any] = deque(maxlen=RELEASES_KEPT)
+        self.returns = Returns(self.ended)
+
+    def _start_returns(self) -> None:
+        """Once the session is there."""
+        self.returns.start(partial(_release, self.cache.Release, self.metadata))
 
     @property
     def is_usable(self) -> bool:
         return not self.ended.is_set() and self.pid == os.getpid()
 
-    def settle_releases(self, timeout_s: float) -> None:
-        """Wait until the leases given back so far are."""
-        for future in list(self.releasing):
-            try:
-                future.result(timeout_s)
-            except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                continue
-
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call. Raises the typed error its status means."""
-        try:
-            return method(request, timeout=timeout_s, metadata=self.metadata)
-        except grpc.RpcError as error:
-            raise self.translated(error) from error
-        except ValueError as error:
-            raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
+        return _called(method, request, timeout_s, self.metadata)
 
     @staticmethod
     def translated(error: grpc.RpcError) -> KVStoreError:
@@ -68,3 +61,16 @@ class Calls:
             if key == METADATA_ERROR:
                 fields = json.loads(value)
         return from_status(error.code().name, error.details() or "", **{str(k): v for k, v in fields.items()})
+
+
+def _called(method: Any, request: Any, timeout_s: float, metadata: Any) -> Any:
+    try:
+        return method(request, timeout=timeout_s, metadata=metadata)
+    except grpc.RpcError as error:
+        raise Calls.translated(error) from error
+    except ValueError as error:
+        raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
+
+
+def _release(method: Any, metadata: Any, lease_ids: list[int]) -> None:
+    _called(method, pb.ReleaseRequest(lease_ids=lease_ids), RELEASE_TIMEOUT_S, metadata)

@@ -228,8 +228,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         try:
             return self._gather(wanted, prefix, prefix.reason, given)
         finally:
-            # Making the call costs more than the caller should wait for.
-            self._copier.soon(prefix.close)
+            prefix.close()
 
     def _open(self, wanted: Wanted, prompt: Prompt) -> AnyPrefix | MissReason:
         """The resident chunks, or, where it shows without a call that there are none, why. When a limit on leases is
@@ -243,8 +242,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         try:
             return self._open_in(session, name, wanted, prompt)
         except Exhausted:
-            self._copier.settle(self._timeout_s)
-            session.settle_releases(self._timeout_s)
+            session.returns.settle(self._timeout_s)
             return self._open_in(session, name, wanted, prompt)
 
     def _open_in(self, session: AnySession, name: bytes, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
@@ -308,8 +306,11 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
     def _layers_of(self, prefix: AnyPrefix | MissReason, wanted: Wanted, given: Places) -> LayerStream:
         if isinstance(prefix, MissReason):
             return self._no_layers(prefix)
+        if not prefix.token_count:
+            prefix.close()
+            return self._no_layers(prefix.reason)
         try:
-            target = target_of(wanted, prefix.token_count, given) if prefix.token_count else None
+            target = target_of(wanted, prefix.token_count, given)
         except BaseException:
             prefix.close()
             raise

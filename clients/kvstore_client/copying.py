@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -23,7 +22,6 @@ from kvstore.seams.scheduler import start_thread
 from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
-SMALL_KEPT = 64
 _own = threading.local()
 
 
@@ -139,21 +137,9 @@ class Copier:
 
     def __init__(self, workers: Workers | None = None) -> None:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
-        self._small: deque[Future[None]] = deque(maxlen=SMALL_KEPT)
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
         return self._workers.submit(_on_this_thread, function, *args)
-
-    def soon(self, function: Callable[[], None]) -> None:
-        """Run something small when a thread is free; at once when the client is being closed."""
-        try:
-            self._small.append(self._workers.submit(function))
-        except RuntimeError:
-            function()
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait until what was put off with ``soon`` is done."""
-        wait(list(self._small), timeout_s)
 
     def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises what either raised, and

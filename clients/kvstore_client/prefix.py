@@ -132,13 +132,15 @@ class Prefix:
         self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any
     ) -> None:
         self.session = session
+        self._stream = stream
+        self._is_closed = False
+        self._arriving: dict[int, pb.ResidentChunk] = {}
+        self._lease_id = response.lease_id
         self.wanted = wanted
         self.tier = Tier(response.tier)
         self.reason = MissReason(response.reason)
         self.tails = response.tails
         self._digests = digests
-        self._stream = stream
-        self._lease_id = response.lease_id
         self._generations = session.generations
         self._entries = list(response.chunks)
         self._stop = max((self._span(entry)[1] for entry in self._entries), default=0)
@@ -328,11 +330,15 @@ class Prefix:
         self._stream.cancel()
 
     def close(self) -> None:
-        """Give the lease back. Idempotent."""
-        lease_id, self._lease_id = self._lease_id, 0
+        """Give the lease back, and wait for nothing that is on its way. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._arriving:
-            self._stream.cancel()
-        self.session.release(lease_id)
+            self.session.returns.soon(self._stream.cancel)
+        self.session.returns.lease(self._lease_id)
+
+    __del__ = close  # a stream that nobody iterates, a fetch that failed half way
 
 
 AnySession = Session | RemoteSession

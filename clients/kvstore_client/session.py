@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
-from kvstore.v1 import cache_pb2, cache_pb2_grpc
+from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.calls import Calls
@@ -77,6 +77,7 @@ class Session(Calls):
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self._start_returns()
         _live.add(self)
         start_thread(self._watch, "kvstore-watch")
 
@@ -209,6 +210,7 @@ class Session(Calls):
             self.presence.tell()
             self.presence.close()
         self.ended.set()
+        self.returns.close()
         with self._arrived:
             self._arrived.notify_all()
         try:
@@ -218,20 +220,9 @@ class Session(Calls):
         self._socket.close()
         self._maps.clear()
         self._regions.clear()
-        self.releasing.clear()
         self.staging = None
         self.generations = np.empty(0, np.uint64)
         self.channel.close()
-
-    def release(self, lease_id: int) -> None:
-        """Give a lease back, without waiting for the answer."""
-        if lease_id and not self.ended.is_set():
-            try:
-                request = cache_pb2.ReleaseRequest(lease_ids=[lease_id])
-                # Kept: gRPC cancels a call whose last reference goes.
-                self.releasing.append(self.cache.Release.future(request, timeout=10.0, metadata=self.metadata))
-            except ValueError:
-                return  # the channel was closed: the lease ended with the session
 
 
 def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:

@@ -24,6 +24,7 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import stream_timeout_s
+from kvstore_client.returns import Returns
 from kvstore_client.wanted import Wanted
 
 _log = logging.getLogger("kvstore.client")
@@ -84,13 +85,17 @@ class Strips(NamedTuple):
 class RemotePrefix:
     """A prefix on its way. ``close`` ends the stream, and the lease with it."""
 
-    def __init__(self, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any) -> None:
+    def __init__(
+        self, returns: Returns, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any
+    ) -> None:  # fmt: skip
+        self._returns = returns
+        self._stream = stream
+        self._is_closed = False
         self.wanted = wanted
         self.tier = Tier(head.tier)
         self.reason = MissReason(head.reason)
         self.tails = head.tails
         self._digests = digests
-        self._stream = stream
         try:
             self.chunks = [self._chunk(entry) for entry in head.chunks]
         except (InvalidRequest, IndexError):
@@ -179,8 +184,12 @@ class RemotePrefix:
         self._stream.cancel()
 
     def close(self) -> None:
-        """End the stream. Idempotent."""
-        self._stream.cancel()
+        """End the stream, and the lease with it. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._returns.soon(self._stream.cancel)
+
+    __del__ = close  # a stream that nobody iterates, a fetch that failed half way
 
 
 @lru_cache(maxsize=8192)
@@ -318,4 +327,4 @@ def open_remote(
         raise session.translated(error) from error
     except (StopIteration, ValueError, KVStoreError) as error:
         raise Unavailable("the sidecar is gone, or speaks another release's protocol") from error
-    return RemotePrefix(wanted, fields.head, digests, stream)
+    return RemotePrefix(session.returns, wanted, fields.head, digests, stream)

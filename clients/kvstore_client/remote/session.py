@@ -84,6 +84,7 @@ class RemoteSession(Calls):
         self.session_id, self.server_pid = self._welcome.session_id, self._welcome.server_pid
         self.staging = PrivatePool()
         self.message_bytes = int(self._welcome.message_bytes)
+        self._start_returns()
 
     def _watch(self) -> None:
         """Lives as long as the session's stream."""
@@ -112,6 +113,4 @@ class RemoteSession(Calls):
         self.ended.set()
         self._stream.cancel()
         self.channel.close()
-
-    def release(self, lease_id: int) -> None:
-        """The server gives a stream's lease back when the stream ends."""
+        self.returns.close()
