@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help setup demo test test-full setup-vllm test-vllm sim crash check bench proto proto-baseline format clean
+.PHONY: help setup demo test test-full setup-vllm test-vllm sim crash mutants check bench proto proto-baseline format clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +44,9 @@ sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as
 
 crash: $(STAMP) ## Kill the real server at 100 places under load, and look what it kept
 	$(BIN)/python -m tests.crash --count 100 --seed 0
+
+mutants: $(STAMP) ## Weaken each line that safety rests on, in a copy, and see that a test fails
+	$(BIN)/python -m tests.mutants --jobs 2
 
 check: $(STAMP) ## Format, lint, types, wire contract
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.arena import Arena, Placement, prefault
+from kvstore.arena import Arena, Placement, Staging, prefault
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SystemMemory
 from kvstore.seams.memory import POISON, Mapping
@@ -175,3 +175,12 @@ def test_staging_can_be_written_and_not_shrunk() -> None:
     assert int(mapping.bytes[3]) == 9
     with pytest.raises(PermissionError):
         os.ftruncate(mapping.descriptor, 0)
+
+
+@pytest.mark.parametrize("run", [(-1, 1), (-64, 64), (0, -1), (0, 65), (64, 1), (65, 0), (1 << 62, 1)])
+def test_a_run_of_staging_lies_inside_it(run: tuple[int, int]) -> None:
+    staging = Staging(7, BytearrayMemory().writable_by_others("test", 64), 64)
+    assert staging.run(63, 1).size == 1
+    assert staging.run(64, 0).size == 0
+    with pytest.raises(InvalidRequest, match="outside"):
+        staging.run(*run)

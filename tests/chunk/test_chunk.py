@@ -161,7 +161,7 @@ def test_right_bytes_in_a_wrong_place_fail() -> None:
     rows = b"".join(checksum_strips(slab, layout, index, seeds) for index in range(len(layout.slabs)))
     good = np.frombuffer(rows, np.uint8).reshape(-1, 16).copy()
     assert verify_slab(slab, layout, 0, seeds, good)
-    assert not verify_slab(slab, layout, 0, seeds, good[::-1])  # layers swapped
+    assert not verify_slab(slab, layout, 0, seeds, good[[2, 3, 0, 1]])  # layers swapped
     assert not verify_slab(slab, layout, 0, seeds, good[[1, 0, 2, 3]])  # heads swapped
     assert not verify_slab(slab, layout, 0, strip_seeds(b"x" * 32, layout, b"w" * 16), good)  # another chunk
     assert not verify_slab(slab, layout, 0, strip_seeds(b"s" * 32, layout, b"v" * 16), good)  # an earlier write
@@ -243,6 +243,7 @@ def test_a_header_with_any_fields_is_read_or_refused(name: str, changes: list[tu
         (12, 1),  # header bytes
         (30, 1),  # features
         (32, 9),  # kind
+        (32, 2),  # another kind of the same layout
         (33, 2),  # provenance
         (34, 2),  # exactness
         (35, 2),  # encoding
@@ -275,6 +276,14 @@ def test_a_strip_count_past_the_data_is_refused_before_it_is_believed() -> None:
         parse_header(sealed(packed))
     with pytest.raises(DataLoss, match="truncated"):
         parse_header(bytes(packed[: _FIXED.size - 1]))
+
+
+def test_a_header_cut_short_is_data_loss_even_when_it_is_sealed() -> None:
+    layout = layouts()["kv"]
+    packed = bytearray(pack_header(header_of(layout), layout))
+    for size in (_FIXED.size, _FIXED.size + 33, len(packed) - 1):
+        with pytest.raises(DataLoss, match="length"):
+            parse_header(sealed(packed[:size]))
 
 
 @pytest.mark.parametrize("name", sorted(layouts()))

@@ -1,0 +1,52 @@
+"""What a byte mover does to a chunk's strips: copies of them check to what they are, and right is told from wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.chunk import are_right, checksum_strips, slab_runs, strip_run, strip_seeds
+from tests.chunk.test_chunk import filled_body, layouts
+
+POISON = 0xDB
+KEY, WRITE = b"s" * 32, b"w" * 16
+
+
+def test_a_copy_is_checked_by_what_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source is a client's, and may change at any time: here, as soon as it was copied."""
+    layout = layouts()["kv tail"]
+    source = filled_body(layout)
+    wanted = source.copy()
+    target = np.full(layout.body_bytes, POISON, np.uint8)
+    digest = xxhash.xxh3_128_digest
+
+    def scribbling(data: memoryview, seed: int) -> bytes:
+        source[:] = POISON
+        return digest(data, seed)
+
+    run = strip_run(layout, KEY, WRITE, 0, layout.strip_count)
+    with monkeypatch.context() as patched:
+        patched.setattr(xxhash, "xxh3_128_digest", scribbling)
+        rows = run.copy(source, target)
+    assert (target == wanted).all(), "gaps are zero, whatever was there"
+    seeds = strip_seeds(KEY, layout, WRITE)
+    slabs = [target[slab.offset : slab.offset + slab.byte_count] for slab in layout.slabs]
+    assert rows == b"".join(checksum_strips(slab, layout, index, seeds) for index, slab in enumerate(slabs))
+
+
+@pytest.mark.parametrize("name", sorted(layouts()))
+def test_strips_in_memory_are_right_or_not(name: str) -> None:
+    layout = layouts()[name]
+    body = filled_body(layout)
+    slabs = [body[slab.offset : slab.offset + slab.byte_count] for slab in layout.slabs]
+    runs = slab_runs(layout, KEY, WRITE, range(len(slabs)), slabs)
+    seeds = strip_seeds(KEY, layout, WRITE)
+    expected = b"".join(checksum_strips(slab, layout, index, seeds) for index, slab in enumerate(slabs))
+    assert are_right(runs, expected)
+    for strip in range(layout.strip_count):
+        at = int(layout.strip_offsets[strip])
+        body[at] ^= 1
+        assert not are_right(runs, expected)
+        body[at] ^= 1
+    assert are_right(runs, expected)

@@ -1,0 +1,94 @@
+"""Kernels: attention by position, keys that moved, pages of an engine."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ATTENTION = "kernels/kvstore_kernels/attention.py"
+PAGES = "kernels/kvstore_kernels/pages.py"
+ROTARY = "kernels/kvstore_kernels/rotary.py"
+SELECTION = "kernels/kvstore_kernels/selection.py"
+T_ARRIVAL = "tests/kernels/test_arrival.py"
+T_ATTENTION = "tests/kernels/test_attention.py"
+T_ROTARY = "tests/kernels/test_rotary.py"
+T_SELECTION = "tests/kernels/test_selection.py"
+
+MUTANTS = [
+    Mutant(
+        "attention-sees-the-future",
+        ATTENTION,
+        "    seen = q_positions[:, None] >= k_positions ",
+        "    seen = q_positions[:, None] >= k_positions - 1 ",
+        "a recomputed row is computed from a token that comes after it",
+        (f"{T_ATTENTION}::test_positions_may_have_gaps_and_begin_anywhere",),
+    ),
+    Mutant(
+        "attention-past-its-window",
+        ATTENTION,
+        "        seen &= (q_positions - window)[:, None] < k_positions\n",
+        "        seen &= (q_positions - window)[:, None] <= k_positions\n",
+        "a row of a sliding layer sees one token more than the model's own",
+        (f"{T_ATTENTION}::test_attention_equals_the_formula",),
+    ),
+    Mutant(
+        "attention-by-place",
+        ATTENTION,
+        "    return torch.equal(q_positions, k_positions) and bool((k_positions.diff() > 0).all())",
+        "    return q_positions.shape == k_positions.shape",
+        "rows are masked by where they stand instead of by their position",
+        (f"{T_ATTENTION}::test_where_all_tokens_are_rows_a_repeated_position_still_counts",),
+    ),
+    Mutant(
+        "positions-in-any-order",
+        ATTENTION,
+        "        if bool((positions.diff() < 0).any()):",
+        "        if False:",
+        "keys beyond the last one that is looked for are left out in silence",
+        (f"{T_ATTENTION}::test_what_does_not_fit_is_refused",),
+    ),
+    Mutant(
+        "slots-outside-the-pages",
+        PAGES,
+        "    if low < 0 or high >= room:",
+        "    if high >= room:",
+        "a slot of -1 (padding) overwrites another request's last page",
+        (f"{T_ARRIVAL}::test_slots_outside_the_pages_and_shapes_that_differ_are_refused",),
+    ),
+    Mutant(
+        "pages-that-are-not-whole",
+        PAGES,
+        "    if not count or not (filled & (firsts % page_size == 0).all()):",
+        "    if not count:",
+        "slots in any order are written as if they filled pages",
+        (f"{T_ARRIVAL}::test_slots_in_any_order",),
+    ),
+    Mutant(
+        "keys-turned-backwards",
+        ROTARY,
+        "        block.result_halves[0].addcmul_(block.wide_halves[1], part.sin, value=-1)\n"
+        "        block.result_halves[1].addcmul_(block.wide_halves[0], part.sin)\n",
+        "        block.result_halves[0].addcmul_(block.wide_halves[1], part.sin)\n"
+        "        block.result_halves[1].addcmul_(block.wide_halves[0], part.sin, value=-1)\n",
+        "a document that moved is attended to as if it stood elsewhere",
+        (f"{T_ROTARY}::test_a_rotation_turns_as_the_model_does",),
+    ),
+    Mutant(
+        "dims-that-do-not-turn-are-lost",
+        ROTARY,
+        "    if rest and (out is not x or scale != 1.0):",
+        "    if False:",
+        "of a partly rotated head the rest is whatever lay in the cache",
+        (
+            f"{T_ARRIVAL}::test_arrival_in_a_dense_cache[64-2-torch.bfloat16]",
+            f"{T_ROTARY}::test_partial_rotary_of_the_default_kind_is_transformers",
+        ),
+    ),
+    Mutant(
+        "no-number-counts-as-nothing",
+        SELECTION,
+        "    ranked = torch.where(scores.isnan(), math.inf, scores.float())\n",
+        "    ranked = torch.where(scores.isnan(), -math.inf, scores.float())\n",
+        "a row whose deviation overflowed is the last to be recomputed",
+        (f"{T_SELECTION}::test_the_highest_come_ascending_and_ties_go_to_the_earlier",),
+    ),
+]

@@ -1,0 +1,111 @@
+"""A copy of the tree that may be changed and tested, and thrown away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.mutant import Mutant
+
+TEST_TIMEOUT_S = 60
+"""For one test. A mutant that hangs costs that much."""
+RUN_TIMEOUT_S = 240
+"""For all of a mutant's tests, should a test not even end when its time is up."""
+PACKAGES = (".", "clients", "kernels", "ops")
+_OLD_S = 1_000_000_000
+"""When mutants were written, by their files' dates: no compiled file is of that time, and none stays valid."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run of pytest ended: its status (None: it was killed when its time was up), and what it printed."""
+
+    status: int | None
+    output: str
+
+    def told(self, *words: str) -> list[tuple[str, str]]:
+        """(test, reason) of the lines of pytest's summary that begin with one of ``words``."""
+        rows = [line.partition(" ") for line in self.output.splitlines()]
+        found = [rest.partition(" - ") for word, _, rest in rows if word in words]
+        return [(test.strip(), reason) for test, _, reason in found]
+
+
+class Workplace:
+    """One copy. ``place`` holds it and whatever its tests leave behind."""
+
+    def __init__(self, tree: Path, files: Sequence[str], place: Path) -> None:
+        self._place = place
+        self._written = 0
+        self.root = place / "tree"
+        for name in files:
+            if (tree / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(tree / name, self.root / name)
+        (place / "tmp").mkdir()
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        own = {
+            "PYTHONPATH": os.pathsep.join(str(self.root / each) for each in PACKAGES),
+            "TMPDIR": str(self._place / "tmp"),
+        }
+        return {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE")} | own
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """The tree with one line weakened. Raises LookupError when it is not there."""
+        path = self.root / mutant.file
+        text = mutant.source(self.root)
+        original, status = path.read_bytes(), path.stat()
+        self._written += 1
+        try:
+            path.write_text(text, encoding="utf-8")
+            os.utime(path, (_OLD_S + self._written,) * 2)
+            yield
+        finally:
+            path.write_bytes(original)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    async def check(self) -> None:
+        """Raises RuntimeError when Python would take the packages from elsewhere: no mutant would be noticed."""
+        run = await self._run(["-c", "import kvstore; print(kvstore.__file__)"], TEST_TIMEOUT_S)
+        if not run.output.startswith(str(self.root)):
+            raise RuntimeError(f"the copy's packages are not what Python imports there: {run.output}")
+
+    async def test(self, tests: Sequence[str], *, limit_s: float, stop_at_first: bool) -> Run:
+        """Run tests here."""
+        options = ["-rfEs", "--tb=no", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+        return await self._run(["-m", "pytest", *options, *(["-x"] if stop_at_first else []), *tests], limit_s)
+
+    async def _run(self, arguments: Sequence[str], limit_s: float) -> Run:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, cwd=self.root, env=self._environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                output = await process.stdout.read()
+                return Run(await process.wait(), output.decode(errors="replace"))
+        except TimeoutError:
+            return Run(None, "")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # sidecars, too, that a test left behind
+            await process.wait()
+
+
+def known_files(tree: Path) -> list[str]:
+    """What git knows of a tree, and what is new in it."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
+    return sorted(filter(None, listed.split("\0")))
