@@ -28,6 +28,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers import ArenaTier, Residency, Tier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from kvstore.tiers.nvme.directory import IndexColumns
+from kvstore.tiers.nvme.recovery import Gathered
 from kvstore.tiers.wrappers import Faulty, Latency, Throttle
 from tests.contracts.fake import FakeTier
 
@@ -166,15 +167,13 @@ def nvme_tier(
 
 async def columns_of(tier: Tier) -> IndexColumns:
     """What a catalog would leave as the snapshot: here all that the slots in use hold."""
-    from kvstore.tiers.nvme.recovery import _Columns
-
     assert isinstance(tier, NvmeTier)
-    columns = _Columns()
+    gathered = Gathered()
     async for found in tier.scan():
         region, slot = tier.regions.find(found.residency)
         if slot not in region.free and slot not in region.quarantined:
-            columns.add([found])
-    return columns.built()
+            gathered.add([found])
+    return gathered.columns()
 
 
 class NvmeStand(Stand):

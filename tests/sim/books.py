@@ -120,7 +120,7 @@ def _of_device(life: Life) -> str:
 
 def _of_slots(regions: Regions) -> str:
     for region in regions.by_number.values():
-        idle = [*region.free, *region.quarantined]
+        idle = [*region.free, *region.quarantined, *region.unread, *region.unerased]
         if len(set(idle)) != len(idle):
             return f"region {region.number} has a slot free twice"
         if region.readers or region.leaving:

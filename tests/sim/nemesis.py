@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from kvstore.catalog import NOWHERE
 from kvstore.chunk import ChunkLayout, parse_header
 from kvstore.errors import DataLoss
-from kvstore.tiers.nvme.regions import Region
+from kvstore.tiers.nvme.slots import Region
 from tests.sim.life import Life
 from tests.sim.oracle import name_of, place_of, told
 

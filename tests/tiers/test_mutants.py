@@ -20,7 +20,7 @@ from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.seams import DiskStopped, FaultPoints, LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
-from kvstore.tiers.nvme.regions import Region
+from kvstore.tiers.nvme.slots import Region
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk

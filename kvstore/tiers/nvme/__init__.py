@@ -17,14 +17,15 @@ Room: a slot is exactly as large as a full raw chunk of its model, and at most a
 Regions of one slot size begin small and double. All of them together never pass the capacity.
 
 - ``directory``  the format file, the lock, the snapshot
-- ``regions``    files, slots, the account
+- ``slots``      one file, and what its slots are used for
+- ``regions``    all files: made, found, given up; the account
 - ``io``         the engine that moves bytes between slots and memory
 - ``tier``       the contract: write, open, read, remove, scan
 - ``sync``       one sync for everybody who waits for one
 - ``recovery``   what the slots hold, in bulk
 """
 
-from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, IndexColumns
+from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, IndexColumns, Snapshot
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -38,5 +39,6 @@ __all__ = [
     "NvmeTier",
     "PosixIO",
     "Regions",
+    "Snapshot",
     "aligned",
 ]

@@ -47,6 +47,49 @@ class IndexColumns:
     def __len__(self) -> int:
         return len(self.residencies)
 
+    def where(self, stays: NDArray[np.bool_]) -> IndexColumns:
+        """The rows for which ``stays`` is true."""
+        if stays.all():
+            return self
+
+        def kept(digests: bytes) -> bytes:
+            return np.frombuffer(digests, f"V{DIGEST_BYTES}")[stays].tobytes()
+
+        return IndexColumns(
+            self.names, self.residencies[stays], self.marks[stays], self.token_counts[stays], self.spaces[stays],
+            kept(self.digests), kept(self.parents),
+        )  # fmt: skip
+
+    def followed_by(self, other: IndexColumns, mark: int) -> IndexColumns:
+        """These rows, then the other's with ``mark`` set in their residencies."""
+        if not len(other):
+            return self
+        names = list(dict.fromkeys([*self.names, *other.names]))
+        spaces = np.array([names.index(name) for name in other.names], np.uint16)[other.spaces]
+        return IndexColumns(
+            names,
+            np.concatenate([self.residencies, other.residencies | mark]),
+            np.concatenate([self.marks, other.marks]),
+            np.concatenate([self.token_counts, other.token_counts]),
+            np.concatenate([self.spaces, spaces]),
+            self.digests + other.digests,
+            self.parents + other.parents,
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a clean stop left. ``regions`` are the numbers of the files that it speaks of (None: of all); ``unread`` are
+    the places (region, slot) of which it knew nothing. Whatever else is there now is to be read."""
+
+    columns: IndexColumns
+    regions: frozenset[int] | None = None
+    unread: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.regions is None and not self.unread
+
 
 class Directory:
     """An open directory. Only ``open_directory`` makes one, and it changes nothing before all checks have passed."""
@@ -61,7 +104,7 @@ class Directory:
         self._owner = owner
         self._disk = disk
         self._faults = faults
-        self._clean = ""
+        self._said: dict[str, Any] = {}
         self._has_format = False
         disk.make_directory(path)
         self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -77,7 +120,7 @@ class Directory:
     def _read_format(self) -> None:
         """Refuses what a newer release or another tenant wrote, before a byte is changed."""
         try:
-            found = json.loads(self._read(FORMAT_FILE))
+            found = json.loads(self.read(FORMAT_FILE))
         except FileNotFoundError:
             return
         except (ValueError, RecursionError):
@@ -98,12 +141,12 @@ class Directory:
                 f"{self.path} was written by another tenant, or by this one with another secret: give it back the "
                 "secret it had (tenants.NAME.secret_file), or move the directory away. Nothing was changed"
             )
-        self._clean = str(found.get("clean", ""))
+        self._said = found
 
-    def begin(self) -> IndexColumns | None:
+    def begin(self) -> Snapshot | None:
         """The snapshot of the last clean stop, or None when there is none to be believed: then the slots are to be
         scanned. From here on the directory counts as in use: the snapshot is gone (a full device has room for that)."""
-        columns = self._read_index() if self._clean else None
+        snapshot = self._read_snapshot()
         self._disk.remove(self.path / INDEX_FILE)
         self._disk.sync_directory(self.path)
         try:
@@ -111,14 +154,20 @@ class Directory:
         except OSError:
             if not self._has_format:
                 raise
-        return columns
+        return snapshot
 
-    def end(self, columns: IndexColumns) -> None:
+    def end(self, snapshot: Snapshot) -> None:
         """A clean stop: leave the snapshot that the next start believes."""
-        packed = _pack(columns)
-        self._write(INDEX_FILE, packed)
+        packed = _pack(snapshot.columns)
+        self.write(INDEX_FILE, packed)
         self._faults.reach("nvme.snapshot.written")
-        self._write_format(xxhash.xxh3_128_hexdigest(packed))
+        clean = xxhash.xxh3_128_hexdigest(packed)
+        if snapshot.is_whole:
+            self._write_format(clean)
+            return
+        regions, unread = sorted(snapshot.regions or ()), sorted(snapshot.unread)
+        # Not as "clean": a release that knows nothing of parts reads every header instead.
+        self._write_format("", {"clean": clean, "regions": regions, "unread": unread})
 
     def close(self) -> None:
         """Let another process have the directory. Idempotent."""
@@ -127,20 +176,32 @@ class Directory:
             self._disk.close(self._lock)
             self._lock = -1
 
-    def _write_format(self, clean: str) -> None:
+    def _write_format(self, clean: str, part: dict[str, Any] | None = None) -> None:
         said = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT, "features": [], "clean": clean}
+        if part is not None:
+            said["part"] = part
         if self._owner:
             said["owner"] = self._owner
-        self._write(FORMAT_FILE, json.dumps(said).encode())
+        self.write(FORMAT_FILE, json.dumps(said).encode())
 
-    def _read_index(self) -> IndexColumns | None:
+    def _read_snapshot(self) -> Snapshot | None:
+        part = self._said.get("part")
+        said = part if isinstance(part, dict) else self._said
+        clean = str(said.get("clean", ""))
         try:
-            packed = self._read(INDEX_FILE)
-        except OSError:
+            columns = self._read_index(clean) if clean else None
+            if columns is None or said is not part:
+                return None if columns is None else Snapshot(columns)
+            unread = tuple((int(region), int(slot)) for region, slot in said["unread"])
+            return Snapshot(columns, frozenset(map(int, said["regions"])), unread)
+        except (OSError, KeyError, TypeError, ValueError):
             return None
-        return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == self._clean else None
 
-    def _read(self, name: str) -> bytes:
+    def _read_index(self, clean: str) -> IndexColumns | None:
+        packed = self.read(INDEX_FILE)
+        return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None
+
+    def read(self, name: str) -> bytes:
         descriptor = self._disk.open(self.path / name, os.O_RDONLY)
         try:
             data = bytearray(min(self._disk.size(descriptor), FILE_BYTES_MAX))
@@ -154,7 +215,7 @@ class Directory:
         finally:
             self._disk.close(descriptor)
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Replace a file at once: the old content or the new, whenever the power goes."""
         fresh = self.path / f"{name}.new"
         descriptor = self._disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

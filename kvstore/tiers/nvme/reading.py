@@ -25,7 +25,7 @@ from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import ChunkName, check_header
 from kvstore.tiers.nvme.io import DeviceIO, aligned
-from kvstore.tiers.nvme.regions import Region
+from kvstore.tiers.nvme.slots import Region
 
 
 class Owner(Protocol):

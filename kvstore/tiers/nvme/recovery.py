@@ -4,37 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvstore.chunk import ChunkHeader, parse_header, write_mark
 from kvstore.errors import DataLoss
-from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Workers
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import Found
-from kvstore.tiers.nvme.directory import IndexColumns, SpaceName
+from kvstore.tiers.nvme.directory import IndexColumns, Snapshot, SpaceName
 from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
-from kvstore.tiers.nvme.regions import Region, Regions
+from kvstore.tiers.nvme.regions import Regions
+from kvstore.tiers.nvme.slots import Region
 
 SMALL_SLOT_BYTES = 64 << 10
 """Slots below are read whole, many at a time: cheaper than a request for each header."""
 SLOTS_PER_JOB = 256
+SCANNED = 1 << 62
+"""Set in a residency that a scan found while others come from a snapshot: the catalog's ``UNPROVEN``."""
 _log = logging.getLogger("kvstore.nvme")
 
 
 def agree(regions: Regions, columns: IndexColumns) -> bool:
-    """Whether every row of a snapshot lies in a slot there is, no two in the same."""
+    """Whether every row of a snapshot lies in a slot there is, no two in the same. Rows of a file that is not there now
+    contradict nothing."""
     numbers = columns.residencies >> 32 & 0xFFFFFF
     slots = columns.residencies & 0xFFFFFFFF
     if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):
         return False
     for number in np.unique(numbers).tolist():
         region = regions.by_number.get(number)
-        if region is None or int(slots[numbers == number].max()) >= region.slot_count:
+        if region is not None and int(slots[numbers == number].max()) >= region.slot_count:
             return False
     return True
+
+
+async def completed(snapshot: Snapshot, regions: Regions, io: DeviceIO, readers: Workers) -> IndexColumns:
+    """A snapshot that agrees, as far as its files are there, and behind it what lies where it knew nothing: in files
+    that it does not speak of, and in slots that could not be read before it. Those are marked as ``SCANNED``."""
+    numbers = snapshot.columns.residencies >> 32 & 0xFFFFFF
+    columns = snapshot.columns.where(np.isin(numbers, list(regions.by_number)))
+    runs = [
+        run
+        for number, region in regions.by_number.items()
+        if snapshot.regions is not None and number not in snapshot.regions
+        for run in _runs(region)
+    ]
+    for number, slot in snapshot.unread:
+        region = regions.by_number.get(number)
+        if region is not None and 0 <= slot < region.slot_count:
+            runs.append((region, slot, slot + 1))
+    return columns.followed_by((await _read_all(runs, io, readers)).columns(), SCANNED)
 
 
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
@@ -49,48 +71,71 @@ def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
         "tiers.nvme.capacity_bytes is smaller than it was: region files were given up",
         extra={"files": len(gone), "chunks": int((~stays).sum())},
     )
-
-    def kept(digests: bytes) -> bytes:
-        return np.frombuffer(digests, f"V{DIGEST_BYTES}")[stays].tobytes()
-
-    return IndexColumns(
-        columns.names, columns.residencies[stays], columns.marks[stays], columns.token_counts[stays],
-        columns.spaces[stays], kept(columns.digests), kept(columns.parents),
-    )  # fmt: skip
+    return columns.where(stays)
 
 
 async def scan(regions: Regions, io: DeviceIO, readers: Workers) -> IndexColumns:
     """Read every slot's header. Cost: a small read per slot, or the whole region where slots are small."""
-    jobs = []
-    for region in regions.by_number.values():
-        step = SLOTS_PER_JOB if region.slot_bytes > SMALL_SLOT_BYTES else max(1, IO_BYTES // region.slot_bytes)
-        for first in range(0, region.slot_count, step):
-            jobs.append(readers.submit(_scan_slots, io, region, first, min(first + step, region.slot_count)))
-    columns = _Columns()
-    for number, job in enumerate(jobs):
-        columns.add(await asyncio.wrap_future(job))
+    runs = [run for region in regions.by_number.values() for run in _runs(region)]
+    return (await _read_all(runs, io, readers)).columns()
+
+
+Run = tuple[Region, int, int]
+"""Slots ``first .. stop`` of a region: one job."""
+
+
+def _runs(region: Region) -> Iterator[Run]:
+    step = SLOTS_PER_JOB if region.slot_bytes > SMALL_SLOT_BYTES else max(1, IO_BYTES // region.slot_bytes)
+    for first in range(0, region.slot_count, step):
+        yield region, first, min(first + step, region.slot_count)
+
+
+async def _read_all(runs: Sequence[Run], io: DeviceIO, readers: Workers) -> Gathered:
+    """What the slots hold. One that the device does not give is ``unread`` from now on: it may hold a chunk."""
+    jobs = [(region, readers.submit(_scan_slots, io, region, first, stop)) for region, first, stop in runs]
+    gathered = Gathered()
+    unread = 0
+    for number, (region, job) in enumerate(jobs):
+        chunks, refused = await asyncio.wrap_future(job)
+        gathered.add(chunks)
+        region.unread.update(refused)
+        unread += len(refused)
         if number % 256 == 255:
             _log.info("reading headers", extra={"jobs_done": number + 1, "jobs": len(jobs)})
-    return columns.built()
+    if unread:
+        _log.error("headers could not be read: their slots are left alone", extra={"slots": unread})
+    return gathered
 
 
-def _scan_slots(io: DeviceIO, region: Region, first: int, stop: int) -> list[Found]:
-    """Blocking. The chunks of a run of slots; a slot that cannot be read holds none."""
-    if region.slot_bytes > SMALL_SLOT_BYTES:
-        found = [read_slot(io, region, slot) for slot in range(first, stop)]
-        return [each for each in found if each is not None]
-    run = aligned((stop - first) * region.slot_bytes)
-    try:
-        io.read(region.descriptor, region.offset(first), run)
-    except (OSError, DataLoss):
-        found = [read_slot(io, region, slot) for slot in range(first, stop)]
-        return [each for each in found if each is not None]
-    views = (run[at : at + region.slot_bytes] for at in range(0, run.size, region.slot_bytes))
-    return [each for slot, view in enumerate(views, first) if (each := _parse(region, slot, view)) is not None]
+def _scan_slots(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[list[Found], list[int]]:
+    """Blocking. The chunks of a run of slots, and the slots that the device did not give."""
+    if region.slot_bytes <= SMALL_SLOT_BYTES and stop - first > 1:
+        run = aligned((stop - first) * region.slot_bytes)
+        try:
+            io.read(region.descriptor, region.offset(first), run)
+        except (OSError, DataLoss):
+            return _scan_each(io, region, first, stop)
+        views = (run[at : at + region.slot_bytes] for at in range(0, run.size, region.slot_bytes))
+        return [each for slot, view in enumerate(views, first) if (each := _parse(region, slot, view)) is not None], []
+    return _scan_each(io, region, first, stop)
+
+
+def _scan_each(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[list[Found], list[int]]:
+    found: list[Found] = []
+    refused: list[int] = []
+    for slot in range(first, stop):
+        try:
+            each = read_slot(io, region, slot)
+        except OSError:
+            refused.append(slot)
+            continue
+        if each is not None:
+            found.append(each)
+    return found, refused
 
 
 def read_slot(io: DeviceIO, region: Region, slot: int) -> Found | None:
-    """Blocking. What a slot's header says it holds, if it is one."""
+    """Blocking. What a slot's header says it holds, if it is one. Raises OSError."""
     page = aligned(PAGE_BYTES)
     try:
         io.read(region.descriptor, region.offset(slot), page)
@@ -98,7 +143,7 @@ def read_slot(io: DeviceIO, region: Region, slot: int) -> Found | None:
         if PAGE_BYTES < size <= region.slot_bytes and size % PAGE_BYTES == 0 and page[:8].tobytes() == b"KVSCHUNK":
             page = aligned(size)
             io.read(region.descriptor, region.offset(slot), page)
-    except (OSError, DataLoss):
+    except DataLoss:
         return None
     return _parse(region, slot, page)
 
@@ -112,8 +157,8 @@ def _parse(region: Region, slot: int, data: Bytes) -> Found | None:
     return Found(encoding << 56 | region.number << 32 | slot, header)
 
 
-class _Columns:
-    """Gathers what scans found."""
+class Gathered:
+    """What scans found, in columns: a header is not kept."""
 
     def __init__(self) -> None:
         self._spaces: dict[SpaceName, int] = {}
@@ -121,14 +166,14 @@ class _Columns:
         self._digests: list[bytes] = []
         self._parents: list[bytes] = []
 
-    def add(self, found: list[Found]) -> None:
+    def add(self, found: Sequence[Found]) -> None:
         for residency, header in ((each.residency, each.header) for each in found):
             space = self._spaces.setdefault(_space(header), len(self._spaces))
             self._rows.append((residency, write_mark(header.write_id), header.token_count, space))
             self._digests.append(header.chain_digest)
             self._parents.append(header.parent)
 
-    def built(self) -> IndexColumns:
+    def columns(self) -> IndexColumns:
         columns = list(zip(*self._rows, strict=True)) or [(), (), (), ()]
         return IndexColumns(
             list(self._spaces),

@@ -12,7 +12,6 @@ import os
 import re
 import struct
 from array import array
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -23,6 +22,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.directory import FORMAT
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.slots import Region
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")
@@ -33,49 +33,6 @@ FIRST_SLOT_COUNT = 4
 QUARANTINE_SHARE = 64
 """At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
 _log = logging.getLogger("kvstore.nvme")
-
-
-def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
-    """The slot for so many stored bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
-    pages = -(-stored // PAGE_BYTES)
-    if not is_full_raw:
-        step = 1 << max(0, pages.bit_length() - 4)
-        pages = -(-pages // step) * step
-    return pages * PAGE_BYTES
-
-
-@dataclass(eq=False)
-class Region:
-    """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
-    ``leaving`` for its last reader."""
-
-    number: int
-    path: Path
-    descriptor: int
-    slot_bytes: int
-    slot_count: int
-    is_read_only: bool = False
-    sync_failures: int = 0
-    free: array[int] = field(default_factory=lambda: array("i"))
-    quarantined: list[int] = field(default_factory=list)
-    readers: dict[int, int] = field(default_factory=dict)
-    leaving: set[int] = field(default_factory=set)
-
-    @property
-    def file_bytes(self) -> int:
-        return PAGE_BYTES + self.slot_bytes * self.slot_count
-
-    @property
-    def used_count(self) -> int:
-        return self.slot_count - len(self.free) - len(self.quarantined)
-
-    def offset(self, slot: int) -> int:
-        return PAGE_BYTES + slot * self.slot_bytes
-
-    def used_slots(self) -> list[Residency]:
-        """Residencies without their encoding."""
-        idle = {*self.free, *self.quarantined}
-        return [self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle]
 
 
 class Regions:
@@ -97,6 +54,8 @@ class Regions:
         self.lost_bytes = 0
         self.hidden_bytes = 0
         """What the files may take at most whose size the device did not say: no new file may take their room."""
+        self.away: set[str] = set()
+        """Files that could not be opened, by name: they may come back with all that they hold."""
         self._numbers: set[int] = set()
         self.is_direct = True
 
@@ -107,8 +66,8 @@ class Regions:
     # ------------------------------------------------------------ files
 
     def open_all(self) -> None:
-        """Find the files. One that cannot be used is left alone, its bytes count as lost, and its chunks are misses.
-        All slots count as free until ``claim``."""
+        """Find the files. One that cannot be used is left alone, its bytes count as lost, and its chunks are misses
+        until a start finds it well. All slots count as free until ``claim``."""
         for name in self._disk.names(self._directory):
             match = _NAME.fullmatch(name)
             if match is None:
@@ -116,15 +75,24 @@ class Regions:
             self._numbers.add(int(match[1]))
             try:
                 region = self._open(self._directory / name, int(match[1]), int(match[2]))
-                if region is None:
-                    self._disk.remove(self._directory / name)
-                    continue
             except (OSError, ValueError) as error:
+                self.away.add(name)
                 self.lost_files += 1
                 _log.error("a region file cannot be used", extra={"file": name, "reason": str(error)})
                 continue
+            if region is None:
+                self._remove_empty(self._directory / name)
+                continue
             self.by_number[region.number] = region
             self._numbers.add(region.number)
+
+    def _remove_empty(self, path: Path) -> None:
+        """A file in which there is nothing. One that stays is met again at the next start."""
+        try:
+            self._disk.remove(path)
+        except OSError as error:
+            self.lost_files += 1
+            _log.error("a region file cannot be removed", extra={"file": path.name, "reason": str(error)})
 
     def _descriptor(self, path: Path, flags: int) -> int:
         """Open for direct I/O, or buffered where the file system has none; byte movers may use it."""
@@ -258,7 +226,7 @@ class Regions:
     def idle_region(self, slot_bytes: int) -> Region | None:
         """A file of which nothing is used and that is of no use for this slot size: its room can be had."""
         for region in self.by_number.values():
-            idle = not (region.used_count or region.readers)
+            idle = not (region.used_count or region.readers or region.unread)
             if idle and (region.slot_bytes != slot_bytes or region.is_read_only):
                 return region
         return None
@@ -281,7 +249,11 @@ class Regions:
         """The capacity may be smaller than it was: give up the files that hold the least, until the others fit.
         ``held`` is how many chunks each region number holds. Blocking; returns the numbers given up. Raises OSError."""
         gone: set[int] = set()
-        for region in sorted(self.by_number.values(), key=lambda each: held.get(each.number, 0) * each.slot_bytes):
+
+        def held_bytes(region: Region) -> int:
+            return (held.get(region.number, 0) + len(region.unread)) * region.slot_bytes
+
+        for region in sorted(self.by_number.values(), key=held_bytes):
             if self.file_bytes + self.lost_bytes <= self.capacity_bytes:
                 break
             self.retire(region)
@@ -321,7 +293,9 @@ class Regions:
         others = [
             each
             for each in self.by_number.values()
-            if each.used_count and not each.readers and (each.slot_bytes != slot_bytes or each.is_read_only)
+            if each.used_count
+            and not (each.readers or each.unread)
+            and (each.slot_bytes != slot_bytes or each.is_read_only)
         ]
         return sorted(others, key=lambda each: each.used_count * each.slot_bytes)
 
@@ -341,13 +315,14 @@ class Regions:
         return region, slot
 
     def claim(self, residencies: list[Residency]) -> None:
-        """These slots are in use (found on the device). The others stay free."""
+        """These slots are in use (found on the device). The others stay free, but for those that could not be read."""
         used: dict[int, set[int]] = {}
         for residency in residencies:
             used.setdefault(residency >> 32 & 0xFFFFFF, set()).add(residency & 0xFFFFFFFF)
-        for number, slots in used.items():
-            region = self.by_number[number]
-            region.free = array("i", (slot for slot in range(region.slot_count - 1, -1, -1) if slot not in slots))
+        for number, region in self.by_number.items():
+            taken = used.get(number, set()) | region.unread
+            if taken:
+                region.free = array("i", (slot for slot in range(region.slot_count - 1, -1, -1) if slot not in taken))
 
     def give_back(self, residency: Residency) -> None:
         """A slot's chunk is gone. While somebody reads it the slot is not used again."""

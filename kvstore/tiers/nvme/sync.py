@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk, FaultPoints
-from kvstore.tiers.nvme.regions import Region
+from kvstore.tiers.nvme.slots import Region
 
 _log = logging.getLogger("kvstore.nvme")
 

@@ -26,10 +26,11 @@ from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
 from kvstore.tiers.nvme import recovery
-from kvstore.tiers.nvme.directory import Directory, IndexColumns
+from kvstore.tiers.nvme.directory import Directory, IndexColumns, Snapshot
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
-from kvstore.tiers.nvme.regions import Region, Regions, slot_bytes_for
+from kvstore.tiers.nvme.regions import Regions
+from kvstore.tiers.nvme.slots import Region, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 
 Result = TypeVar("Result")
@@ -83,10 +84,12 @@ class NvmeTier:
         try:
             self.regions.open_all()
             self._faults.reach("nvme.recovery.begin")
-            columns = self._directory.begin()
-            clean = columns is not None
-            if columns is None or not recovery.agree(self.regions, columns):
-                columns, clean = await recovery.scan(self.regions, self._io, self._keepers), False
+            snapshot = self._directory.begin()
+            clean = snapshot is not None and recovery.agree(self.regions, snapshot.columns)
+            if snapshot is not None and clean:
+                columns = await recovery.completed(snapshot, self.regions, self._io, self._keepers)
+            else:
+                columns = await recovery.scan(self.regions, self._io, self._keepers)
             columns = recovery.fitted(self.regions, columns)
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
@@ -100,11 +103,19 @@ class NvmeTier:
             workers.close()
         try:
             if columns is not None:
-                self._directory.end(columns)
+                self._directory.end(self._snapshot(columns))
         except OSError:
             pass  # no snapshot, then: the headers are there
         self.regions.close()
         self._directory.close()
+
+    def _snapshot(self, columns: IndexColumns) -> Snapshot:
+        """What is known of the device, and of which parts of it nothing is."""
+        regions = self.regions.by_number
+        unread = [(number, slot) for number, each in regions.items() for slot in each.unread | each.unerased]
+        if not (unread or self.regions.away):
+            return Snapshot(columns)
+        return Snapshot(columns, frozenset(regions), tuple(unread))
 
     # ------------------------------------------------------------ movers
 
@@ -283,14 +294,17 @@ class NvmeTier:
     async def scan(self) -> AsyncIterator[Found]:
         for region in list(self.regions.by_number.values()):
             for slot in range(region.slot_count):
-                found = await self._run(self._keepers, recovery.read_slot, self._io, region, slot)
+                try:
+                    found = await self._run(self._keepers, recovery.read_slot, self._io, region, slot)
+                except KVStoreError:
+                    continue
                 if found is not None:
                     yield found
 
     def statistics(self) -> TierStatistics:
         regions = list(self.regions.by_number.values())
         used = sum(region.used_count * region.slot_bytes for region in regions)
-        resting = sum(len(region.quarantined) * region.slot_bytes for region in regions)
+        resting = sum(region.resting_count * region.slot_bytes for region in regions)
         free = sum(len(region.free) * region.slot_bytes for region in regions)
         read_only = bool(regions) and all(region.is_read_only for region in regions)
         return TierStatistics(

@@ -44,7 +44,7 @@ from kvstore.seams import (
 from kvstore.server.device import open_nvme
 from kvstore.spec import Encoding, Exactness, Provenance
 from kvstore.telemetry import Counters
-from kvstore.tiers.nvme import Directory, IndexColumns, PosixIO, Regions, aligned
+from kvstore.tiers.nvme import Directory, IndexColumns, PosixIO, Regions, Snapshot, aligned
 from kvstore_ops.bench.footprint import anonymous_mib
 from kvstore_ops.bench.nvme import require_room
 from kvstore_ops.bench.result import Result, show
@@ -125,7 +125,7 @@ class Written:
             ordered(self.digests),
             ordered(self.parents),
         )
-        self.directory.end(columns)
+        self.directory.end(Snapshot(columns))
 
     def fill(self) -> None:
         """Write a real header, and a body of zeros, into each slot."""

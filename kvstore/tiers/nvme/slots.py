@@ -1,0 +1,62 @@
+"""One region file, and the slots that it is cut into."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.tiers.contract import Residency
+from kvstore.tiers.nvme.io import PAGE_BYTES
+
+
+def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
+    """The slot for so many stored bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
+    pages = -(-stored // PAGE_BYTES)
+    if not is_full_raw:
+        step = 1 << max(0, pages.bit_length() - 4)
+        pages = -(-pages // step) * step
+    return pages * PAGE_BYTES
+
+
+@dataclass(eq=False)
+class Region:
+    """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
+    ``leaving`` for its last reader. Of two kinds of slots nobody knows what they hold: those of ``unread`` could not be
+    read when the file was opened, and may hold what was acknowledged; those of ``unerased`` hold, or may hold, what is
+    not to come back, and the device refused to erase it. Neither is used for anything else."""
+
+    number: int
+    path: Path
+    descriptor: int
+    slot_bytes: int
+    slot_count: int
+    is_read_only: bool = False
+    sync_failures: int = 0
+    free: array[int] = field(default_factory=lambda: array("i"))
+    quarantined: list[int] = field(default_factory=list)
+    readers: dict[int, int] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+    unread: set[int] = field(default_factory=set)
+    unerased: set[int] = field(default_factory=set)
+
+    @property
+    def file_bytes(self) -> int:
+        return PAGE_BYTES + self.slot_bytes * self.slot_count
+
+    @property
+    def used_count(self) -> int:
+        return self.slot_count - len(self.free) - self.resting_count
+
+    @property
+    def resting_count(self) -> int:
+        """Slots that hold no chunk and take none."""
+        return len(self.quarantined) + len(self.unread) + len(self.unerased)
+
+    def offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes
+
+    def used_slots(self) -> list[Residency]:
+        """Residencies without their encoding."""
+        idle = {*self.free, *self.quarantined, *self.unread, *self.unerased}
+        return [self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle]
