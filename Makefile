@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+# Test files run side by side in so many processes, each file's tests in order in one of them.
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .PHONY: help setup demo test test-full setup-vllm test-vllm sim crash mutants check bench proto proto-baseline format clean
 
@@ -23,11 +26,11 @@ setup: $(STAMP) ## Install everything into .venv
 demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 	$(BIN)/kvstore demo
 
-test: $(STAMP) ## All tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## All tests, in PROCESSES=2 processes
+	$(PYTEST)
 
 test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 requests of engines that are killed
-	KVSTORE_TEST_SCALE=full $(BIN)/python -m pytest --timeout 1500
+	KVSTORE_TEST_SCALE=full $(PYTEST) --timeout 1500
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
