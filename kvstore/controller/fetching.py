@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvstore.catalog import Catalog, Namespace, Walk
@@ -188,13 +188,10 @@ class Fetching:
     def lease(self, session: Session, rows: tuple[int, ...], chunks: tuple[Resident, ...]) -> Lease:
         """Hold these rows. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
         byte_count = sum(chunk.placement.byte_count for chunk in chunks)
-        if session.leased_bytes + byte_count > self._limits.leased_bytes_max:
-            raise Exhausted(
-                f"this session would lease {session.leased_bytes + byte_count} bytes: release some, or raise "
-                f"limits.leased_bytes_max ({self._limits.leased_bytes_max})"
-            )
-        if len(session.leases) >= self._limits.lease_count_max:
-            raise Exhausted(f"this session holds {len(session.leases)} leases: raise limits.lease_count_max")
+        if self._refusal(session, byte_count):
+            self.revoke_stale([session])  # who went before the reply came knows of no lease to give back
+        if refusal := self._refusal(session, byte_count):
+            raise Exhausted(refusal)
         lease = Lease(self._sessions.next_id(), session, rows, byte_count, self._clock.monotonic())
         session.leases[lease.lease_id] = lease
         session.leased_bytes += byte_count
@@ -202,6 +199,17 @@ class Fetching:
         for row in rows:
             self._catalog.table.hold(row)
         return lease
+
+    def _refusal(self, session: Session, byte_count: int) -> str:
+        """Why this session may not lease so many bytes more; empty when it may."""
+        if session.leased_bytes + byte_count > self._limits.leased_bytes_max:
+            return (
+                f"this session would lease {session.leased_bytes + byte_count} bytes: release some, or raise "
+                f"limits.leased_bytes_max ({self._limits.leased_bytes_max})"
+            )
+        if len(session.leases) >= self._limits.lease_count_max:
+            return f"this session holds {len(session.leases)} leases: raise limits.lease_count_max"
+        return ""
 
     def release(self, session: Session, lease_ids: list[int]) -> None:
         """Give leases back. Ids that are not this session's are ignored: released or revoked before."""
@@ -213,12 +221,12 @@ class Fetching:
                 for row in lease.rows:
                     self._catalog.unhold(row)
 
-    def revoke_stale(self) -> bool:
-        """Take back leases older than limits.lease_age_s_max. Their readers notice by the generation."""
+    def revoke_stale(self, sessions: Iterable[Session] | None = None) -> bool:
+        """Take back leases older than limits.lease_age_s_max, of every session by default. Their readers notice by the
+        generation."""
         born_before = self._clock.monotonic() - self._limits.lease_age_s_max
-        stale = [
-            lease for session in self._sessions for lease in session.leases.values() if lease.born_s <= born_before
-        ]
+        of = self._sessions if sessions is None else sessions
+        stale = [lease for session in of for lease in session.leases.values() if lease.born_s <= born_before]
         for lease in stale:
             self.release(lease.session, [lease.lease_id])
             self._counters.add("leases_revoked")

@@ -64,7 +64,11 @@ class CacheService:
                 )
             else:
                 result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
-            yield render.render_fetch(result)
+            try:
+                yield render.render_fetch(result)
+            except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back
+                self._controller.release(session, [result.lease_id])
+                raise
             async for news in self._controller.arrivals(result, context.time_remaining()):
                 yield render.render_arrivals(news)
         finally:

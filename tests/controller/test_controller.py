@@ -228,3 +228,22 @@ async def test_draining_takes_no_new_stores_and_finishes_the_old(service: Servic
         await service.reserve(session, 2)
     assert (await service.controller.commit(session, result.reservation_id, fills)).committed_count == 1
     await asyncio.wait_for(draining, 5.0)
+
+
+async def test_leases_that_nobody_gives_back_end_by_their_age_when_their_session_needs_room(
+    service: Service, session: Session
+) -> None:
+    """A fetch whose caller went before the reply came has a lease nobody knows of: it locks nobody out for ever."""
+    limits = replace(service.controller.limits, lease_count_max=3)
+    service.controller.fetching._limits = limits
+    other = service.controller.open_session(0)
+    await service.store(session, 1)
+    kept = service.controller.fetch(other, service.query(1))
+    for _ in range(3):
+        service.controller.fetch(session, service.query(1))
+    with pytest.raises(Exhausted, match="lease_count_max"):
+        service.controller.fetch(session, service.query(1))
+    service.clock.advance(limits.lease_age_s_max)
+    assert service.check(session, 1) == 1
+    assert not session.leases
+    assert kept.lease_id in other.leases, "another session's is taken only where memory is needed"

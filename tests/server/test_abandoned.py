@@ -1,0 +1,47 @@
+"""A call whose caller goes before its first reply leaves nothing behind that only the caller could give back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+from kvstore.server.services import CacheService
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire import METADATA_SESSION
+from tests.controller.service import Service
+
+
+class Call:
+    """What a handler asks of its call."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def invocation_metadata(self) -> list[tuple[str, bytes]]:
+        return [(METADATA_SESSION, self._secret)]
+
+    def time_remaining(self) -> float:
+        return 5.0
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_fetch_that_is_cancelled_before_its_reply_leaves_no_lease(is_cancelled: bool) -> None:
+    service = Service()
+    session = service.controller.open_session(0)
+    await service.store(session, 1)
+    query = service.query(1)
+    request = pb.FetchRequest(
+        query=pb.ChainQuery(fingerprint=query.fingerprint, digests=b"".join(query.digests), exactness=1)
+    )
+    answers = CacheService(service.controller, b"epoch").Fetch(request, Call(session.secret))
+    replies = cast(AsyncGenerator[Any, None], answers)
+    reply = await anext(replies)
+    assert reply.lease_id in session.leases
+    if is_cancelled:  # as gRPC does it while the reply is being sent
+        await replies.aclose()
+    else:
+        assert [each async for each in replies] == []
+    assert bool(session.leases) != is_cancelled
+    assert session.stream_count == 0
