@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from kvstore.arena.arena import Arena
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Clock, Workers
+from kvstore.seams.jobs import NotBegun, done
 
 STEP_BYTES = 16 << 20
 RESERVE_SHARE = 0.05
@@ -61,8 +61,8 @@ async def prefault(
         offset = region.backed
         byte_count = min(STEP_BYTES, region.byte_count - offset)
         try:
-            await asyncio.wrap_future(workers.submit(region.mapping.prefault, offset, byte_count))
-        except Exhausted as error:
+            await done(workers, region.mapping.prefault, offset, byte_count)
+        except (Exhausted, NotBegun) as error:  # a page costs a fault at its first use, then
             _log.warning(error.message, extra=_state(arena))
             return
         region.backed = offset + byte_count

@@ -211,7 +211,7 @@ class Claiming:
         self.reserved_bytes += placement.byte_count
         entry.state, entry.layout, entry.placement = StoreState.WANTED, layout, placement
         entry.ended = asyncio.get_running_loop().create_future()
-        entry.filled = np.zeros(layout.strip_count, np.bool_)
+        entry.claimed, entry.filled = np.zeros((2, layout.strip_count), np.bool_)
         entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
         self._catalog.claim(part, entry.digest, entry)
 

@@ -45,7 +45,7 @@ class Filling:
         return not self.has_landed
 
     def moved(self) -> None:
-        """Nothing of the chunk is moving: what was filled is there."""
+        """Some strips were filled: whole slabs of them can be read."""
         assert self.entry.layout is not None
         whole = np.logical_and.reduceat(self.entry.filled, self.entry.layout.slab_firsts)
         landed = sum(1 << int(slab) for slab in np.flatnonzero(whole))
@@ -160,8 +160,7 @@ class Joining:
         if writer.filling is None:
             writer.filling = Filling(writer, writer.placement)
             writer.filling.write_header()
-            if not writer.moving and not writer.failure:
-                writer.filling.moved()
+            writer.filling.moved()
         fillings.append(writer.filling)
         return Resident(index, part, writer.layout.token_count, writer.placement, writer.filling)
 

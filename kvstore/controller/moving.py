@@ -10,11 +10,13 @@ import numpy as np
 
 from kvstore.arena import Placement
 from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, strip_run
+from kvstore.errors import Internal, KVStoreError
 from kvstore.seams.memory import Bytes
 
 JOB_BYTES = 8 << 20
 """Large enough for what a job costs to be told of, small enough to share."""
 CHECKSUM_BYTES = 16
+MoveJob = tuple[StripRun, Bytes, Bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Move:
     target: Bytes
 
     @property
-    def job(self) -> tuple[StripRun, Bytes, Bytes]:
+    def job(self) -> MoveJob:
         """What ``move`` is called with."""
         header = self.header
         return (
@@ -37,6 +39,12 @@ class Move:
             self.source,
             self.target,
         )
+
+    def wrong(self, rows: bytes) -> KVStoreError | None:
+        """Why what ``move`` said cannot be the checksums of its strips; None when it can."""
+        if len(rows) == (self.stop - self.first) * CHECKSUM_BYTES:
+            return None
+        return Internal(f"a byte mover gave {len(rows)} bytes of checksums for {self.stop - self.first} strips")
 
     def moved(self, rows: bytes) -> int:
         """``rows`` are what ``move`` found: they are the header's from now on. Returns the bytes checksummed."""

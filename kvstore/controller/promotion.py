@@ -16,6 +16,7 @@ from kvstore.controller.capacity import Capacity
 from kvstore.controller.residency import Residency
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.seams import FaultPoints, Workers
+from kvstore.seams.jobs import done
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 from kvstore.tiers import StoredChunk
@@ -172,7 +173,10 @@ class Promotion:
                     group.create_task(self._read(each, stored, slabs))
             for each, stored in chunks:
                 if not each.lost:
-                    await self._finish(each, stored)
+                    try:
+                        await self._finish(each, stored)
+                    except KVStoreError as error:
+                        await self._lose(each, error)
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours loses this batch, not the service
             _log.exception("promotion failed")
         finally:
@@ -215,7 +219,7 @@ class Promotion:
             header = stored.header
             slabs = range(len(layout.slabs))
             runs = slab_runs(layout, header.storage_key, header.write_id, slabs, placement.pieces[1:])
-            rows = await asyncio.wrap_future(self._workers.submit(_checksums, runs))
+            rows = await done(self._workers, _checksums, runs)
             self._put_header(loading, pack_header(raw_header(header, [rows]), layout))
             loading.slab_landed(range(len(layout.slabs)))
         self._faults.reach("promotion.finish")

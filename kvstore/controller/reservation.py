@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from kvstore.arena import Placement
 from kvstore.catalog import Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout
+from kvstore.controller.moving import Move
 from kvstore.controller.sessions import Session
+from kvstore.errors import KVStoreError
 from kvstore.spec import StoreState
 
 if TYPE_CHECKING:
@@ -32,13 +34,25 @@ class Entry:
     held: int | None = None
     """The row of a PRESENT or COMMITTED entry: kept until the reservation ends, for the chunks after it."""
     moving: set[asyncio.Future[bytes]] = field(default_factory=set)
-    failure: str = ""
+    failure: KVStoreError | None = None
+    """Why some of its bytes were not moved: it is never published."""
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None
     filling: Filling | None = None
     """Who reads it while it is written."""
+    claimed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """The strips that a fill has named: no other may."""
     filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """The strips whose bytes are there, and whose checksums are in the header: a mover said so."""
+
+    def moved(self, move: Move, rows: bytes) -> int:
+        """A move has ended well, and found these checksums. Returns the bytes moved. Nothing else fills a strip."""
+        byte_count = move.moved(rows)
+        self.filled[move.first : move.stop] = True
+        if self.filling is not None:
+            self.filling.moved()
+        return byte_count
 
 
 @dataclass(eq=False)

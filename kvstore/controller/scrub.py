@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from kvstore.chunk import (
 from kvstore.config import PolicySettings
 from kvstore.controller.residency import Residency
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import DataLoss, KVStoreError
+from kvstore.errors import DataLoss
 from kvstore.seams import Clock, Random, Workers
+from kvstore.seams.jobs import done
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.telemetry import Counters
 from kvstore.tiers import ArenaTier, ChunkName, Tier, check_header
@@ -107,8 +108,8 @@ class Scrub:
             row, future = await self._doubtful.get()
             try:
                 if not future.done() and not table.is_proven(row):
-                    self._counters.add("nvme_proven_chunks")
-                    await self.check_nvme(row, prove=True)
+                    if await self.check_nvme(row, prove=True) is not None:
+                        self._counters.add("nvme_proven_chunks")
             finally:
                 self._catalog.unhold(row)
                 if not future.done():
@@ -136,22 +137,28 @@ class Scrub:
                 await self._clock.sleep(0)
             row += 1
 
-    async def _paced(self, row: int, check) -> None:  # type: ignore[no-untyped-def]  # Coroutine[Any, Any, bool]
+    async def _paced(self, row: int, check: Awaitable[bool | None]) -> None:
         byte_count = self._residency.name(row).layout.total_bytes
         table = self._catalog.table
         table.hold(row)
         try:
-            await check
+            was_read = await check is not None
         finally:
             self._catalog.unhold(row)
-        self._counters.add("scrubbed_bytes", byte_count)
+        if was_read:
+            self._counters.add("scrubbed_bytes", byte_count)
         await self._clock.sleep(byte_count / self._policies.scrub_bytes_per_s)
 
-    async def check_arena(self, row: int) -> bool:
-        """Whether memory's copy is what it was. One that is not goes; the device's takes its place at its next use."""
+    async def check_arena(self, row: int) -> bool | None:
+        """Whether memory's copy is what it was; None where nobody could look. One that is not goes; the device's takes
+        its place at its next use."""
         table = self._catalog.table
         placement = table.arena[row]
-        intact = await self._is_intact(self._residency.name(row), placement)
+        try:
+            intact = await self._is_intact(self._residency.name(row), placement)
+        except Exception as error:  # noqa: BLE001 - the boundary: one look that fails ends neither the round nor the service
+            _log.warning("scrub could not read", extra={"reason": str(error)})
+            return None
         if not intact and table.arena.get(row) is placement:
             self._counters.add("scrub_failures")
             self._residency.quarantine_arena(row)
@@ -165,15 +172,16 @@ class Scrub:
         except DataLoss:
             return False
         runs = slab_runs(layout, header.storage_key, header.write_id, range(len(slabs)), slabs)
-        return await asyncio.wrap_future(self._workers.submit(are_right, runs, header.checksums.tobytes()))
+        return await done(self._workers, are_right, runs, header.checksums.tobytes())
 
-    async def check_nvme(self, row: int, *, prove: bool = False) -> bool:
-        """Whether the device's copy is what it was. One that is not is quarantined, and written again from memory."""
+    async def check_nvme(self, row: int, *, prove: bool = False) -> bool | None:
+        """Whether the device's copy is what it was; None where nobody could look. One that is not is quarantined, and
+        written again from memory."""
         try:
             intact = await (self._residency.prove_nvme(row) if prove else self._residency.check_nvme(row))
-        except KVStoreError as error:
-            _log.warning("scrub could not read", extra={"reason": error.message})
-            return True
+        except Exception as error:  # noqa: BLE001 - the boundary: one look that fails ends neither the round nor the service
+            _log.warning("scrub could not read", extra={"reason": str(error)})
+            return None
         if not intact:
             if not prove:
                 self._counters.add("scrub_failures")
@@ -211,8 +219,8 @@ class Scrub:
                 await _removed(tier, residency)
             works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
             reason = "" if works else "it gave other bytes back"
-        except KVStoreError as error:
-            works, reason = False, error.message
+        except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
+            works, reason = False, str(error)
         self._counters.add("canary_passes" if works else "canary_failures")
         if not works:
             _log.error("canary failed", extra={"tier": name, "reason": reason})

@@ -1,10 +1,11 @@
-"""Stores in flight: fill, commit, abort. A chunk is visible when every strip of it was filled, checksummed and
-committed, and its parent is visible. One writer per chunk: the others wait for how it ends."""
+"""Stores in flight: fill, commit, abort. A chunk is visible when every strip of it was moved, checksummed and
+committed, and its parent is visible; what a mover refused, lost or failed at was not moved. One writer per chunk: the
+others wait for how it ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,16 +15,17 @@ from kvstore.catalog import Catalog
 from kvstore.chunk import pack_header, write_mark
 from kvstore.config import LimitSettings
 from kvstore.controller.claiming import Claiming
-from kvstore.controller.moving import Move, move, moves_of
+from kvstore.controller.moving import Move, MoveJob, move, moves_of
 from kvstore.controller.reservation import Entry, Reservation
 from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import Fill, StoreResult
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest
+from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Workers
+from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, StoreState
 from kvstore.telemetry import Counters
 
@@ -71,21 +73,24 @@ class Storing:
         reservation = self._reservation(session, reservation_id)
         self._start(session, reservation, fills)
         await self._wait_idle(reservation)
-        _check_moved(reservation.entries)
+        for entry in reservation.entries:
+            if entry.failure is not None:
+                raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
 
     def _start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
-        """Have the bytes moved. What moves, moves to its end, whoever still waits for it."""
-        moves: list[tuple[Entry, Move]] = []
+        """Have the bytes moved. What moves, moves to its end, whoever still waits for it. Once the first job has begun
+        nothing raises: one that the movers refuse has failed, and who waits hears of it when the others have ended."""
+        jobs: list[tuple[Entry, Move, MoveJob]] = []
         claimed: list[tuple[Entry, int, int]] = []
         try:
             for each in fills:
-                moves += self._moves(session, reservation, each, claimed)
+                jobs += [(entry, one, one.job) for entry, one in self._moves(session, reservation, each, claimed)]
         except BaseException:
             for entry, first, count in claimed:
-                entry.filled[first : first + count] = False
+                entry.claimed[first : first + count] = False
             raise
-        for entry, each_move in moves:
-            job = asyncio.wrap_future(self._workers.submit(move, *each_move.job))
+        for entry, each_move, arguments in jobs:
+            job = asyncio.wrap_future(begun(self._workers, move, *arguments))
             entry.moving.add(job)
             reservation.busy += 1
             reservation.idle.clear()
@@ -93,12 +98,11 @@ class Storing:
 
     def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
         entry.moving.discard(job)
-        if job.cancelled() or job.exception() is not None:
-            entry.failure = "it was cancelled" if job.cancelled() else str(job.exception())
+        failure = failure_of(job) or each_move.wrong(job.result())
+        if failure is not None:
+            entry.failure = failure
         else:
-            self._counters.add("store_verified_bytes", each_move.moved(job.result()))
-        if entry.filling is not None and not entry.moving and not entry.failure:
-            entry.filling.moved()
+            self._counters.add("store_verified_bytes", entry.moved(each_move, job.result()))
         reservation.busy -= 1
         if not reservation.busy:
             self._faults.reach("store.filled")
@@ -116,12 +120,12 @@ class Storing:
         stop = fill.strip_first + fill.strip_count
         if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:
             raise InvalidRequest(f"strips {fill.strip_first}..{stop} of a chunk of {layout.strip_count}")
-        if entry.filled[fill.strip_first : stop].any():
+        if entry.claimed[fill.strip_first : stop].any():
             raise InvalidRequest(f"strips {fill.strip_first}..{stop} were filled before")
         base = int(layout.strip_offsets[fill.strip_first])
         end = int(layout.strip_offsets[stop - 1]) + int(layout.strip_lengths[stop - 1])
         source = session_run(session, fill.staging_id, fill.staging_offset, end - base)
-        entry.filled[fill.strip_first : stop] = True
+        entry.claimed[fill.strip_first : stop] = True
         claimed.append((entry, fill.strip_first, fill.strip_count))
         return [(entry, each) for each in moves_of(layout, header, placement, fill.strip_first, stop, source)]
 
@@ -146,9 +150,8 @@ class Storing:
                 await asyncio.wait(entry.moving, timeout=self._deadline_s)
             if reservation.has_ended:
                 raise InvalidRequest(f"reservation {reservation_id} ended while it was committed")
-            _check_moved([entry])
             self._faults.reach("store.commit")
-            if entry.state is StoreState.WANTED and not entry.moving:
+            if entry.state is StoreState.WANTED:
                 self._publish(entry)
             if entry.state is StoreState.WANTED and not entry.moving:
                 reservation.refusal = reservation.refusal or _missing(entry)
@@ -161,7 +164,6 @@ class Storing:
         await self._wait_idle(reservation)
         if reservation.has_ended:
             return False
-        _check_moved(reservation.entries)
         reservation.committed.add(shard)
         if len(reservation.committed) == reservation.shard_count and not reservation.is_publishing:
             reservation.is_publishing = True
@@ -289,16 +291,12 @@ class Storing:
 
 def _missing(entry: Entry) -> str:
     """Why a chunk whose bytes are not on their way is not published."""
+    if entry.failure is not None:
+        return f"copying from staging failed: {entry.failure.message}"
     missing = int(entry.filled.size - np.count_nonzero(entry.filled))
     if missing:
         return f"{missing} of {entry.filled.size} strips of a chunk were never written: put every layer and head of it"
     return "the chunk before it is not stored any more"
-
-
-def _check_moved(entries: Iterable[Entry]) -> None:
-    for entry in entries:
-        if entry.failure:
-            raise Internal(f"copying from staging failed: {entry.failure}")
 
 
 def session_run(session: Session, staging_id: int, offset: int, byte_count: int) -> np.ndarray:

@@ -71,7 +71,11 @@ long as with 5, and as much is moved; on a machine that computes on every core t
 
 class WorkerThreads:
     """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
-    not wait for work that nobody waits for. A call runs in its caller's context: its logs say whose it is."""
+    not wait for work that nobody waits for. A call runs in its caller's context: its logs say whose it is.
+
+    A call that is refused never runs. The pool queues a call before it starts the thread that may be missing for it,
+    and says no when there is none to be had: without care another thread would run it later, on memory given up by
+    then."""
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._count = count
@@ -82,10 +86,29 @@ class WorkerThreads:
         return self._count
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        return self._pool.submit(copy_context().run, function, *args)
+        """Raises RuntimeError after ``close``, and where no thread can be had."""
+        future: Future[Result] = Future()
+        context = copy_context()
+        try:
+            self._pool.submit(_run, future, context.run, function, *args)
+        except BaseException:
+            if future.cancel():
+                raise
+        return future  # where it was refused, but has begun already, it was taken after all
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=False)
+
+
+def _run(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
+    """Do what the future stands for, unless it was cancelled."""
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
+        future.set_exception(error)
+    finally:
+        del future, function, args  # the error keeps this frame, and the future the error
 
 
 class InlineWorkers:
@@ -95,10 +118,7 @@ class InlineWorkers:
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         future: Future[Result] = Future()
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
-            future.set_exception(error)
+        _run(future, function, *args)
         return future
 
     def close(self) -> None:
@@ -125,12 +145,7 @@ class SeededWorkers:
 
         def run() -> None:
             del self._due[run]
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
-                future.set_exception(error)
+            _run(future, function, *args)
 
         delay_seconds = self._chance.uniform(0, self.DELAY_SECONDS_MAX)
         self._due[run] = asyncio.get_running_loop().call_later(delay_seconds, run)

@@ -13,7 +13,7 @@ from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings
 from kvstore.controller import ChainQuery, Controller, Fill, ReserveRequest, Session, StoreResult
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SeededRandom, TenantKeys
+from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SeededRandom, TenantKeys, Workers
 from kvstore.spec import Exactness, ModelSpec, StoreState
 from kvstore.telemetry import Counters
 from tests.specs import small_spec
@@ -24,7 +24,7 @@ CHUNK = 16
 class Service:
     """``chunks`` chunks fit the arena. Bytes of a chunk are a function of its digest: a wrong byte shows."""
 
-    def __init__(self, chunks: int = 8, **limits: Any) -> None:
+    def __init__(self, chunks: int = 8, workers: Workers | None = None, **limits: Any) -> None:
         self.spec: ModelSpec = small_spec()
         self.layout = layout_of(self.spec, self.spec.kind, CHUNK)
         capacity = chunks * self.layout.total_bytes
@@ -33,8 +33,8 @@ class Service:
         self.arena = Arena(self.memory, self.faults, capacity_bytes=capacity, region_bytes=capacity)
         self.controller = Controller(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=replace(defaults, **limits), clock=self.clock,
-            random=SeededRandom(1), memory=self.memory, workers=InlineWorkers(), keys=TenantKeys(), faults=self.faults,
-            counters=Counters(), deadline_s=0.2,
+            random=SeededRandom(1), memory=self.memory, workers=workers or InlineWorkers(), keys=TenantKeys(),
+            faults=self.faults, counters=Counters(), deadline_s=0.2,
         )  # fmt: skip
         self.model = self.controller.register_model(self.spec)
 

@@ -25,6 +25,7 @@ import pytest
 from kvstore.chunk import StripRun
 from kvstore.errors import DataLoss, Internal, Unavailable
 from kvstore.seams import MoverProcesses, SystemDisk, SystemMemory
+from kvstore.seams.jobs import NotBegun
 from kvstore.seams.movers import Lane
 from kvstore.tiers.nvme import PosixIO
 from tests.descriptors import open_files
@@ -304,6 +305,60 @@ def movers_that_end_with_jobs_unread_fail_them(movers: MoverProcesses, _: Path) 
     run(movers, scenario)
 
 
+class FullSocket:
+    """A lane's socket for which the kernel has no memory just now."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.refusals = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def send(self, packet: bytes) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        return int(self._real.send(packet))
+
+
+def a_job_that_could_not_be_sent_is_never_done(movers: MoverProcesses, _: Path) -> None:
+    """Whoever is told so gives the job's memory to somebody else."""
+
+    async def scenario(lane: Lane) -> None:
+        memory = SystemMemory(movers).writable_by_others("marks", 4096)
+        target = SystemMemory(movers).read_only_to_others("target", 8192)
+        memory.bytes[:] = 3
+        lane._jobs = socket = FullSocket(lane._jobs)  # type: ignore[assignment]
+        socket.refusals = 1
+        with pytest.raises(NotBegun, match="no jobs"):
+            await done(lane, double, memory.bytes, target.bytes[:4096])
+        assert await done(lane, double, memory.bytes, target.bytes[4096:]) in movers.pids
+        assert not target.bytes[:4096].any()
+        assert (target.bytes[4096:] == 6).all()
+        memory.close()
+        target.close()
+
+    run(movers, scenario)
+
+
+def shut_up() -> None:
+    """Leave the thread that does this job without a way to answer."""
+    sys._getframe(2).f_locals["lane"].close()
+
+
+def a_mover_that_cannot_answer_ends(movers: MoverProcesses, _: Path) -> None:
+    """A job of which nobody hears would keep its memory, and who waits for it, for ever."""
+
+    async def scenario(lane: Lane) -> None:
+        ended = asyncio.Event()
+        movers.watch(ended.set)
+        lane.submit(shut_up)
+        await ended.wait()
+
+    run(movers, scenario)
+
+
 def what_does_not_cross_is_done_by_as_many_threads(movers: MoverProcesses, _: Path) -> None:
     async def scenario(lane: Lane) -> None:
         own = np.zeros(4096, np.uint8)
@@ -339,6 +394,8 @@ SCENARIOS = (
     a_mover_that_ends_is_told_of_and_its_jobs_end,
     a_mover_that_answers_too_late_ends_with_the_others,
     movers_that_end_with_jobs_unread_fail_them,
+    a_job_that_could_not_be_sent_is_never_done,
+    a_mover_that_cannot_answer_ends,
     what_does_not_cross_is_done_by_as_many_threads,
 )
 

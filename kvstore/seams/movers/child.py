@@ -125,16 +125,21 @@ class _Mover:
 
 
 def _serve(lane: socket.socket, nice: int) -> None:
-    """One thread of a lane: a job at a time, until the service closes the lane."""
-    be_mover(nice)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        while packet := lane.recv(PACKET_BYTES_MAX):
-            try:
-                lane.send(_done(packet))
-            except OSError as error:
-                if error.errno != errno.EMSGSIZE:
-                    raise
-                lane.send(_failed(number_of(packet), Internal("what the job found is too large to tell")))
+    """One thread of a lane: a job at a time, until the service closes the lane. One that cannot answer ends its
+    process, and the service with it: a job of which nobody knows whether it still runs keeps its memory for ever."""
+    try:
+        be_mover(nice)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while packet := lane.recv(PACKET_BYTES_MAX):
+                try:
+                    lane.send(_done(packet))
+                except OSError as error:
+                    if error.errno != errno.EMSGSIZE:
+                        raise
+                    lane.send(_failed(number_of(packet), Internal("what the job found is too large to tell")))
+    except BaseException:  # noqa: BLE001 - nobody else could say it
+        traceback.print_exc()
+        _leave(1)
     # All of a lane's threads see the end; the socket itself is closed with the last of them, or with the process.
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvstore.errors import Internal, Unavailable
+from kvstore.seams.jobs import NotBegun
 from kvstore.seams.mapping import Bytes
 from kvstore.seams.movers import child
 from kvstore.seams.movers.crossing import Failure, File, NotLent, Packer, number_of, pack_order, unpack
@@ -240,6 +241,11 @@ class Lane:
                 self._jobs.send(packet)
             except BlockingIOError:
                 return  # the socket is full of jobs: each of them is answered, and then we are here again
+            except OSError as error:  # it has not left us, and never will: whose memory it names has it again
+                self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(NotBegun(f"the byte movers take no jobs: {error}"))
+                continue
             self._waiting.popleft()
             future.set_running_or_notify_cancel()
             self._sent[number] = future

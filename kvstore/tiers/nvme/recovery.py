@@ -11,6 +11,7 @@ import numpy as np
 from kvstore.chunk import ChunkHeader, parse_header, write_mark
 from kvstore.errors import DataLoss
 from kvstore.seams import Workers
+from kvstore.seams.jobs import begun, given_up, to_its_end
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import Found
@@ -92,16 +93,19 @@ def _runs(region: Region) -> Iterator[Run]:
 
 async def _read_all(runs: Sequence[Run], io: DeviceIO, readers: Workers) -> Gathered:
     """What the slots hold. One that the device does not give is ``unread`` from now on: it may hold a chunk."""
-    jobs = [(region, readers.submit(_scan_slots, io, region, first, stop)) for region, first, stop in runs]
+    jobs = [(region, begun(readers, _scan_slots, io, region, first, stop)) for region, first, stop in runs]
     gathered = Gathered()
     unread = 0
-    for number, (region, job) in enumerate(jobs):
-        chunks, refused = await asyncio.wrap_future(job)
-        gathered.add(chunks)
-        region.unread.update(refused)
-        unread += len(refused)
-        if number % 256 == 255:
-            _log.info("reading headers", extra={"jobs_done": number + 1, "jobs": len(jobs)})
+    try:
+        for number, (region, job) in enumerate(jobs):
+            chunks, refused = await to_its_end(asyncio.wrap_future(job))
+            gathered.add(chunks)
+            region.unread.update(refused)
+            unread += len(refused)
+            if number % 256 == 255:
+                _log.info("reading headers", extra={"jobs_done": number + 1, "jobs": len(jobs)})
+    finally:
+        await given_up([job for _, job in jobs])  # before their files are closed
     if unread:
         _log.error("headers could not be read: their slots are left alone", extra={"slots": unread})
     return gathered

@@ -22,6 +22,7 @@ import numpy as np
 from kvstore.chunk import ChunkHeader, ChunkLayout, encode_chunk
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, Workers
+from kvstore.seams.jobs import NotBegun, begun, to_its_end
 from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
@@ -122,10 +123,10 @@ class NvmeTier:
     async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
         """A device job on a byte mover, its OSError translated. A caller that is cancelled is let go when the job
         is done: until then memory and slot are the device's."""
-        job = asyncio.wrap_future(workers.submit(function, *args))
+        job = asyncio.wrap_future(begun(workers, function, *args))
         self._pace[workers].began(job, self._clock)
         try:
-            return await _to_its_end(job)
+            return await to_its_end(job)
         except OSError as error:
             self.failures += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -198,8 +199,9 @@ class NvmeTier:
                 await self._run(self._keepers, self.regions.create, slot_bytes)
 
     def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
-        """A write that did not end well: nobody knows what its slot holds now. Device errors close the region."""
-        if isinstance(error, KVStoreError):
+        """A write that did not end well: nobody knows what its slot holds now. Device errors close the region; that no
+        mover took the write is none."""
+        if isinstance(error, KVStoreError) and not isinstance(error, NotBegun):
             region.is_read_only = True
         self.regions.quarantine(residency)
 
@@ -361,17 +363,3 @@ def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None
 
 def _no_room(_: int) -> bool:
     return False
-
-
-async def _to_its_end(future: asyncio.Future[Result]) -> Result:
-    """Like ``await``; a cancellation is passed on only after the future is done."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()
-        raise cancelled
-    return future.result()

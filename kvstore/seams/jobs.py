@@ -1,0 +1,78 @@
+"""Jobs of byte movers, from being asked for to their end.
+
+A job that no mover took, or that was cancelled before one did, has failed like one that raised: whoever begins several
+of them waits for those that run, and only what ended well counts as done. So nobody but this room and the movers
+themselves calls ``submit``, and a refusal never interrupts who was about to begin the next job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from kvstore.errors import Internal, KVStoreError, Unavailable
+from kvstore.seams.scheduler import Result, Workers
+
+
+class NotBegun(Unavailable):
+    """No mover took the job, or it was cancelled before one did: nothing of it has happened."""
+
+
+def begun(workers: Workers, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+    """Have a job done. Never raises: that the movers refuse it is how it ended."""
+    try:
+        return workers.submit(function, *args)
+    except Exception as error:  # noqa: BLE001 - no thread, no memory, closed: whatever it was, the job was not taken
+        refused: Future[Result] = Future()
+        refused.set_exception(_not_begun(error))
+        return refused
+
+
+async def done(workers: Workers, function: Callable[..., Result], /, *args: object) -> Result:
+    """Have one job done, and wait as ``to_its_end`` does."""
+    return await to_its_end(asyncio.wrap_future(begun(workers, function, *args)))
+
+
+async def to_its_end(job: asyncio.Future[Result]) -> Result:
+    """What a job found. A caller that is cancelled is let go when the job is done: until then its memory is in use.
+    Raises what the job raised; NotBegun for one that was cancelled by others."""
+    cancelled: asyncio.CancelledError | None = None
+    while not job.done():
+        try:
+            await asyncio.wait([job])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        failure_of(job)
+        raise cancelled
+    if job.cancelled():
+        raise _not_begun(None)
+    return job.result()
+
+
+async def given_up(jobs: Iterable[Future[Any]]) -> None:
+    """Return when none of these jobs runs, and none will: those that no mover has begun are cancelled."""
+    running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
+    await to_its_end(asyncio.gather(*running, return_exceptions=True))
+
+
+def failure_of(job: asyncio.Future[Result] | Future[Result]) -> KVStoreError | None:
+    """Why a job that has ended did not end well; None when it did."""
+    if job.cancelled():
+        return _not_begun(None)
+    error = job.exception()
+    if error is None or isinstance(error, KVStoreError):
+        return error
+    if isinstance(error, CancelledError):
+        return _not_begun(error)
+    failure = Internal(f"a byte mover failed: {error!r}")
+    failure.__cause__ = error
+    return failure
+
+
+def _not_begun(cause: BaseException | None) -> NotBegun:
+    failure = NotBegun(f"no byte mover took the job: {cause or 'it was cancelled'}: try again later")
+    failure.__cause__ = cause.with_traceback(None) if cause else None  # its frames hold what the job was to work on
+    return failure
