@@ -14,6 +14,7 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
+from kvstore.wire.bounds import decode
 from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
 from kvstore_client.prefix import AnySession
 from kvstore_client.writer import COMMIT_S_MAX
@@ -40,7 +41,7 @@ class Held:
 
     def __init__(self, ticket: bytes) -> None:
         try:
-            message = pb.HeldPrefix.FromString(ticket)
+            message = decode(pb.HeldPrefix, ticket)
         except Exception as error:
             raise InvalidRequest("ticket must be the bytes that a match with hold=True carries") from error
         if not message.ticket or not message.token_count or len(message.digests) % DIGEST_BYTES:

@@ -13,6 +13,7 @@ from kvstore.seams import Workers
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
+from kvstore.wire.bounds import decode
 from kvstore_client.arrays import checked
 from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
@@ -343,7 +344,7 @@ class StoreWriter:
 def unpacked(ticket: bytes) -> pb.SharedStore:
     """Raises InvalidRequest when the bytes are no writer's ticket."""
     try:
-        message = pb.SharedStore.FromString(ticket)
+        message: pb.SharedStore = decode(pb.SharedStore, ticket)
     except Exception as error:
         raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
     if not message.ticket or not message.token_count:

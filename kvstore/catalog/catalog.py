@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -90,13 +90,7 @@ class Catalog:
                 hits = rows.index(None)
             chains.append(rows)  # type: ignore[arg-type]  # cut before the first None below
         chains = [rows[:hits] for rows in chains]
-        runs = self._hit_runs(chains, hits)
-        for digest in digests[hits:]:
-            state, reason = _absent(namespaces, digest)
-            if runs and runs[-1].state is state and runs[-1].reason is reason:
-                runs[-1] = runs[-1]._replace(chunk_count=runs[-1].chunk_count + 1)
-            else:
-                runs.append(Run(1, state, reason, Tier.NONE, Encoding.NONE))
+        runs = [*self._hit_runs(chains, hits), *absent_runs(namespaces, digests[hits:])]
         return Walk(hits, tuple(runs), chains)
 
     def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:
@@ -233,6 +227,25 @@ class Catalog:
         """Undo one ``table.hold``."""
         self.table.unhold(row)
         self.forget_ghost(row)
+
+
+def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> list[Run]:
+    """Runs of chunks that no lookup finds, whatever is stored of them: one before them is missing."""
+    runs: list[Run] = []
+    for (state, reason), alike in groupby(_absent(namespaces, digest) for digest in digests):
+        runs.append(Run(sum(1 for _ in alike), state, reason, Tier.NONE, Encoding.NONE))
+    return runs
+
+
+def joined_runs(runs: Iterable[Run]) -> list[Run]:
+    """Neighbours that are alike, as one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1][1:] == run[1:]:
+            joined[-1] = run._replace(chunk_count=joined[-1].chunk_count + run.chunk_count)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _absent(namespaces: Sequence[Namespace], digest: bytes) -> tuple[ChunkState, MissReason]:

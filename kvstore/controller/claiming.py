@@ -24,7 +24,7 @@ from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.controller.writeback import Writeback
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import ROOT_DIGEST, storage_key
-from kvstore.seams import Clock, Random, TenantKeys
+from kvstore.seams import Clock, LongWork, Random, TenantKeys
 from kvstore.spec import CacheKind, MissReason, StoreState
 from kvstore.telemetry import Counters
 
@@ -69,6 +69,7 @@ class Claiming:
         self._demotion_wait_s = demotion_wait_s
         self.end: Callable[[Reservation], None] = _nothing
         self._by_ticket: dict[bytes, Reservation] = {}
+        self._long = LongWork(clock)
         self.reserved_bytes = 0
 
     async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
@@ -124,16 +125,22 @@ class Claiming:
         until_s = self._clock.monotonic() + self._deadline_s
         await self._residency.replace([])  # what was evicted under these digests is to be erased, too
         while True:
-            rows = [part.index[each] for each in digests if each in part.index]
-            is_busy = any(each in part.pending for each in digests) or any(map(self._catalog.table.is_held, rows))
-            if not is_busy and not rows:
-                return  # and the claim follows without a pause
-            if not is_busy:
+            busy = next((each for each in digests if self._is_in_use(part, each)), None)
+            if busy is None:
+                rows = [part.index[each] for each in digests if each in part.index]
+                if not rows:
+                    return  # and the claim follows without a pause
                 await self._residency.replace(rows)
                 continue
-            if self._clock.monotonic() >= until_s:
-                raise Unavailable("the value that is to be replaced is being read or written: try again")
-            await self._clock.sleep(REPLACE_STEP_S)
+            while self._is_in_use(part, busy):  # one name is looked at while it is waited for, however many there are
+                if self._clock.monotonic() >= until_s:
+                    raise Unavailable("the value that is to be replaced is being read or written: try again")
+                await self._clock.sleep(REPLACE_STEP_S)
+
+    def _is_in_use(self, part: Namespace, digest: bytes) -> bool:
+        """Whether a chunk is being read or stored."""
+        row = part.index.get(digest)
+        return digest in part.pending or (row is not None and self._catalog.table.is_held(row))
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
@@ -173,11 +180,14 @@ class Claiming:
         await self._scrub.prove(found, self._demotion_wait_s)
         _check_open(reservation.sessions[0])
         keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
+        pauses = self._long.begin()
         for index, digest in enumerate(digests):
             parent = digests[index - 1] if index else ROOT_DIGEST
             last = index == len(digests) - 1
             tokens = request.tail_token_count if last and request.tail_token_count else parts[0].spec.chunk_tokens
             for part in parts:
+                await pauses.between()
+                _check_open(reservation.sessions[0])
                 entry = Entry(part, digest, parent, StoreState.REFUSED)
                 reservation.entries.append(entry)
                 if not reservation.refusal:

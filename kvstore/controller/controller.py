@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
 from kvstore.arena import Arena, Staging
@@ -12,7 +12,7 @@ from kvstore.catalog import Catalog, Watcher
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.capacity import Capacity
 from kvstore.controller.claiming import Claiming
-from kvstore.controller.fetching import Fetching, arrivals_of, parts_of
+from kvstore.controller.fetching import STEP_CHUNKS, Fetching, arrivals_of, parts_of
 from kvstore.controller.joining import Joining, has_filling
 from kvstore.controller.promotion import Promotion
 from kvstore.controller.residency import Residency
@@ -35,12 +35,14 @@ from kvstore.controller.values import (
 from kvstore.controller.writeback import Writeback
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.policy import EvictionPolicy
-from kvstore.seams import Clock, FaultPoints, Memory, Random, TenantKeys, Workers
+from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
 from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import NvmeTier
 
 DRAIN_STEP_S = 0.01
+FILL_BATCH = 64
+"""Fills whose copies are begun at once."""
 SWEEP_INTERVAL_S = 1.0
 _log = logging.getLogger("kvstore.controller")
 
@@ -73,7 +75,7 @@ class Controller:
         self.counters = counters
         self.keys = keys
         self.deadline_s = deadline_s
-        self._clock = clock
+        self._clock, self.long_work = clock, LongWork(clock)
         self._is_write_through = is_write_through
         self.catalog = Catalog(limits.model_count_max, memory)
         self.sessions = Sessions(limits, random, memory)
@@ -197,10 +199,22 @@ class Controller:
         self.counters.add("lookup_calls")
         return self.fetching.lookup(query, readers)
 
-    def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
+    async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
+        """As ``lookup``, whatever the chain's length: others are answered in between."""
+        if len(query.digests) * (len(query.hidden_layers) + 1) <= STEP_CHUNKS:
+            return self.lookup(query, readers)
+        self._check(query)
+        self.counters.add("lookup_calls")
+        return await self.fetching.lookup_in_steps(query, readers, self.long_work.begin())
+
+    async def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
         """Each chain by itself. Raises Exhausted when all of them together are too long."""
         self._check(*queries)
-        return [self.fetching.lookup(query) for query in queries]
+        pauses = self.long_work.begin()
+        found = []
+        for query in queries:
+            found.append(await self.fetching.lookup_in_steps(query, 0, pauses))
+        return found
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         self._check(query)
@@ -251,6 +265,19 @@ class Controller:
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         return self.claiming.join(session, ticket, fingerprint)
+
+    async def begin_fill(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
+        """Have the bytes of a long list moved, others being answered in between. Returns the last of it, which its
+        ``fill`` or ``commit`` takes along. Raises what ``fill`` raises; what was begun before counts."""
+        pauses = self.long_work.begin()
+        batch: list[Fill] = []
+        for each in fills:
+            if len(batch) == FILL_BATCH:
+                self.storing.begin(session, reservation_id, batch)
+                await pauses.between()
+                batch = []
+            batch.append(each)
+        return batch
 
     async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0) -> StoreResult:
         result = await self.storing.commit(session, reservation_id, fills, shard)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvstore.catalog import Catalog, Namespace, Walk
+from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
 from kvstore.config import LimitSettings
 from kvstore.controller.promotion import Loading, Promotion
 from kvstore.controller.residency import Residency
@@ -16,9 +16,12 @@ from kvstore.controller.tickets import Tickets
 from kvstore.controller.values import Arrival, ChainQuery, FetchResult, LookupResult, Resident, Tail
 from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.seams import Clock
+from kvstore.seams import Clock, Pauses
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
+
+STEP_CHUNKS = 4096
+"""How many of a chain's chunks, times their parts, are walked between two pauses."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +119,23 @@ class Fetching:
         rows = tuple(row for chain in walk.chains for row in chain)
         ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
         return LookupResult(walk.hit_count, walk.runs, tails, ticket.ticket_id, self._limits.ticket_age_s_max)
+
+    async def lookup_in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
+        """As ``lookup``, of a chain that takes long to walk: others are answered in between. What left meanwhile is
+        missed; what came may be."""
+        parts = parts_of(self._catalog, query)
+        step = max(1, STEP_CHUNKS // len(parts))
+        hits, absent = 0, []
+        for start in range(0, len(query.digests), step):
+            digests = query.digests[start : start + step]
+            if hits == start:
+                found = self._catalog.walk(parts, digests).hit_count
+                hits, digests = hits + found, digests[found:]
+            absent += absent_runs(parts, digests)
+            await pauses.between()
+        prefix = self.lookup(replace(query, digests=query.digests[:hits]), readers)
+        self._counters.add("lookup_miss_chunks", len(query.digests) - hits)
+        return replace(prefix, runs=tuple(joined_runs((*prefix.runs, *absent))))
 
     def _byte_count(self, walk: Walk) -> int:
         table, numbered = self._catalog.table, self._catalog.spaces.numbered

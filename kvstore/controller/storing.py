@@ -77,6 +77,10 @@ class Storing:
             if entry.failure is not None:
                 raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
 
+    def begin(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+        """As ``fill``, without waiting for the copies: the ``fill`` or ``commit`` that follows does."""
+        self._start(session, self._reservation(session, reservation_id), fills)
+
     def _start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
         """Have the bytes moved. What moves, moves to its end, whoever still waits for it. Once the first job has begun
         nothing raises: one that the movers refuse has failed, and who waits hears of it when the others have ended."""

@@ -21,6 +21,7 @@ from kvstore.server.rpc import Context
 from kvstore.telemetry import Counters
 from kvstore.units import is_loopback, split_address
 from kvstore.v1 import remote_pb2 as rpb
+from kvstore.wire.bounds import decode
 
 CACHE = "kvstore.v1.CacheService"
 FORWARDED = {
@@ -126,7 +127,7 @@ class Door:
 
     async def _connect(self, request: bytes, context: Context) -> None:
         """A session, for as long as its client listens."""
-        version = _parsed(rpb.ConnectRequest, request).version
+        version = decode(rpb.ConnectRequest, request).version
         if version != PROTOCOL_VERSION:
             raise InvalidRequest(
                 f"this server speaks version {PROTOCOL_VERSION} of the remote plane, not {version}: use a client of "
@@ -150,7 +151,7 @@ class Door:
         """A prefix, bytes included."""
         node, session = self._guard.session(context)
         self._enter(session, context)
-        sending = Sending(node, session, _parsed(rpb.FetchBytesRequest, request), self._message_bytes)
+        sending = Sending(node, session, decode(rpb.FetchBytesRequest, request), self._message_bytes)
         leaving: asyncio.Future[Any] | None = None
         try:
             async for message in sending.messages(context.time_remaining()):  # made while the one before leaves
@@ -199,13 +200,6 @@ def _note_end(leaving: asyncio.Future[Any]) -> None:
     """A message that could not leave is nobody's error when its stream has ended by then."""
     if not leaving.cancelled():
         leaving.exception()
-
-
-def _parsed(kind: Any, request: bytes) -> Any:
-    try:
-        return kind.FromString(request)
-    except Exception as error:
-        raise InvalidRequest("the message cannot be decoded") from error
 
 
 def credentials(certificate_file: str, key_file: str, client_ca_file: str) -> Any:

@@ -10,6 +10,7 @@ from kvstore.seams.disk import Disk, SystemDisk
 from kvstore.seams.faults import FaultPoints
 from kvstore.seams.memory import BytearrayMemory, Mapping, Memory, SystemMemory
 from kvstore.seams.movers import MoverProcesses
+from kvstore.seams.pauses import LongWork, Pauses
 from kvstore.seams.randomness import Random, SeededRandom, SystemRandom
 from kvstore.seams.scheduler import InlineWorkers, Lender, OwnThreads, SeededWorkers, Workers, WorkerThreads
 from kvstore.seams.secrets import TenantKeys
@@ -25,12 +26,14 @@ __all__ = [
     "FaultPoints",
     "InlineWorkers",
     "Lender",
+    "LongWork",
     "LoopClock",
     "ManualClock",
     "Mapping",
     "Memory",
     "MoverProcesses",
     "OwnThreads",
+    "Pauses",
     "Random",
     "SeededRandom",
     "SeededWorkers",

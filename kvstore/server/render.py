@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
@@ -22,13 +22,16 @@ from kvstore.controller import (
 )
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
+from kvstore.seams import Pauses
 from kvstore.spec import Exactness, Provenance
 from kvstore.tiers import TierStatistics
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire.bounds import check_parts
 
 POSITION_STOP = 1 << 63
 """Room for the longest chain behind it before a header's 64 bits end."""
+RENDER_BATCH = 256
 _PROVENANCE = {0: Provenance.IN_CONTEXT, 1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
@@ -53,10 +56,12 @@ def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuer
     provenance = _PROVENANCE.get(message.provenance)
     if provenance is None:
         raise InvalidRequest(f"provenance {message.provenance} is unknown to this version")
+    hidden_layers = tuple(message.hidden_layers)
+    check_parts(len(message.digests) // DIGEST_BYTES, len(hidden_layers) + (not message.hidden_only))
     return ChainQuery(
         message.fingerprint,
         _digests(message.digests, "digests"),
-        tuple(message.hidden_layers),
+        hidden_layers,
         exactness,
         message.hidden_only,
         tuple(layers),
@@ -81,10 +86,10 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
     )
 
 
-def parse_fills(messages: Iterable[pb.Fill]) -> list[Fill]:
-    return [
-        Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset) for each in messages
-    ]
+def parse_fills(messages: Iterable[pb.Fill]) -> Iterator[Fill]:
+    """One at a time, as they are taken: there may be many."""
+    for each in messages:
+        yield Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset)
 
 
 def _tails(tails: tuple[Tail, ...]) -> list[pb.PartialTail]:
@@ -117,7 +122,8 @@ def _runs(result: LookupResult) -> list[pb.ChunkRun]:
     return runs
 
 
-def render_fetch(result: FetchResult) -> pb.FetchResponse:
+async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
+    """Others are answered in between: there may be many chunks."""
     response = pb.FetchResponse(
         lease_id=result.lease_id,
         hit_count=result.hit_count,
@@ -125,7 +131,7 @@ def render_fetch(result: FetchResult) -> pb.FetchResponse:
         reason=int(result.reason),  # type: ignore[arg-type]
         tails=_tails(result.tails),
     )
-    for chunk in result.chunks:
+    for number, chunk in enumerate(result.chunks, start=1):
         placement = chunk.placement
         response.chunks.add(
             index=chunk.chain_index,
@@ -139,6 +145,8 @@ def render_fetch(result: FetchResult) -> pb.FetchResponse:
             generation=placement.generation,
             is_arriving=chunk.loading is not None,
         )
+        if number % RENDER_BATCH == 0:
+            await pauses.between()
     return response
 
 

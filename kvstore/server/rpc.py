@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError
 from kvstore.telemetry import Counters
 from kvstore.wire import METADATA_ERROR
+from kvstore.wire.bounds import decode
 
 _log = logging.getLogger("kvstore.server")
 Context = Any
@@ -38,15 +38,15 @@ def register(server: Any, service: ServiceDescriptor, servicer: object, counters
 
 
 def _tolerant(message: Any) -> Callable[[bytes], Any]:
-    """Decode, or None: gRPC would answer garbage with INTERNAL, and it is the caller's fault."""
+    """Decode within the limits, or the error: gRPC would answer with INTERNAL, and it is the caller's fault."""
 
-    def decode(data: bytes) -> Any:
+    def read(data: bytes) -> Any:
         try:
-            return message.FromString(data)
-        except DecodeError:
-            return None
+            return decode(message, data)
+        except InvalidRequest as error:
+            return error
 
-    return decode
+    return read
 
 
 def _unary(
@@ -54,8 +54,8 @@ def _unary(
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def handle(request: Any, context: Context) -> Any:
         try:
-            if request is None:
-                raise InvalidRequest(f"{name}: the message cannot be decoded")
+            if isinstance(request, InvalidRequest):
+                raise request
             return await function(request, context)
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             await abort(error, name, context, counters)
@@ -68,8 +68,8 @@ def _streaming(
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            if request is None:
-                raise InvalidRequest(f"{name}: the message cannot be decoded")
+            if isinstance(request, InvalidRequest):
+                raise request
             async for response in function(request, context):
                 yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status

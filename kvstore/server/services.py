@@ -47,8 +47,10 @@ class CacheService:
         _session(self._controller, context)
         readers = (request.readers or 1) if request.hold else 0
         segments = [render.parse_query(each) for each in request.segments]
-        found = self._controller.lookup_segments(segments) if segments else ()
-        return render.render_lookup(self._controller.lookup(render.parse_query(request.query), readers), found)
+        found = await self._controller.lookup_segments(segments) if segments else ()
+        return render.render_lookup(
+            await self._controller.lookup_long(render.parse_query(request.query), readers), found
+        )
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
@@ -65,7 +67,7 @@ class CacheService:
             else:
                 result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
             try:
-                yield render.render_fetch(result)
+                yield await render.render_fetch(result, self._controller.long_work.begin())
             except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back
                 self._controller.release(session, [result.lease_id])
                 raise
@@ -76,9 +78,13 @@ class CacheService:
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """Give leases back."""
-        self._controller.release(_session(self._controller, context), list(request.lease_ids))
+        session, pauses = _session(self._controller, context), self._controller.long_work.begin()
+        for lease_id in request.lease_ids:
+            self._controller.release(session, [lease_id])
+            await pauses.between()
         for ticket in request.tickets:
             self._controller.tickets.release(ticket)
+            await pauses.between()
         return pb.ReleaseResponse()
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
@@ -101,12 +107,16 @@ class CacheService:
             result = await self._controller.reserve(session, render.parse_reserve(request.reserve))
             return render.render_store(result)
         if step == "fill":
+            reservation_id = request.fill.reservation_id
             fills = render.parse_fills(request.fill.fills)
-            await self._controller.fill(session, request.fill.reservation_id, fills)
-            return pb.StoreResponse(reservation_id=request.fill.reservation_id)
+            last = await self._controller.begin_fill(session, reservation_id, fills)
+            await self._controller.fill(session, reservation_id, last)
+            return pb.StoreResponse(reservation_id=reservation_id)
         if step == "commit":
+            reservation_id = request.commit.reservation_id
             fills = render.parse_fills(request.commit.fills)
-            result = await self._controller.commit(session, request.commit.reservation_id, fills, request.commit.shard)
+            last = await self._controller.begin_fill(session, reservation_id, fills)
+            result = await self._controller.commit(session, reservation_id, last, request.commit.shard)
             return render.render_store(result)
         if step == "join":
             return render.render_store(self._controller.join(session, request.join.ticket, request.join.fingerprint))

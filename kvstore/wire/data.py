@@ -14,10 +14,14 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams.memory import Bytes
+from kvstore.wire.bounds import decode
+from kvstore.wire.limits import RUNS_MAX
 
 ALIGNMENT = 64
 PADDING_TAG = 14 << 3 | 2
 DATA_TAG = 15 << 3 | 2
+FIELD_COUNT_MAX = RUNS_MAX + 64
+"""Before the data: they are walked one by one."""
 _LENGTH_DELIMITED, _VARINT = 2, 0
 Message = TypeVar("Message")
 
@@ -36,23 +40,25 @@ def data_prefix(fields: Any, byte_count: int) -> bytes:
 
 
 def split_message(kind: type[Message], message: bytes) -> tuple[Message, Bytes]:
-    """The fields before ``data``, parsed, and a view of ``data``. Raises InvalidRequest for what is no such message."""
-    place = 0
+    """The fields before ``data``, within their limits, and a view of ``data``. Raises InvalidRequest for what is no
+    such message."""
+    place = field_count = 0
     try:
         while place < len(message) and message[place] != DATA_TAG:
+            field_count += 1
+            if field_count > FIELD_COUNT_MAX:
+                raise InvalidRequest(f"a message with data has at most {FIELD_COUNT_MAX} fields before it")
             tag, place = _read_varint(message, place)
             size, after = _read_varint(message, place)
             place = after + (size if tag & 7 == _LENGTH_DELIMITED else 0)
             if tag & 7 not in (_VARINT, _LENGTH_DELIMITED):
                 raise ValueError(tag)
-        fields = kind.FromString(message[:place])  # type: ignore[attr-defined]  # a protobuf message
+        fields: Message = decode(kind, memoryview(message)[:place])
         if place == len(message):
             return fields, np.empty(0, np.uint8)
         size, place = _read_varint(message, place + 1)
     except (IndexError, ValueError) as error:
         raise InvalidRequest("the message cannot be decoded") from error
-    except Exception as error:
-        raise InvalidRequest("the message's fields cannot be decoded") from error
     if place + size != len(message):
         raise InvalidRequest("the message's data must be its last field, and whole")
     return fields, np.frombuffer(message, np.uint8, size, place)

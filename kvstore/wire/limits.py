@@ -1,0 +1,154 @@
+"""How much each field of the wire may carry. One table, for every repeated, bytes and string field of every message.
+
+``bounds`` holds requests to it before anything is computed from them. They are contract, not settings: far above what
+engines send (a prompt of 2 M tokens named by hashes of 16; every layer of the deepest model), and low enough that one
+message costs its reader milliseconds and a few times its own size in memory. What an operator may want lower is a
+setting: ``limits.token_count_max``, ``limits.message_bytes_max``.
+
+A reply is made by the server from what it holds. Its fields' limits follow from the request's; the whole of it is held
+to ``REPLY_BYTES_MAX`` by both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MIB = 1 << 20
+DIGEST_BYTES = 32
+CHAIN_CHUNKS_MAX = 1 << 17
+"""Digests in one chain: 2 M tokens in chunks of 16."""
+LAYERS_MAX = 1024
+PARTS_MAX = 1 << 17
+"""Chunks of one request times the parts it asks for of each (the attention cache, E of each hidden layer)."""
+SEGMENTS_MAX = 4096
+FILLS_MAX = 1 << 18
+REPLACES_MAX = 1024
+RUNS_MAX = 1 << 15
+"""Runs in a message with data: slabs of 128 bytes in the largest one."""
+IDS_MAX = 1 << 14
+REPLY_BYTES_MAX = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """``count``: of a repeated field's items. ``size``: bytes of a bytes field, characters of a string, of each item
+    where the field is repeated."""
+
+    count: int = 0
+    size: int = 0
+
+
+def _digests(count: int) -> Limit:
+    return Limit(size=count * DIGEST_BYTES)
+
+
+_SPEC: Mapping[str, Limit] = {
+    "RopeFactor.name": Limit(size=128),
+    "RopeSpec.kind": Limit(size=128),
+    "RopeSpec.factors": Limit(count=4096),
+    "RopeSpec.mrope": Limit(count=64),
+    "ModelSpec.model_id": Limit(size=512),
+    "ModelSpec.weights_digest": Limit(size=512),
+    "ModelSpec.adapter_id": Limit(size=512),
+    "ModelSpec.layers": Limit(count=LAYERS_MAX),
+    "ModelSpec.cache_dtype": Limit(size=64),
+    "ModelSpec.hidden_dtype": Limit(size=64),
+    "ModelSpec.scales": Limit(count=LAYERS_MAX),
+    "ModelSpec.tokenizer_digest": Limit(size=512),
+}
+
+_REQUESTS: Mapping[str, Limit] = {
+    "ChainQuery.fingerprint": Limit(size=64),
+    "ChainQuery.digests": _digests(CHAIN_CHUNKS_MAX),
+    "ChainQuery.hidden_layers": Limit(count=LAYERS_MAX),
+    "LookupRequest.segments": Limit(count=SEGMENTS_MAX),
+    "FetchRequest.layers": Limit(count=LAYERS_MAX),
+    "FetchRequest.ticket": Limit(size=64),
+    "ReleaseRequest.lease_ids": Limit(count=IDS_MAX),
+    "ReleaseRequest.tickets": Limit(count=IDS_MAX, size=64),
+    "WatchRequest.tenant": Limit(size=64),
+    "Reserve.token_digests": _digests(CHAIN_CHUNKS_MAX),
+    "Reserve.replaces": _digests(REPLACES_MAX),
+    "Join.ticket": Limit(size=64),
+    "Join.fingerprint": Limit(size=64),
+    "FillStrips.fills": Limit(count=FILLS_MAX),
+    "Commit.fills": Limit(count=FILLS_MAX),
+    "StoreBytesRequest.runs": Limit(count=RUNS_MAX),
+    "StoreBytesRequest.checksum": Limit(size=16),
+    "StoreBytesRequest.padding": Limit(size=64),
+    "StoreBytesRequest.data": Limit(size=REPLY_BYTES_MAX),
+}
+
+_HANDED_ON: Mapping[str, Limit] = {
+    "HeldPrefix.ticket": Limit(size=64),
+    "HeldPrefix.digests": _digests(CHAIN_CHUNKS_MAX),
+    "SharedStore.ticket": Limit(size=64),
+    "SharedStore.digests": _digests(CHAIN_CHUNKS_MAX),
+    "SharedStore.hidden_layers": Limit(count=LAYERS_MAX),
+}
+
+_REPLIES: Mapping[str, Limit] = {
+    "RegisterModelResponse.fingerprint": Limit(size=64),
+    "PartialTail.digest": _digests(1),
+    "SegmentFound.runs": Limit(count=CHAIN_CHUNKS_MAX),
+    "LookupResponse.runs": Limit(count=CHAIN_CHUNKS_MAX),
+    "LookupResponse.tails": Limit(count=1 << 16),
+    "LookupResponse.ticket": Limit(size=64),
+    "LookupResponse.segments": Limit(count=SEGMENTS_MAX),
+    "ResidentChunk.extents": Limit(count=1 << 20),
+    "Arrival.slabs": Limit(size=LAYERS_MAX // 8),
+    "FetchResponse.chunks": Limit(count=PARTS_MAX),
+    "FetchResponse.tails": Limit(count=1 << 16),
+    "FetchResponse.arrivals": Limit(count=PARTS_MAX),
+    "ChunkEvent.fingerprint": Limit(size=64),
+    "ChunkEvent.model_id": Limit(size=512),
+    "ChunkEvent.digest": _digests(1),
+    "ChunkEvent.parent": _digests(1),
+    "WatchResponse.epoch": Limit(size=64),
+    "WatchResponse.events": Limit(count=1024),
+    "StoreResponse.states": Limit(count=PARTS_MAX),
+    "StoreResponse.refusal": Limit(size=4096),
+    "StoreResponse.ticket": Limit(size=64),
+    "ConnectResponse.secret": Limit(size=64),
+    "FetchBytesResponse.lost": Limit(count=PARTS_MAX),
+    "FetchBytesResponse.runs": Limit(count=RUNS_MAX),
+    "FetchBytesResponse.padding": Limit(size=64),
+    "FetchBytesResponse.data": Limit(size=REPLY_BYTES_MAX),
+}
+
+_OPERATORS: Mapping[str, Limit] = {
+    "ModelStats.model_id": Limit(size=512),
+    "ModelStats.fingerprint": Limit(size=64),
+    "TierStats.name": Limit(size=64),
+    "TierStats.state": Limit(size=64),
+    "StatsResponse.version": Limit(size=64),
+    "StatsResponse.tenant": Limit(size=64),
+    "StatsResponse.models": Limit(count=1 << 16),
+    "StatsResponse.counters": Limit(count=1024),
+    "StatsResponse.CountersEntry.key": Limit(size=128),
+    "StatsResponse.tiers": Limit(count=16),
+    "StatsResponse.tier_problem": Limit(size=4096),
+}
+
+FIELD_LIMITS: Mapping[str, Limit] = {
+    **{f"kvstore.v1.{name}": limit for name, limit in {**_SPEC, **_REQUESTS, **_HANDED_ON, **_REPLIES}.items()},
+    **{f"kvstore.v1alpha.{name}": limit for name, limit in _OPERATORS.items()},
+}
+
+MESSAGE_BYTES: Mapping[str, int] = {
+    "kvstore.v1.RegisterModelRequest": MIB,
+    "kvstore.v1.LookupRequest": 8 * MIB,
+    "kvstore.v1.StoreRequest": 16 * MIB,
+    "kvstore.v1.FetchRequest": 5 * MIB,
+    "kvstore.v1.ReleaseRequest": 2 * MIB,
+    "kvstore.v1.WatchRequest": 4096,
+    "kvstore.v1.ConnectRequest": 4096,
+    "kvstore.v1.FetchBytesRequest": 5 * MIB,
+    "kvstore.v1.StoreBytesRequest": 4 * MIB,
+    "kvstore.v1.FetchBytesResponse": REPLY_BYTES_MAX,
+    "kvstore.v1.HeldPrefix": 6 * MIB,
+    "kvstore.v1.SharedStore": 6 * MIB,
+    "kvstore.v1alpha.StatsRequest": 4096,
+}
+"""Of a whole message, before it is decoded: what its fields may carry together. Of one with data: what comes before."""
