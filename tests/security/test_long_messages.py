@@ -24,7 +24,7 @@ from tests.security.tenancy import client_of, tenants_sidecar
 from tests.server.raw import Raw
 from tests.specs import small_spec, tokens_of
 
-STALL_S_MAX = 1.0
+STALL_S_MAX = 2.0
 SPEC = small_spec()
 CALLS_AT_ONCE = 8
 
