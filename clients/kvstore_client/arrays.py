@@ -29,29 +29,57 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
-    """``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the argument.
+def is_array(value: object) -> bool:
+    """Whether it is numpy's or torch's."""
+    return isinstance(value, np.ndarray) or is_tensor(value)
 
-    numpy has no bfloat16 or float8: arrays of those are passed as unsigned integers of the same size, or with a
-    dtype of that name.
-    """
-    if not is_tensor(value) and not isinstance(value, np.ndarray):
-        raise InvalidRequest(f"{name} must be a torch tensor or a numpy array, not {type(value).__name__}")
-    found = str(value.dtype).removeprefix("torch.")
-    raw = isinstance(value, np.ndarray) and value.dtype == _UNSIGNED[item_size(dtype)]
-    if found != dtype and not raw:
-        raise InvalidRequest(f"{name} is {found}, the model's cache is {dtype}")
+
+def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
+    """``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the argument."""
+    check_memory(value, name)
+    check_dtype(value, dtype, name)
     if tuple(value.shape) != shape:
         raise InvalidRequest(f"{name} has shape {tuple(value.shape)}, expected {shape}")
     return value
 
 
+def check_memory(value: Any, name: str) -> None:
+    """Raises InvalidRequest for what is no tensor or array, or has no plain memory of its own."""
+    if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise InvalidRequest(f"{name} is a masked array, whose mask would be lost: give a plain array")
+        return
+    if not is_tensor(value):
+        raise InvalidRequest(f"{name} must be a torch tensor or a numpy array, not {type(value).__name__}")
+    if value.layout is not torch_module().strided:
+        raise InvalidRequest(f"{name} is {value.layout}: give a strided tensor, as to_dense() makes")
+    if not (value.is_cuda or value.is_cpu):
+        raise InvalidRequest(f"{name} is on the device {value.device}: give a tensor of the CPU or of a CUDA device")
+    if value.is_neg() or value.is_conj():
+        raise InvalidRequest(f"{name} is not yet negated (or conjugated): give its resolve_neg() or resolve_conj()")
+
+
+def check_dtype(value: Any, dtype: str, name: str) -> None:
+    """Raises InvalidRequest for items of another dtype than the cache's, naming both.
+
+    numpy has no bfloat16 or float8: arrays of those are passed as unsigned integers of the same size, or with a
+    dtype of that name.
+    """
+    unsigned = _UNSIGNED[item_size(dtype)]
+    if dtype_name(value) != dtype and not (isinstance(value, np.ndarray) and value.dtype == unsigned):
+        raise InvalidRequest(
+            f"{name} is {dtype_name(value)}, the model's cache is {dtype}: give {dtype}, or a numpy array of {unsigned}"
+        )
+
+
+def dtype_name(value: Any) -> str:
+    """torch's and numpy's dtypes by one name; numpy's of another byte order by its own ('>f4')."""
+    return str(value.dtype).removeprefix("torch.")
+
+
 def is_writable(value: Any) -> bool:
-    """Whether copies into it arrive and stay: arrays that are read-only, or that torch cannot share, would be copied
-    themselves, and of items that share memory only the last one would stay."""
-    strides = value.stride() if is_tensor(value) else value.strides
-    if 0 not in value.shape and any(not step and size > 1 for step, size in zip(strides, value.shape, strict=True)):
-        return False
+    """Whether copies into it arrive: arrays that are read-only, or that torch cannot share, would be copied
+    themselves."""
     return is_tensor(value) or (value.flags.writeable and is_shareable(value))
 
 

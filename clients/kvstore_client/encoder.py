@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
 from kvstore.spec import DTYPES, Durability, ModelSpec
-from kvstore_client.arrays import is_tensor, presented, raw_array
+from kvstore_client.arrays import check_memory, dtype_name, is_tensor, presented, raw_array
 from kvstore_client.receipt import Receipt
 from kvstore_client.value import flat
 
 PREFACE = struct.Struct("<8s24sQQ16x")
 MAGIC = b"kvencod1"
+AXIS_MAX = (1 << 63) - 1
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -31,21 +32,21 @@ def namespace_of(spec: ModelSpec) -> str:
 
 def packed(embeddings: Any, dtype: str | None) -> NDArray[np.uint8]:
     """Dtype, shape and bytes as one value. Raises InvalidRequest for anything but [tokens, hidden] of a known dtype."""
-    if not is_tensor(embeddings) and not isinstance(embeddings, np.ndarray):
-        raise InvalidRequest(f"embeddings must be a tensor or an array, not {type(embeddings).__name__}")
-    name = dtype or str(embeddings.dtype).removeprefix("torch.")
+    check_memory(embeddings, "embeddings")
+    found = dtype_name(embeddings)
+    name = found if dtype is None else dtype
     if name not in DTYPES:
         raise InvalidRequest(f"embeddings are {name}: use one of {', '.join(DTYPES)}, or name it with dtype=")
-    if embeddings.ndim != 2 or DTYPES[name] != _item_size(embeddings):
-        raise InvalidRequest(f"embeddings must be [tokens, hidden] of {name}, not {tuple(embeddings.shape)}")
+    if found not in (name, f"uint{8 * DTYPES[name]}"):
+        raise InvalidRequest(
+            f"embeddings are {found}, dtype= says {name}: give {name}, or unsigned integers of {DTYPES[name]} bytes"
+        )
+    if embeddings.ndim != 2:
+        raise InvalidRequest(f"embeddings must be [tokens, hidden], not of shape {tuple(embeddings.shape)}")
     plain = embeddings.detach().cpu() if is_tensor(embeddings) else raw_array(np.ascontiguousarray(embeddings))
     body = flat(plain, "embeddings")
     tokens, hidden = embeddings.shape
     return np.concatenate([np.frombuffer(PREFACE.pack(MAGIC, name.encode(), tokens, hidden), np.uint8), body])
-
-
-def _item_size(embeddings: Any) -> int:
-    return int(embeddings.element_size() if is_tensor(embeddings) else embeddings.itemsize)
 
 
 def unpacked(value: NDArray[np.uint8]) -> Any:
@@ -55,6 +56,8 @@ def unpacked(value: NDArray[np.uint8]) -> Any:
     magic, name, tokens, hidden = PREFACE.unpack(value[: PREFACE.size].tobytes())
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
     if magic != MAGIC or dtype not in DTYPES or value.size != PREFACE.size + tokens * hidden * DTYPES[dtype]:
+        return None
+    if max(tokens, hidden) > AXIS_MAX:  # one of them may be as large as it likes when the other is 0
         return None
     array = value[PREFACE.size :].view(_UNSIGNED[DTYPES[dtype]]).reshape(tokens, hidden)
     return presented(array, dtype)

@@ -16,6 +16,7 @@ from kvstore.spec import Durability, ModelSpec
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
 from kvstore_client.encoder import EncoderCalls
+from kvstore_client.overlap import Span, check_apart
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
 from kvstore_client.reading import Reader
@@ -113,6 +114,8 @@ class OpaqueCalls(EncoderCalls):
             raise InvalidRequest(f"{len(keys)} keys and {len(targets)} targets: give one target for each key")
         names = [Key.of(key) for key in keys]
         places = [Pieces([writable(one) for one in (each if isinstance(each, list) else [each])]) for each in targets]
+        spans = [(Span.of(one), f"targets[{number}]") for number, each in enumerate(places) for one in each.arrays]
+        check_apart([span for span, _ in spans], [name for _, name in spans])
         if not names:
             return []
         done: list[bool] = self._read(

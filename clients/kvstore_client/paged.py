@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from kvstore.chunk import slab_parts
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
-from kvstore_client.arrays import is_tensor, is_writable, settle_device
+from kvstore_client.arrays import check_dtype, check_memory, is_array, is_tensor, settle_device
 from kvstore_client.copying import copy, raw
+from kvstore_client.overlap import check_targets
 from kvstore_client.prefix import ChunkRun
 from kvstore_client.remote.fetching import Strips
 from kvstore_client.wanted import Wanted
 
 AXES = ("kv", "page", "slot", "head", "dim")
+SLOT_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,7 @@ class Pages:
 
     def check_writable(self) -> None:
         """Raises InvalidRequest for pages that cannot be fetched into."""
-        for number, pair in enumerate(self.views):
-            for plane in pair:
-                if not is_writable(plane):
-                    raise InvalidRequest(
-                        f"layers[{number}] is read-only, runs backwards, or has items that share memory: fetch into "
-                        "another array"
-                    )
+        check_targets(self.views, "layers")
         self._check_slots()
 
     def _check_slots(self) -> None:
@@ -239,11 +235,18 @@ def _array(plane: Any) -> NDArray[Any] | None:
 
 
 def _slots(slots: Any) -> NDArray[np.int64]:
+    if is_array(slots):
+        check_memory(slots, "slots")
     if is_tensor(slots):
-        slots = slots.detach().cpu().numpy()
-    array = np.asarray(slots)
+        slots = slots.detach().cpu()
+    try:
+        array = np.asarray(slots)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"slots must be one run of whole numbers: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(f"slots must be one run of whole numbers, not {array.dtype} of shape {array.shape}")
+    if array.dtype.kind == "u" and array.size and int(array.max()) > SLOT_MAX:
+        raise InvalidRequest(f"slot {int(array.max())} is larger than any: slots go up to {SLOT_MAX}")
     return array.astype(np.int64)
 
 
@@ -280,13 +283,10 @@ def _planes(wanted: Wanted, layer: int, given: Any, layout: str) -> tuple[Any, A
 
 def _ordered(tensor: Any, names: tuple[str, ...], what: str, dtype: str) -> Any:
     """A view with the axes kv, page, slot, head, dim; those that are missing have one entry."""
-    if not is_tensor(tensor) and not isinstance(tensor, np.ndarray):
-        raise InvalidRequest(f"{what} must be torch tensors or numpy arrays, not {type(tensor).__name__}")
+    check_memory(tensor, what)
+    check_dtype(tensor, dtype, what)
     if len(tensor.shape) != len(names):
         raise InvalidRequest(f"{what} has {len(tensor.shape)} axes, its layout names {len(names)}")
-    found = str(tensor.dtype).removeprefix("torch.")
-    if found != dtype and not (isinstance(tensor, np.ndarray) and tensor.dtype.kind == "u"):
-        raise InvalidRequest(f"{what} is {found}, the model's cache is {dtype}")
     order = [names.index(name) for name in AXES if name in names]
     view = tensor.permute(*order) if is_tensor(tensor) else tensor.transpose(order)
     for position, name in enumerate(AXES):

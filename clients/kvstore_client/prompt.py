@@ -21,7 +21,7 @@ from kvstore.keys import (
 )  # fmt: skip
 from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.arrays import is_tensor
+from kvstore_client.arrays import check_memory, is_array, is_tensor
 from kvstore_client.presence import Chain
 
 EXACT = 1
@@ -161,6 +161,8 @@ def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exa
 
 
 def _checked_tokens(tokens: Any, vocab_size: int) -> Tokens:
+    if is_array(tokens):
+        check_memory(tokens, "tokens")
     if is_tensor(tokens) and tokens.is_cuda:
         tokens = tokens.cpu()
     try:

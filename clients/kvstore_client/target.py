@@ -13,8 +13,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore.spec import item_size
-from kvstore_client.arrays import carve, destination, is_writable, presented, settle_device
+from kvstore_client.arrays import carve, destination, presented, settle_device
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.overlap import check_targets
 from kvstore_client.paged import Paged, PagedTarget, Pages
 from kvstore_client.planes import checked_planes, plane_shapes, shown
 from kvstore_client.prefix import ChunkRun
@@ -164,12 +165,8 @@ def given_planes(wanted: Wanted, into: Any) -> list[list[Any]] | None:
         raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
     layers = []
     for number, (layer, entry) in enumerate(zip(wanted.layers, into, strict=True)):
-        planes = checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer))
-        if not all(map(is_writable, planes)):
-            raise InvalidRequest(
-                f"into[{number}] is read-only, runs backwards, or has items that share memory: fetch into another array"
-            )
-        layers.append(planes)
+        layers.append(checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer)))
+    check_targets(layers, "into")
     settle_device([plane for planes in layers for plane in planes])
     return layers
 

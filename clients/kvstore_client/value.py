@@ -23,7 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.arrays import is_tensor
+from kvstore_client.arrays import check_memory, is_tensor
 from kvstore_client.copying import Copier
 from kvstore_client.session import Session
 from kvstore_client.storing import Store, Unit
@@ -53,8 +53,13 @@ def namespace_spec(namespace: str) -> ModelSpec:
 
 def flat(data: Any, name: str = "data") -> NDArray[np.uint8]:
     """Any contiguous buffer, array or CPU tensor as bytes, without a copy. Raises InvalidRequest."""
+    if isinstance(data, np.ndarray) and (data.dtype.hasobject or isinstance(data, np.ma.MaskedArray)):
+        raise InvalidRequest(
+            f"{name} has no plain bytes: {type(data).__name__} of {data.dtype}; give an array of numbers"
+        )
     try:
         if is_tensor(data):
+            check_memory(data, name)
             data = data.detach().contiguous().view(-1).view(_byte_type()).numpy()
         view = memoryview(data)
         return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)

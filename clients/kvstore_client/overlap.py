@@ -1,0 +1,141 @@
+"""Whether tensors share memory: a fetch into two that do would leave in each what came last.
+
+Addresses are compared, nothing is read: a GPU's tensors are looked at like others. Cost: about 2 us per tensor where
+they lie apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore_client.arrays import is_tensor, is_writable
+
+WORK_MAX = 100_000
+"""What may be spent on one pair of tensors that are interleaved. Beyond it they count as sharing memory."""
+_BASE = 1 << 60
+
+
+class Geometry(NamedTuple):
+    """The bytes of a tensor, from its first one on: ``strides`` in bytes, none negative."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_size: int
+
+    @property
+    def byte_count(self) -> int:
+        """From the first byte to behind the last, gaps included; 0 where it has no items."""
+        if 0 in self.shape:
+            return 0
+        return sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)) + self.item_size
+
+    @property
+    def repeats(self) -> bool:
+        """Whether two of its items may share bytes. No view that steps, slices or turns axes of a plain tensor does."""
+        reach = self.item_size
+        axes = zip(self.strides, self.shape, strict=True)
+        for step, size in sorted((step, size) for step, size in axes if size > 1):
+            if step < reach:
+                return True
+            reach += (size - 1) * step
+        return False
+
+
+class Span(NamedTuple):
+    """Where a tensor lies."""
+
+    device: str
+    start: int
+    stop: int
+    geometry: Geometry
+
+    @staticmethod
+    def of(value: Any) -> Span:
+        """Of a tensor or an array."""
+        if is_tensor(value):
+            size = value.element_size()
+            geometry = Geometry(tuple(value.shape), tuple(step * size for step in value.stride()), size)
+            device, start = str(value.device), int(value.data_ptr())
+        else:
+            axes = zip(value.shape, value.strides, strict=True)
+            before = sum((size - 1) * step for size, step in axes if step < 0 and size)
+            geometry = Geometry(value.shape, tuple(map(abs, value.strides)), value.itemsize)
+            device, start = "cpu", int(value.__array_interface__["data"][0]) + before
+        return Span(device, start, start + geometry.byte_count, geometry)
+
+    def meets(self, other: Span) -> bool:
+        """Whether the two have a byte in common."""
+        if self.device != other.device or self.start >= other.stop or other.start >= self.stop:
+            return False
+        return _meet(self.geometry, other.geometry, other.start - self.start)
+
+
+def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
+    """Two of them that have a byte in common, by number, or None."""
+    order = sorted(range(len(spans)), key=lambda number: spans[number][:2])
+    beside: list[int] = []
+    for number in order:
+        span = spans[number]
+        beside = [each for each in beside if spans[each].device == span.device and spans[each].stop > span.start]
+        found = next((each for each in beside if spans[each].meets(span)), None)
+        if found is not None:
+            return min(found, number), max(found, number)
+        if span.stop > span.start:
+            beside.append(number)
+    return None
+
+
+def check_targets(layers: Iterable[Sequence[Any]], name: str) -> None:
+    """Raises InvalidRequest where a layer's planes cannot be fetched into: copies would not arrive in them, or not stay
+    for others' sake."""
+    spans: list[Span] = []
+    numbers: list[int] = []
+    for number, planes in enumerate(layers):
+        for plane in planes:
+            span = Span.of(plane)
+            if not is_writable(plane) or span.geometry.repeats:
+                raise InvalidRequest(
+                    f"{name}[{number}] is read-only, runs backwards, or has items that share memory: fetch into "
+                    "another array"
+                )
+            spans.append(span)
+            numbers.append(number)
+    check_apart(spans, [f"{name}[{number}]" for number in numbers])
+
+
+def check_apart(spans: Sequence[Span], names: Sequence[str]) -> None:
+    """Raises InvalidRequest for two of these destinations that share memory."""
+    found = overlapping(spans)
+    if found is not None:
+        one, other = (names[each] for each in found)
+        both = f"{one} and {other} share" if one != other else f"two parts of {one} share"
+        raise InvalidRequest(f"{both} memory, where only what came last would stay: give each its own")
+
+
+@lru_cache(maxsize=4096)
+def _meet(one: Geometry, other: Geometry, distance: int) -> bool:
+    """Layers of one pool are alike: they are compared once."""
+    work_max: Any = WORK_MAX  # numpy's types know two named limits only
+    try:
+        return bool(np.shares_memory(_shown(one, 0), _shown(other, distance), max_work=work_max))
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Shown:
+    """An array by its addresses alone. Never read: there is no memory there."""
+
+    def __init__(self, geometry: Geometry, distance: int) -> None:
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{geometry.item_size}", "data": (_BASE + distance, True),
+            "shape": geometry.shape, "strides": geometry.strides,
+        }  # fmt: skip
+
+
+def _shown(geometry: Geometry, distance: int) -> Any:
+    return np.asarray(_Shown(geometry, distance))
