@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
+from kvstore.errors import DeadlineExceeded
 from kvstore.seams import WorkerThreads
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1alpha import admin_pb2
+from kvstore_client.awaiting import ended
 from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
 from kvstore_client.fetching import FetchedKV
 from kvstore_client.match import Match
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
 from kvstore_client.transfer import Transfer
+from kvstore_client.watching import AsyncWatch
 from kvstore_client.writer import StoreWriter
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
-_END = object()
 
 
 async def connect_async(
@@ -37,15 +40,37 @@ async def connect_async(
 
 
 class AsyncClient:
-    """The same calls as ``Client``, awaited. A cancelled call finishes in its thread; its result is dropped."""
+    """The same calls as ``Client``, awaited. A cancelled call finishes in its thread; what its result holds is given
+    back. What waits for other stores or for the device takes none of these threads: those who make it come about need
+    one."""
 
     def __init__(self, client: Client, threads: WorkerThreads) -> None:
         self.client = client
         self._threads = threads
 
     async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-        """A blocking call, of a transfer or a writer, without blocking the loop."""
-        return await asyncio.wrap_future(self._threads.submit(lambda: function(*args, **options)))
+        """A blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts are
+        awaited."""
+        awaited = _AWAITED.get(getattr(function, "__func__", None))
+        if awaited is not None:
+            found: Result = await awaited(self, function.__self__, *args, **options)  # type: ignore[attr-defined]  # bound
+            return found
+        future = self._threads.submit(lambda: function(*args, **options))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._drop)
+            raise
+
+    def _drop(self, future: Future[Any]) -> None:
+        """Nobody takes the result of a cancelled call. What it holds goes with it, but for a ticket's hold: that is
+        for whoever has its bytes."""
+        found = None if future.cancelled() or future.exception() is not None else future.result()
+        if isinstance(found, Match) and found.ticket:
+            try:
+                self._threads.submit(self.client.release_ticket, found.ticket)
+            except RuntimeError:
+                return  # the client is being closed
 
     async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
         """See ``Client.lookup``."""
@@ -59,14 +84,12 @@ class AsyncClient:
         self, spec: ModelSpec, tokens: Any, **options: Any
     ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
         """See ``Client.fetch_layers``."""
-        stream = await self.call(self.client.fetch_layers, spec, tokens, **options)
-        layers = iter(stream)
+        transfer = await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
         try:
-            while (item := await self.call(next, layers, _END)) is not _END:
-                yield item
+            for layer in transfer.layers if transfer.token_count else ():
+                yield layer, await self.call(transfer.wait_layer, layer)
         finally:
-            await self.call(layers.close)  # type: ignore[attr-defined]  # a generator's iterator
-            stream.close()
+            await self.call(transfer.cancel, DEFAULT_TIMEOUT_S)
 
     async def store(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
@@ -86,7 +109,12 @@ class AsyncClient:
 
     async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
         """``receipt.wait`` without blocking the loop."""
-        return await self.call(receipt.wait, timeout)
+        return await receipt.waited(timeout, self.call)
+
+    async def watch(self, *, tenant: str = "") -> AsyncWatch:
+        """See ``Client.watch``."""
+        watch = await self.call(self.client.watch, tenant=tenant)
+        return AsyncWatch(watch, self.call)
 
     async def partial_prefill(self, runner: Any, tokens: Any, **options: Any) -> Any:
         """See ``Client.partial_prefill``."""
@@ -126,7 +154,10 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """End the session. Idempotent."""
-        await asyncio.to_thread(self.client.close)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.client.close()
         self._threads.close()
 
     async def __aenter__(self) -> Self:
@@ -134,3 +165,39 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+async def _wait(_: AsyncClient, transfer: Transfer, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the transfer's own bound
+    await _landed(transfer.ending, "the transfer", timeout)
+    transfer.wait()
+
+
+async def _wait_layer(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+    await _landed(transfer.landing(layer), f"layer {layer}", timeout)
+    return transfer.wait_layer(layer)
+
+
+async def _wait_hidden(_: AsyncClient, transfer: Transfer, layer: int, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+    await _landed(transfer.landing_hidden(layer), f"E of layer {layer}", timeout)
+    return transfer.wait_hidden(layer)
+
+
+async def _landed(future: Future[Any], name: str, timeout: float | None) -> None:  # noqa: ASYNC109
+    if not await ended(future, timeout):
+        raise DeadlineExceeded(f"{name} did not land within {timeout} s")
+
+
+async def _cancel(_: AsyncClient, transfer: Transfer, timeout: float | None = None) -> bool:  # noqa: ASYNC109
+    transfer.stop()
+    await ended(transfer.ending, timeout)
+    return transfer.is_done
+
+
+_AWAITED: dict[Any, Callable[..., Awaitable[Any]]] = {
+    Receipt.wait: AsyncClient.wait,
+    Transfer.wait: _wait,
+    Transfer.wait_layer: _wait_layer,
+    Transfer.wait_hidden: _wait_hidden,
+    Transfer.cancel: _cancel,
+}
+"""What waits for others, and how it is awaited."""

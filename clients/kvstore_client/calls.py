@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvstore.errors import KVStoreError, Unavailable, from_status
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.presence import Presence
-from kvstore_client.returns import Returns
+from kvstore_client.returns import UNANSWERED, Returns
 
 RELEASE_TIMEOUT_S = 10.0
 
@@ -50,6 +51,31 @@ class Calls:
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call. Raises the typed error its status means."""
         return _called(method, request, timeout_s, self.metadata)
+
+    def give_back(self, call: Callable[[], object]) -> None:
+        """Make a call that gives something back. One that is not answered is made again beside the caller until it is.
+        Raises what the first one raised."""
+        try:
+            call()
+        except UNANSWERED:
+            self.returns.soon(call)
+            raise
+
+    def begin(self, method: Any, request: Any, timeout_s: float) -> Any:
+        """A unary call whose answer is waited for elsewhere: gRPC's future of it. Raises Unavailable."""
+        try:
+            return method.future(request, timeout=timeout_s, metadata=self.metadata)
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error
+
+    def answer(self, begun: Any) -> Any:
+        """Of a call that is done. Raises the typed error its status means."""
+        try:
+            return begun.result()
+        except grpc.RpcError as error:
+            raise self.translated(error) from error
+        except grpc.FutureCancelledError as error:
+            raise Unavailable("the sidecar is gone") from error
 
     @staticmethod
     def translated(error: grpc.RpcError) -> KVStoreError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from kvstore.errors import Exhausted
@@ -184,7 +185,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
         def release() -> None:
             session = self.connect_now()
-            session.call(session.cache.Release, pb.ReleaseRequest(tickets=[identity]), self._timeout_s)
+            request = pb.ReleaseRequest(tickets=[identity])
+            session.give_back(partial(session.call, session.cache.Release, request, self._timeout_s))
 
         self._connection.or_gone(release, lambda _: None)
 

@@ -51,8 +51,12 @@ class Connection:
             now = self._clock.monotonic()
             if now < self._retry_at_s:
                 raise Unavailable(f"the sidecar at {self.place} is gone; trying again soon")
-            self._retry_at_s = now + RECONNECT_INTERVAL_S
-            self._session = session = self.place.open(self._timeout_s)
+            try:
+                self._session = session = self.place.open(self._timeout_s)
+            except BaseException:
+                # Who waited meanwhile does not wait as long again.
+                self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S
+                raise
             self._retry_at_s = 0.0
             self.counters["sessions"] += 1
             self._has_warned = False

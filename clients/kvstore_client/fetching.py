@@ -251,6 +251,11 @@ class LayerStream:
         if self._prefix is not None:
             self._prefix.cancel()
 
+    def abandon(self) -> None:
+        """As ``cancel``, from a destructor: the call that it takes is made elsewhere."""
+        if self._prefix is not None:
+            self._prefix.abandon()
+
     def close(self) -> None:
         """Give the lease back; done by itself at the end of the iteration."""
         if self._prefix is not None:

@@ -329,6 +329,10 @@ class Prefix:
         """Wait no longer for what is on its way: ``advance`` returns False soon. From any thread."""
         self._stream.cancel()
 
+    def abandon(self) -> None:
+        """As ``cancel``, from a destructor."""
+        self.session.returns.soon(self._stream.cancel)
+
     def close(self) -> None:
         """Give the lease back, and wait for nothing that is on its way. Idempotent."""
         if self._is_closed:

@@ -14,7 +14,7 @@ from kvstore.seams.scheduler import start_thread
 
 RETRY_S = 0.5
 AT_ONCE = 1024
-_UNANSWERED = (DeadlineExceeded, Unavailable)
+UNANSWERED = (DeadlineExceeded, Unavailable)
 _log = logging.getLogger("kvstore.client")
 _Item = int | Callable[[], object] | None
 
@@ -94,7 +94,7 @@ def _until_answered(call: Callable[[], object], ended: threading.Event) -> None:
     while not ended.is_set():
         try:
             call()
-        except _UNANSWERED:
+        except UNANSWERED:
             ended.wait(RETRY_S)
             continue
         except KVStoreError:

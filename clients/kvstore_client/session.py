@@ -11,6 +11,7 @@ import array
 import json
 import os
 import socket
+import struct
 import threading
 import weakref
 from pathlib import Path
@@ -30,7 +31,6 @@ from kvstore_client.calls import Calls
 from kvstore_client.presence import Presence
 
 PROTOCOL_VERSION = 1
-CONNECT_TIMEOUT_S = 5.0
 PACKET_BYTES_MAX = 65536
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -49,15 +49,16 @@ class Session(Calls):
 
     plane = "local"
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, timeout_s: float) -> None:
         super().__init__()
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._replies: list[tuple[dict[str, Any], list[int]]] = []
         self._arrived = threading.Condition()
         self._maps: list[SharedMap] = []
         self._regions: dict[int, Bytes] = {}
-        self._socket = self._connect(socket_path.with_name("data.sock"))
+        self._socket = self._connect(socket_path.with_name("data.sock"), timeout_s)
         try:
             welcome, descriptors = self._exchange_now({"op": "hello", "version": PROTOCOL_VERSION})
             self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome["secret"])),)
@@ -70,7 +71,7 @@ class Session(Calls):
         except BaseException:
             self._socket.close()
             raise
-        self._socket.settimeout(None)
+        self._bound_sends()
         if "presence" in welcome.get("offers", ()):
             self.presence = Presence(self._send_now)
             self.presence.ask()
@@ -82,9 +83,9 @@ class Session(Calls):
         start_thread(self._watch, "kvstore-watch")
 
     @staticmethod
-    def _connect(path: Path) -> socket.socket:
+    def _connect(path: Path, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
         except OSError as error:
@@ -119,6 +120,14 @@ class Session(Calls):
         except OSError as error:
             raise Unavailable(f"the hand-off failed: {error}") from error
 
+    def _bound_sends(self) -> None:
+        """The watcher waits for packets as long as the session lives. A packet that cannot be sent in time is none: a
+        sidecar that stands still takes none once its queue is full."""
+        self._socket.settimeout(None)
+        seconds = int(self._timeout_s)
+        limit = struct.pack("ll", seconds, max(1, int((self._timeout_s - seconds) * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def _exchange(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """One question and its answer, which the watcher receives."""
         with self._lock:
@@ -128,7 +137,7 @@ class Session(Calls):
                 raise Unavailable("the sidecar is gone") from error
             try:
                 with self._arrived:
-                    come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), CONNECT_TIMEOUT_S)
+                    come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), self._timeout_s)
                     reply = self._replies.pop(0) if self._replies else None
             except BaseException:  # an interrupt: as below
                 self.close()
@@ -138,7 +147,7 @@ class Session(Calls):
         if come:
             raise Unavailable("the sidecar is gone")
         self.close()  # an answer that comes later would be taken for the next question's
-        raise DeadlineExceeded(f"the hand-off did not answer within {CONNECT_TIMEOUT_S} s")
+        raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
 
     def _send_now(self, packet: dict[str, Any]) -> bool:
         """What wants no answer. False when the sidecar cannot take it now."""

@@ -31,6 +31,10 @@ class Segment:
         self._mapping = mapping
         self._backed = 0
 
+    @property
+    def byte_count(self) -> int:
+        return self._mapping.byte_count
+
     def backed_to(self, stop: int) -> Bytes:
         """All its bytes; those before ``stop`` cost no more faults."""
         if stop > self._backed:
@@ -84,6 +88,13 @@ class StagingPool:
             self._segments[segment] = Segment(mapping)
             insort(self._free, (segment, 0, wanted))
             return True
+
+    @property
+    def used_bytes(self) -> int:
+        """What was taken and not given back."""
+        with self._lock:
+            held = sum(each.byte_count for each in self._segments.values())
+            return held - sum(size for _, _, size in self._free)
 
     def give_back(self, run: Run) -> None:
         """The server has read it: it may be used again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +17,28 @@ from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import Prompt
-from kvstore_client.receipt import Receipt
+from kvstore_client.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.remote.storing import store_of
-from kvstore_client.storing import Source, reserve_request, settled
+from kvstore_client.storing import Source, ask_settled, reserve_request
 from kvstore_client.transfer import cut
 from kvstore_client.wanted import Wanted
-from kvstore_client.writer import Plan, Settle, StoreWriter, unpacked
+from kvstore_client.writer import Plan, StoreWriter, unpacked
 
 
 def check_durability(durability: Durability | None) -> None:
     """Raises InvalidRequest for a level that no tier of this release has."""
     if durability not in (None, Durability.MEMORY, Durability.LOCAL):
         raise InvalidRequest(f"durability {durability!r}: this release has MEMORY and LOCAL")
+
+
+def _gone(why: str) -> Outcome:
+    return Durability.NONE, why, True
+
+
+def _asked_nobody(why: str) -> Settling:
+    answered: Future[None] = Future()
+    answered.set_result(None)
+    return Settling(answered, partial(_gone, why))
 
 
 @dataclass(frozen=True)
@@ -43,12 +54,13 @@ class Means:
     def settle(self, prompt: Prompt, hidden_layers: tuple[int, ...]) -> Settle:
         """What a receipt asks for the level below memory."""
 
-        def ask(token_count: int, wait_s: float) -> tuple[Durability, str, bool]:
+        def ask(token_count: int, wait_s: float) -> Settling:
             session, name = self.ready(prompt.spec)
-            return settled(session, name, prompt, hidden_layers, token_count, wait_s, self.timeout_s)
+            asked = ask_settled(session, name, prompt, hidden_layers, token_count, wait_s, self.timeout_s)
+            return asked._replace(outcome=partial(self.connection.or_gone, asked.outcome, _gone))
 
-        def asked(token_count: int, wait_s: float) -> tuple[Durability, str, bool]:
-            return self.connection.or_gone(partial(ask, token_count, wait_s), lambda why: (Durability.NONE, why, True))
+        def asked(token_count: int, wait_s: float) -> Settling:
+            return self.connection.or_gone(partial(ask, token_count, wait_s), _asked_nobody)
 
         return asked
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvstore_client.copying import Copier, copy, plane_run, raw
 from kvstore_client.planes import checked_planes
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import EXACT, Prompt
+from kvstore_client.receipt import Outcome, Settling
 from kvstore_client.staging import Run
 
 UNIT_BYTES_MAX = 64 << 20
@@ -241,15 +243,38 @@ class Store:
         return Durability(response.durability), stored, response.refusal
 
     def abort(self) -> None:
-        """Drop the reservation, if the server still knows us. Its staging is free once the server says so."""
-        try:
-            self._call(pb.StoreRequest(abort=pb.Abort(reservation_id=self._reservation_id)))
-            self._give_back()
-        except KVStoreError:
-            return  # the session is gone, and with it the reservation and the staging
+        """Drop the reservation, and wait for that as long as for any call."""
+        runs = [run for _, run in self._staged]
+        self._staged = []
+        drop_reservation(self._session, self._pool, self._reservation_id, runs, self._timeout_s)
 
     def _call(self, request: pb.StoreRequest) -> Any:
         return self._session.call(self._session.cache.Store, request, self._timeout_s)
+
+
+def drop_reservation(
+    session: AnySession, pool: Any, reservation_id: int, runs: Sequence[Run], timeout_s: float
+) -> None:  # fmt: skip
+    """Returns when the sidecar has forgotten it, or has not answered in time; then it is told again until it has, or
+    the session ends. Its staging is free once the sidecar says so: until then it may read there."""
+    try:
+        session.give_back(dropping(session, pool, reservation_id, runs, timeout_s))
+    except KVStoreError:
+        return
+
+
+def dropping(
+    session: AnySession, pool: Any, reservation_id: int, runs: Sequence[Run], timeout_s: float
+) -> Callable[[], None]:  # fmt: skip
+    """The call that drops a reservation. It keeps nothing of the store alive but its staging."""
+    request = pb.StoreRequest(abort=pb.Abort(reservation_id=reservation_id))
+
+    def drop() -> None:
+        session.call(session.cache.Store, request, timeout_s)
+        for run in runs:
+            pool.give_back(run)
+
+    return drop
 
 
 def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], shards: int = 1) -> pb.StoreRequest:
@@ -264,15 +289,22 @@ def reserve_request(name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...],
     )
 
 
-def settled(
+def ask_settled(
     session: AnySession, name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], token_count: int, wait_s: float,
     timeout_s: float,
-) -> tuple[Durability, str, bool]:  # fmt: skip
-    """What a stored prefix has reached, asked of the sidecar, which waits for the device at most ``wait_s``."""
+) -> Settling:  # fmt: skip
+    """Ask the sidecar what a stored prefix has reached; it waits for the device at most ``wait_s``."""
     step = prompt.spec.chunk_tokens
     query = prompt.query(name, prompt.digests[: -(-token_count // step)], hidden_layers)
     request = pb.StoreRequest(settle=pb.Settle(query=query, timeout_seconds=wait_s))
-    reply = session.call(session.cache.Store, request, wait_s + timeout_s)
-    if min(reply.committed_count * step, token_count) < token_count:
-        return Durability.NONE, "a part of it is gone again: raise arena.capacity_bytes", True
-    return Durability(reply.durability), reply.refusal, reply.is_settled
+    asked = session.begin(session.cache.Store, request, wait_s + timeout_s)
+
+    def outcome() -> Outcome:
+        reply = session.answer(asked)
+        if min(reply.committed_count * step, token_count) < token_count:
+            return Durability.NONE, "a part of it is gone again: raise arena.capacity_bytes", True
+        return Durability(reply.durability), reply.refusal, reply.is_settled
+
+    answered: Future[Any] = Future()
+    asked.add_done_callback(answered.set_result)
+    return Settling(answered, outcome)

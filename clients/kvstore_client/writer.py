@@ -19,13 +19,13 @@ from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
 from kvstore_client.paged import Paged, Pages
 from kvstore_client.prefix import AnySession
-from kvstore_client.receipt import Receipt
+from kvstore_client.receipt import Receipt, Settle
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import PrivatePool, send_fills
 from kvstore_client.staging import Run, StagingPool
+from kvstore_client.storing import drop_reservation, dropping
 from kvstore_client.wanted import Wanted
 
-Settle = Callable[[int, float], tuple[Durability, str, bool]]
 COMMIT_S_MAX = 90.0
 """The sidecar ends a store whose writers do not all commit (limits.reservation_age_s_max); this is past that."""
 
@@ -70,7 +70,8 @@ class Plan:
 
 
 class StoreWriter:
-    """A store in flight. Nothing of it can be seen before ``commit``; leaving the ``with`` block without one aborts.
+    """A store in flight. Nothing of it can be seen before ``commit``; leaving the ``with`` block without one, or
+    dropping it, aborts.
 
     The sidecar's failures never raise here: what is put then goes nowhere, and the receipt says why. For one thread.
     """
@@ -79,6 +80,7 @@ class StoreWriter:
         self, session: AnySession | None, plan: Plan, shard: int, copier: Copier, committer: Workers,
         settle: Settle | None, timeout_s: float, failure: str = "",
     ) -> None:  # fmt: skip
+        self._has_ended = False
         self._session = session
         self._plan = plan
         self._shard = shard
@@ -95,7 +97,6 @@ class StoreWriter:
         self._unread: list[Pile] = []
         """What the sidecar was told to read and did not say that it had."""
         self._pool: StagingPool | PrivatePool | None = session.staging if session is not None else None
-        self._has_ended = False
 
     @property
     def ticket(self) -> bytes:
@@ -250,12 +251,12 @@ class StoreWriter:
                 self._fail(error.message)
                 self._unread += piles  # the server may still read that staging
                 return
-        self._free(piles)
+        self._free(pile.run for pile in piles)
 
-    def _free(self, piles: Iterable[Pile]) -> None:
+    def _free(self, runs: Iterable[Run]) -> None:
         assert self._pool is not None
-        for pile in piles:
-            self._pool.give_back(pile.run)
+        for run in runs:
+            self._pool.give_back(run)
 
     def _fill(self, fills: list[pb.Fill], runs: list[Run]) -> None:
         """Returns when nothing of the runs is needed any more."""
@@ -305,7 +306,7 @@ class StoreWriter:
                 response = self._call(
                     pb.StoreRequest(commit=step), COMMIT_S_MAX if self._plan.shards > 1 else self._timeout_s
                 )
-                self._give_back()
+                self._free(self._unsent())
                 stored = min(response.committed_count * self._plan.spec.chunk_tokens, self._plan.token_count)
                 return Durability(response.durability), stored, response.refusal
             except KVStoreError as error:
@@ -322,17 +323,20 @@ class StoreWriter:
                 self._abort()
 
     def _abort(self) -> None:
-        try:
-            self._call(pb.StoreRequest(abort=pb.Abort(reservation_id=self._plan.reservation_id)))
-            self._give_back()
-        except KVStoreError:
-            return  # the session is gone, and with it the reservation and the staging
+        assert self._session is not None
+        drop_reservation(self._session, self._pool, self._plan.reservation_id, self._unsent(), self._timeout_s)
 
-    def _give_back(self) -> None:
-        """The store has ended: nobody reads what was gathered and not sent, or sent in vain."""
-        self._free([*self._piles.values(), *self._unread])
+    def _unsent(self) -> list[Run]:
+        """What was gathered and not sent, or sent in vain: its last use is to be given back."""
+        runs = [pile.run for pile in (*self._piles.values(), *self._unread)]
         self._piles.clear()
         self._unread.clear()
+        return runs
+
+    def __del__(self) -> None:
+        if self._session is not None and not self._has_ended:
+            end = (self._session, self._pool, self._plan.reservation_id, self._unsent(), self._timeout_s)
+            self._session.returns.soon(dropping(*end))
 
     def __enter__(self) -> Self:
         return self

@@ -183,6 +183,10 @@ class RemotePrefix:
         """Wait no longer for what is on its way. From any thread."""
         self._stream.cancel()
 
+    def abandon(self) -> None:
+        """As ``cancel``, from a destructor."""
+        self._returns.soon(self._stream.cancel)
+
     def close(self) -> None:
         """End the stream, and the lease with it. Idempotent."""
         if not self._is_closed:

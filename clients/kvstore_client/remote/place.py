@@ -56,7 +56,7 @@ class LocalPlace:
 
     def open(self, timeout_s: float) -> Session:
         """A session. Raises Unavailable when nobody answers."""
-        session = Session(self.path)
+        session = Session(self.path, timeout_s)
         session.staging = StagingPool(session)
         return session
 

@@ -36,20 +36,20 @@ class PrivatePool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._used_bytes = 0
+        self.used_bytes = 0
 
     def take(self, byte_count: int, expected_bytes: int) -> Run | None:
         """A run, or None when POOL_BYTES_MAX are in use."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            if self._used_bytes and self._used_bytes + byte_count > POOL_BYTES_MAX:
+            if self.used_bytes and self.used_bytes + byte_count > POOL_BYTES_MAX:
                 return None
-            self._used_bytes += byte_count
+            self.used_bytes += byte_count
         return Run(next(self._ids), 0, byte_count, np.zeros(byte_count, np.uint8))
 
     def give_back(self, run: Run) -> None:
         with self._lock:
-            self._used_bytes -= run.byte_count
+            self.used_bytes -= run.byte_count
 
 
 def send_fills(

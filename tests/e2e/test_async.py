@@ -1,0 +1,140 @@
+"""The asyncio client: waits take no thread from what they wait for, and a cancelled task gives back what it held."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from kvstore_client import AsyncClient, EventKind, connect, connect_async
+from kvstore_client.aio import CALLS_AT_ONCE
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.spec import Durability
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, held
+from tests.server.raw import eventually
+from tests.specs import bits, tokens_of
+
+MANY = 3 * CALLS_AT_ONCE
+LIMIT_S = 40.0
+"""The sidecar ends a store that nobody commits after 60 s: who is still waiting then waited in vain."""
+
+
+async def test_waits_leave_the_threads_to_those_they_wait_for(sidecar: Sidecar) -> None:
+    """More transfers, layers and receipts wait than there are threads, for writers of this very client."""
+    async with await connect_async(sidecar.address) as client, asyncio.timeout(LIMIT_S):
+        all_wait = asyncio.Event()
+        waiting: set[int] = set()
+
+        async def one(number: int) -> None:
+            writer = await client.start_store(SPEC, tokens_of(COUNT, 1000 + number), shards=2)
+            transfer = await client.start_fetch(writer.ticket)
+            receipt = await client.call(writer.commit)
+            waits = [
+                asyncio.ensure_future(client.call(transfer.wait, 60.0)),
+                asyncio.ensure_future(client.call(transfer.wait_layer, 1)),
+                asyncio.ensure_future(client.wait(receipt)),
+            ]
+            await asyncio.sleep(0.1)
+            waiting.add(number)
+            if len(waiting) == MANY:
+                all_wait.set()
+            await all_wait.wait()
+            other = await client.join_store(writer.ticket, 1)
+            for layer, pair in enumerate(CACHE):
+                await client.call(other.put_layer, layer, pair)
+            assert await client.wait(await client.call(other.commit)) is Durability.MEMORY
+            _, (k, _), level = await asyncio.gather(*waits)
+            assert (bits(k) == CACHE[1][0]).all()
+            assert level is Durability.MEMORY
+
+        await asyncio.gather(*(one(number) for number in range(MANY)))
+
+
+async def test_many_watchers_wait_beside_a_writer(sidecar: Sidecar) -> None:
+    tokens = tokens_of(16, 2001)
+    async with await connect_async(sidecar.address) as client, asyncio.timeout(LIMIT_S):
+        watches = [await client.watch() for _ in range(CALLS_AT_ONCE + 2)]
+        events = [asyncio.ensure_future(anext(each)) for each in watches]
+        await asyncio.sleep(0.2)
+        await client.store(SPEC, tokens, [(k[:, :16], v[:, :16]) for k, v in CACHE])
+        assert {each.kind for each in await asyncio.gather(*events)} == {EventKind.STORED}
+        waiting = asyncio.ensure_future(anext(watches[0]))
+        await asyncio.sleep(0.1)
+        for each in watches:
+            each.close()
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+
+
+async def test_awaited_waits_say_what_the_others_say(sidecar: Sidecar) -> None:
+    async with await connect_async(sidecar.address) as client:
+        writer = await client.start_store(SPEC, tokens_of(COUNT, 2002))
+        transfer = await client.start_fetch(writer.ticket)
+        for late in (
+            client.call(transfer.wait, 0.2), client.call(transfer.wait_layer, 0, 0.2),
+            client.call(transfer.wait_layer, 0, timeout=0.2),
+        ):  # fmt: skip
+            with pytest.raises(DeadlineExceeded, match=r"did not land within 0\.2 s"):
+                await late
+        with pytest.raises(InvalidRequest, match="not part of this transfer"):
+            await client.call(transfer.wait_layer, 7)
+        assert await client.call(transfer.cancel, 20.0)
+        await client.call(writer.abort)
+        two = await client.start_store(SPEC, tokens_of(COUNT, 2003), shards=2)
+        with pytest.raises(DeadlineExceeded, match=r"did not finish within 0\.2 s"):
+            await client.wait(two.commit(), 0.2)
+
+
+async def holding(client: AsyncClient) -> None:
+    match = await client.lookup(SPEC, TOKENS, hold=True)
+    await client.release_ticket(match.ticket)  # who has the match has its ticket
+
+
+async def fetching_layers(client: AsyncClient) -> None:
+    async for _ in client.fetch_layers(SPEC, TOKENS):
+        await asyncio.sleep(30.0)
+
+
+async def starting_a_fetch(client: AsyncClient) -> None:
+    await client.start_fetch_prefix(SPEC, TOKENS)
+
+
+async def joining_a_store(client: AsyncClient) -> None:
+    writer = await client.start_store(SPEC, tokens_of(COUNT, 2004))
+    await client.call(writer.put_layer, 0, CACHE[0])
+    transfer = await client.start_fetch(writer.ticket)
+    await client.call(transfer.wait)
+
+
+async def starting_a_store(client: AsyncClient) -> None:
+    await client.start_store(SPEC, tokens_of(COUNT, 2005))
+
+
+async def watching(client: AsyncClient) -> None:
+    async for _ in await client.watch():
+        pass
+
+
+@pytest.mark.parametrize(
+    "task", [holding, fetching_layers, starting_a_fetch, joining_a_store, starting_a_store, watching]
+)
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.3])
+async def test_a_cancelled_task_gives_back_what_it_held(
+    sidecar: Sidecar, task: Callable[[AsyncClient], Awaitable[Any]], after_s: float
+) -> None:
+    with connect(sidecar.address) as judge:
+        judge.store(SPEC, TOKENS, CACHE).wait(20.0)
+        async with await connect_async(sidecar.address) as client:
+            for _ in range(3):
+                running = asyncio.ensure_future(task(client))
+                await asyncio.sleep(after_s)
+                running.cancel()
+                await asyncio.wait({running}, timeout=20.0)
+                assert running.done()
+                del running
+            gc.collect()
+            await asyncio.to_thread(eventually, lambda: not any(held(judge).values()), 20.0)

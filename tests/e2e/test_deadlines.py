@@ -1,0 +1,408 @@
+"""Every public method of the clients, and of what they return, ends in time beside a sidecar that stands still.
+
+The methods are found by looking: one that the table below does not know fails the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import kvstore_client
+import numpy as np
+import pytest
+from kvstore_client import (
+    AsyncClient,
+    Client,
+    LayerStream,
+    Receipt,
+    StoreWriter,
+    Transfer,
+    Watch,
+    connect,
+    connect_async,
+)
+from kvstore_client.watching import AsyncWatch
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import KVStoreError
+from kvstore.seams import WorkerThreads
+from tests.server.raw import eventually
+from tests.specs import random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 64
+TOKENS, OTHERS = tokens_of(COUNT), tokens_of(COUNT, 1)
+CACHE = random_cache(SPEC, COUNT)
+TIMEOUT_S = 1.0
+BOUND_S = 40.0
+"""For all of them at once, on a machine that is busy. A call makes a few calls at most."""
+
+Act = Callable[[], Any]
+Case = Callable[[Client], Act]
+"""Makes ready while the sidecar runs; what it gives is called when it stands still."""
+
+HOLDERS = (Client, AsyncClient, LayerStream, Transfer, StoreWriter, Receipt, Watch, AsyncWatch)
+"""What has methods that may wait."""
+VALUES = {
+    "TLS", "ChunkEvent", "ChunkMatch", "Extra", "FetchedKV", "LayerSpec", "Match", "ModelSpec", "PageHashes", "Paged",
+    "Recompute", "RopeSpec", "SegmentMatch",
+}  # fmt: skip
+"""Facts, which wait for nobody."""
+WAITING_SPECIALS = {
+    "__iter__", "__next__", "__enter__", "__exit__", "__aiter__", "__anext__", "__aenter__", "__aexit__", "__del__",
+}  # fmt: skip
+
+
+def ticket_of(client: Client) -> bytes:
+    ticket = client.lookup(SPEC, TOKENS, hold=True).ticket
+    assert ticket is not None
+    return ticket
+
+
+def writer_of(client: Client, shards: int = 1) -> StoreWriter:
+    writer = client.start_store(SPEC, fresh(), shards=shards)
+    writer.put_layer(0, CACHE[0])
+    return writer
+
+
+_numbers = iter(range(100, 10_000))
+
+
+def fresh() -> Any:
+    """Tokens that nobody has stored."""
+    return tokens_of(COUNT, next(_numbers))
+
+
+def joined(client: Client) -> Transfer:
+    """A transfer that waits for a writer."""
+    writer = client.start_store(SPEC, fresh())
+    transfer = client.start_fetch(writer.ticket)
+    vars(transfer)["writer"] = writer  # as long as the transfer
+    return transfer
+
+
+def pending(client: Client, shards: int = 2) -> Receipt:
+    """A receipt whose store waits for another writer."""
+    writer = writer_of(client, shards)
+    receipt = writer.commit()
+    vars(receipt)["writer"] = writer
+    return receipt
+
+
+def stored(client: Client) -> Receipt:
+    """A receipt whose store is in memory, and was not asked for the device."""
+    receipt = client.store(SPEC, fresh(), CACHE)
+    eventually(lambda: receipt.is_done)
+    return receipt
+
+
+@lru_cache(maxsize=1)
+def runner() -> Any:
+    from tests.e2e.test_kept_e import runner_of
+    from tests.recompute.models import model_of
+
+    return runner_of(model_of("llama-biased-mha", num_key_value_heads=4, max_position_embeddings=1024))
+
+
+def on_loop(make: Callable[[AsyncClient], Callable[[], Any]]) -> Case:
+    """A case of the asyncio client, on a loop of its own."""
+
+    def ready(client: Client) -> Act:
+        act = make(AsyncClient(client, WorkerThreads(8, "kvstore-async")))
+
+        async def run() -> Any:
+            return await act()
+
+        return lambda: asyncio.run(run())
+
+    return ready
+
+
+async def drained(items: Any) -> list[Any]:
+    return [item async for item in items]
+
+
+def plain(attribute: str) -> Callable[[Any], Act]:
+    return lambda thing: lambda: getattr(thing, attribute)
+
+
+def client_calls() -> dict[str, Case]:
+    spec_e = runner().spec
+    return {
+        "connect_now": lambda c: c.connect_now,
+        "lookup": lambda c: lambda: c.lookup(SPEC, TOKENS, hold=True),
+        "peek": lambda c: lambda: c.peek(SPEC, TOKENS),
+        "release_ticket": lambda c: (lambda ticket: lambda: c.release_ticket(ticket))(ticket_of(c)),
+        "fetch": lambda c: lambda: c.fetch(SPEC, TOKENS),
+        "fetch_layers": lambda c: lambda: c.fetch_layers(SPEC, TOKENS),
+        "store": lambda c: lambda: c.store(SPEC, fresh(), CACHE).wait(2 * TIMEOUT_S),
+        "start_store": lambda c: lambda: c.start_store(SPEC, fresh()),
+        "join_store": lambda c: (lambda w: lambda: c.join_store(w.ticket, 1))(writer_of(c, 2)),
+        "stats": lambda c: c.stats,
+        "statistics": lambda c: c.statistics,
+        "close": lambda c: c.close,
+        "plane": plain("plane"),
+        "gate": plain("gate"),
+        "__enter__": lambda c: c.__enter__,
+        "__exit__": lambda c: lambda: c.__exit__(None, None, None),
+        "watch": lambda c: c.watch,
+        "put_bytes": lambda c: lambda: c.put_bytes("n", "k", b"x").wait(2 * TIMEOUT_S),
+        "put_pieces": lambda c: lambda: c.put_pieces("n", "k", [b"x"]).wait(2 * TIMEOUT_S),
+        "get_bytes": lambda c: lambda: c.get_bytes("n", "there"),
+        "get_each": lambda c: lambda: c.get_each("n", ["there"], [bytearray(5)]),
+        "put_each": lambda c: lambda: c.put_each("n", ["a", "b"], [b"x", b"y"], timeout_s=2 * TIMEOUT_S),
+        "exists": lambda c: lambda: c.exists("n", ["there", "k"]),
+        "count_leading": lambda c: lambda: c.count_leading("n", ["there", "k"]),
+        "put_encoder": lambda c: lambda: c.put_encoder(SPEC, "k", np.zeros((2, 4), np.float32)).wait(2 * TIMEOUT_S),
+        "get_encoder": lambda c: lambda: c.get_encoder(SPEC, "k"),
+        "has_encoder": lambda c: lambda: c.has_encoder(SPEC, ["k"]),
+        "store_segment": lambda c: lambda: c.store_segment(SPEC, fresh(), CACHE).wait(2 * TIMEOUT_S),
+        "fetch_segment": lambda c: lambda: c.fetch_segment(SPEC, TOKENS),
+        "fetch_segment_layers": lambda c: lambda: list(c.fetch_segment_layers(SPEC, TOKENS)),
+        "find_segments": lambda c: lambda: c.find_segments(SPEC, TOKENS),
+        "start_fetch": lambda c: (lambda ticket: lambda: c.start_fetch(ticket).wait())(ticket_of(c)),
+        "start_fetch_prefix": lambda c: lambda: c.start_fetch_prefix(SPEC, TOKENS).wait(),
+        "start_fetch_segment": lambda c: lambda: c.start_fetch_segment(SPEC, TOKENS).wait(),
+        "fetch_projected": lambda c: lambda: c.fetch_projected(runner(), np.arange(40)),
+        "partial_prefill": lambda c: lambda: c.partial_prefill(runner(), np.arange(40) % spec_e.vocab_size),
+    }
+
+
+def async_calls() -> dict[str, Case]:
+    return {
+        "call": on_loop(lambda a: lambda: a.call(a.client.stats)),
+        "lookup": on_loop(lambda a: lambda: a.lookup(SPEC, TOKENS, hold=True)),
+        "fetch": on_loop(lambda a: lambda: a.fetch(SPEC, TOKENS)),
+        "fetch_layers": on_loop(lambda a: lambda: drained(a.fetch_layers(SPEC, TOKENS))),
+        "store": on_loop(lambda a: lambda: a.store(SPEC, fresh(), CACHE)),
+        "store_segment": on_loop(lambda a: lambda: a.store_segment(SPEC, fresh(), CACHE)),
+        "fetch_segment": on_loop(lambda a: lambda: a.fetch_segment(SPEC, TOKENS)),
+        "find_segments": on_loop(lambda a: lambda: a.find_segments(SPEC, TOKENS)),
+        "wait": on_loop(lambda a: (lambda receipt: lambda: a.wait(receipt, TIMEOUT_S))(pending(a.client))),
+        "partial_prefill": on_loop(lambda a: lambda: a.partial_prefill(runner(), np.arange(40))),
+        "start_fetch": on_loop(lambda a: (lambda t: lambda: a.start_fetch(t))(ticket_of(a.client))),
+        "start_fetch_prefix": on_loop(lambda a: lambda: a.start_fetch_prefix(SPEC, TOKENS)),
+        "start_fetch_segment": on_loop(lambda a: lambda: a.start_fetch_segment(SPEC, TOKENS)),
+        "fetch_projected": on_loop(lambda a: lambda: a.fetch_projected(runner(), np.arange(40))),
+        "release_ticket": on_loop(lambda a: (lambda t: lambda: a.release_ticket(t))(ticket_of(a.client))),
+        "start_store": on_loop(lambda a: lambda: a.start_store(SPEC, fresh())),
+        "join_store": on_loop(lambda a: (lambda w: lambda: a.join_store(w.ticket, 1))(writer_of(a.client, 2))),
+        "stats": on_loop(lambda a: a.stats),
+        "watch": on_loop(lambda a: a.watch),
+        "aclose": on_loop(lambda a: a.aclose),
+        "__aenter__": on_loop(lambda a: a.__aenter__),
+        "__aexit__": on_loop(lambda a: lambda: a.__aexit__(None, None, None)),
+    }
+
+
+def stream_calls() -> dict[str, Case]:
+    def of(act: Callable[[LayerStream], Act]) -> Case:
+        return lambda c: act(c.fetch_layers(SPEC, TOKENS))
+
+    return {
+        "__iter__": of(lambda s: lambda: list(s)),
+        "cancel": of(lambda s: s.cancel),
+        "close": of(lambda s: s.close),
+        "abandon": of(lambda s: s.abandon),
+    }
+
+
+def transfer_calls() -> dict[str, Case]:
+    def of(act: Callable[[Transfer], Act]) -> Case:
+        return lambda c: act(joined(c))
+
+    facts = ("layers", "error", "good_token_count", "ending", "is_done", "failed")
+    return {
+        "start": of(lambda t: lambda: None),  # the client has started it
+        "brings": of(lambda t: lambda: t.brings(0)),
+        "wait_layer": of(lambda t: lambda: t.wait_layer(1, TIMEOUT_S)),
+        "landing": of(lambda t: lambda: t.landing(0)),
+        "wait_hidden": of(lambda t: lambda: t.wait_hidden(1, TIMEOUT_S)),
+        "landing_hidden": of(lambda t: lambda: t.landing_hidden(1)),
+        "wait": of(lambda t: lambda: t.wait(TIMEOUT_S)),
+        "poll": of(lambda t: t.poll),
+        "stop": of(lambda t: t.stop),
+        "cancel": of(lambda t: t.cancel),
+        "__del__": of(lambda t: t.__del__),
+        **{fact: (lambda fact: of(plain(fact)))(fact) for fact in facts},
+    }
+
+
+def writer_calls() -> dict[str, Case]:
+    def of(act: Callable[[StoreWriter], Act]) -> Case:
+        return lambda c: act(writer_of(c))
+
+    return {
+        "ticket": of(plain("ticket")),
+        "wanted_token_count": of(plain("wanted_token_count")),
+        "put_layer": of(lambda w: lambda: w.put_layer(1, CACHE[1])),
+        "put_hidden": of(lambda w: lambda: w.put_hidden(0, np.zeros((COUNT, 32), np.uint16))),
+        "commit": of(lambda w: lambda: w.commit().wait()),
+        "abort": of(lambda w: w.abort),
+        "__enter__": of(lambda w: w.__enter__),
+        "__exit__": of(lambda w: lambda: w.__exit__(None, None, None)),
+        "__del__": of(lambda w: w.__del__),
+    }
+
+
+def receipt_calls() -> dict[str, Case]:
+    async def waited(receipt: Receipt, client: Client) -> Any:
+        return await receipt.waited(2 * TIMEOUT_S, AsyncClient(client, WorkerThreads(1, "kvstore-async")).call)
+
+    return {
+        "nothing": lambda c: lambda: Receipt.nothing("").wait(),
+        "wait": lambda c: (lambda r: lambda: r.wait(2 * TIMEOUT_S))(stored(c)),
+        "waited": lambda c: (lambda r: lambda: asyncio.run(waited(r, c)))(stored(c)),
+        "is_done": lambda c: plain("is_done")(pending(c)),
+        "stored_token_count": lambda c: plain("stored_token_count")(stored(c)),
+        "reason": lambda c: plain("reason")(stored(c)),
+    }
+
+
+def watch_calls() -> dict[str, Case]:
+    def of(act: Callable[[Watch], Act]) -> Case:
+        return lambda c: act(c.watch())
+
+    return {
+        "__iter__": of(lambda w: w.__iter__),
+        "__next__": of(lambda w: lambda: next(w)),
+        "pending": of(lambda w: w.pending),
+        "take": of(lambda w: w.take),
+        "ready": of(lambda w: w.ready),
+        "check": of(lambda w: w.check),
+        "close": of(lambda w: w.close),
+        "__enter__": of(lambda w: w.__enter__),
+        "__exit__": of(lambda w: lambda: w.__exit__(None, None, None)),
+    }
+
+
+def async_watch_calls() -> dict[str, Case]:
+    def of(act: Callable[[AsyncWatch], Callable[[], Any]]) -> Case:
+        return on_loop(lambda a: act(AsyncWatch(a.client.watch(), a.call)))
+
+    async def closed(watch: AsyncWatch) -> None:
+        watch.close()
+
+    return {
+        "__aiter__": of(lambda w: lambda: drained(w)),
+        "__anext__": of(lambda w: w.__anext__),
+        "close": of(lambda w: lambda: closed(w)),
+        "__aenter__": of(lambda w: w.__aenter__),
+        "__aexit__": of(lambda w: lambda: w.__aexit__(None, None, None)),
+    }
+
+
+def functions() -> dict[str, Callable[[Sidecar], Act]]:
+    """What is called before there is a client."""
+
+    async def opened(address: str) -> None:
+        await (await connect_async(address, timeout_s=TIMEOUT_S)).aclose()
+
+    return {
+        "connect": lambda sidecar: lambda: connect(sidecar.address, timeout_s=TIMEOUT_S),
+        "connect_async": lambda sidecar: lambda: asyncio.run(opened(sidecar.address)),
+    }
+
+
+def table() -> dict[type, dict[str, Case]]:
+    return {
+        Client: client_calls(),
+        AsyncClient: async_calls(),
+        LayerStream: stream_calls(),
+        Transfer: transfer_calls(),
+        StoreWriter: writer_calls(),
+        Receipt: receipt_calls(),
+        Watch: watch_calls(),
+        AsyncWatch: async_watch_calls(),
+    }
+
+
+def methods_of(kind: type) -> set[str]:
+    """What a caller may use: methods, properties, and the specials by which Python waits for it."""
+    found = set()
+    for name in dir(kind):
+        member = inspect.getattr_static(kind, name)
+        if (not name.startswith("_") and (callable(member) or isinstance(member, property | staticmethod))) or (
+            name in WAITING_SPECIALS
+        ):
+            found.add(name)
+    return found
+
+
+def test_the_table_knows_every_public_method() -> None:
+    known = table()
+    for kind in HOLDERS:
+        assert methods_of(kind) <= known[kind].keys(), f"{kind.__name__} has methods that no deadline is tested of"
+    public = {name: getattr(kvstore_client, name) for name in kvstore_client.__all__}
+    classes = {name for name, each in public.items() if isinstance(each, type) and not issubclass(each, enum.Enum)}
+    assert classes - {each.__name__ for each in HOLDERS} == VALUES
+    assert {name for name, each in public.items() if inspect.isfunction(each)} == functions().keys()
+
+
+class Attempt:
+    """One call on a thread of its own, and how it ended."""
+
+    def __init__(self, name: str, act: Act) -> None:
+        self.name, self._act = name, act
+        self.took_s = 0.0
+        self.problem: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        try:
+            self._act()
+        except (KVStoreError, StopIteration, StopAsyncIteration):
+            pass
+        except BaseException as error:
+            self.problem = error
+        self.took_s = time.monotonic() - began_s
+
+
+@pytest.mark.slow
+def test_every_call_ends_in_time_when_the_sidecar_stands_still(plane: str) -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "512"}
+    with Sidecar("--capacity", "32 MiB", plane=plane, environment=environment) as sidecar:
+        with connect(sidecar.address) as judge:
+            judge.store(SPEC, TOKENS, CACHE).wait(20.0)
+            judge.store_segment(SPEC, TOKENS, CACHE).wait(20.0)
+            judge.put_bytes("n", "there", b"value").wait(20.0)
+            clients: list[Client] = []
+            attempts = [Attempt(name, make(sidecar)) for name, make in functions().items()]
+            for kind, cases in table().items():
+                for name, case in cases.items():
+                    clients.append(connect(sidecar.address, timeout_s=TIMEOUT_S))
+                    attempts.append(Attempt(f"{kind.__name__}.{name}", case(clients[-1])))
+            stand_still(sidecar, attempts)
+            for attempt in attempts:
+                assert attempt.problem is None, f"{attempt.name}: {attempt.problem!r}"
+            for client in clients:
+                client.close()
+            attempts.clear()
+            eventually(lambda: judge.stats().sessions.session_count == 1, 30.0)
+
+
+def stand_still(sidecar: Sidecar, attempts: list[Attempt]) -> None:
+    """Make the attempts while the sidecar is stopped."""
+    os.kill(sidecar.pid, signal.SIGSTOP)
+    try:
+        for attempt in attempts:
+            attempt.thread.start()
+        until_s = time.monotonic() + BOUND_S
+        for attempt in attempts:
+            attempt.thread.join(max(0.0, until_s - time.monotonic()))
+        hanging = [attempt.name for attempt in attempts if attempt.thread.is_alive()]
+        slowest = sorted(((round(each.took_s, 1), each.name) for each in attempts), reverse=True)[:8]
+        print(slowest)
+    finally:
+        os.kill(sidecar.pid, signal.SIGCONT)
+    assert not hanging, f"these did not end within {BOUND_S} s of a timeout of {TIMEOUT_S} s: {hanging}"
