@@ -259,9 +259,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         prefix.close()
         return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
 
-    def _gather(
-        self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: Places
-    ) -> FetchedKV:  # fmt: skip
+    def _gather(self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: Places) -> FetchedKV:
         count = prefix.token_count if prefix else 0
         target = target_of(wanted, count, given)
         good = 0
