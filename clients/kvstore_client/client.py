@@ -15,8 +15,8 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier
-from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all, open_prefix
-from kvstore_client.match import Match, chunk_matches, matching_tail, missed_chunks
+from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all
+from kvstore_client.match import Match, chunk_matches, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged
 from kvstore_client.partial import DRIFT_COUNTERS, PartialPrefillCalls
@@ -28,6 +28,7 @@ from kvstore_client.remote.place import TLS, Place, place_of
 from kvstore_client.segments.calls import SegmentCalls
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.starting import Means
+from kvstore_client.tails import first_held, longest_tail, open_longest
 from kvstore_client.target import Places, given_places, target_of
 from kvstore_client.transfer import Held, pack_ticket
 from kvstore_client.transferring import TransferCalls
@@ -146,7 +147,10 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         chunks = chunk_matches(reply.runs, step, 0, count)
         hits, ticket = reply.hit_count, reply.ticket
         prefix = min(hits * step, count)
-        tail = matching_tail(prompt, prefix, hits, reply.tails)
+        tail = longest_tail(
+            prompt, prefix, hits, reply,
+            lambda names: first_held(*self._ready(prompt.spec), prompt, (), self._timeout_s, names),
+        )  # fmt: skip
         digests = prompt.digests[:hits]
         if tail and readers:
             longer = self._ask(prompt, [*digests, tail[1]], readers)
@@ -242,22 +246,10 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
                 session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
                 return MissReason(seen[0].runs[0].reason or MissReason.COLD)
         try:
-            return self._open_in(session, name, wanted, prompt)
+            return open_longest(session, name, wanted, prompt, self._timeout_s)
         except Exhausted:
             session.returns.settle(self._timeout_s)
-            return self._open_in(session, name, wanted, prompt)
-
-    def _open_in(self, session: AnySession, name: bytes, wanted: Wanted, prompt: Prompt) -> AnyPrefix:
-        """The resident chunks, and the partial tail after them when one matches."""
-        digests, how = prompt.digests, (prompt.exactness, self._timeout_s, b"", prompt.provenance)
-        prefix = open_prefix(session, wanted, name, digests, *how)
-        hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
-        tail = matching_tail(prompt, prefix.token_count, hits, prefix.tails)
-        if tail is None:
-            return prefix
-        # The tail's digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
-        prefix.close()
-        return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
+            return open_longest(session, name, wanted, prompt, self._timeout_s)
 
     def _gather(self, wanted: Wanted, prefix: AnyPrefix | None, reason: MissReason, given: Places) -> FetchedKV:
         count = prefix.token_count if prefix else 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.keys import ROOT_DIGEST
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.presence import Run
-from kvstore_client.prompt import Prompt
 
 if TYPE_CHECKING:
     from kvstore_client.segments.runs import SegmentMatch
@@ -61,17 +59,3 @@ def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple
     """The same when none of it is there."""
     gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
     return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))
-
-
-def matching_tail(
-    prompt: Prompt, prefix: int, hits: int, tails: Sequence[pb.PartialTail]
-) -> tuple[int, bytes] | None:  # fmt: skip
-    """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
-    parent = prompt.digests[hits - 1] if hits else ROOT_DIGEST
-    best: tuple[int, bytes] | None = None
-    for tail in tails:
-        stop = prefix + tail.token_count
-        if stop <= prompt.token_count and (best is None or tail.token_count > best[0]):
-            if prompt.tail_digest(prefix, stop, parent) == tail.digest:
-                best = (tail.token_count, tail.digest)
-    return best

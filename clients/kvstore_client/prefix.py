@@ -139,7 +139,7 @@ class Prefix:
         self.wanted = wanted
         self.tier = Tier(response.tier)
         self.reason = MissReason(response.reason)
-        self.tails = response.tails
+        self.tails, self.tail_lengths = response.tails, response.tail_lengths
         self._digests = digests
         self._generations = session.generations
         self._entries = list(response.chunks)

@@ -47,6 +47,7 @@ class Answer(NamedTuple):
     runs: Sequence[Run]
     has_tails: bool
     tails: Sequence[pb.PartialTail] = ()
+    tail_lengths: bytes = b""
     ticket: bytes = b""
     segments: Sequence[Answer] = ()
 
@@ -145,13 +146,23 @@ class Presence:
         return seen[0]._replace(segments=seen[1:])
 
     def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
-        """Which chunks are there, each by itself. None when only a call can tell."""
+        """Which chunks are there, each by itself; counted. None when only a call can tell."""
+        held = self._held(salt, digests)
+        if held is not None:
+            self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
+        return held
+
+    def _held(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
         found = self.find(salt, digests)
         if found is None or not (found.is_whole or found.news.all()):
             return None
         held: list[bool] = (found.news & _STATE == ChunkState.HIT).tolist()
-        self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
         return held
+
+    def first_held(self, salt: int, digests: Sequence[bytes]) -> int | None:
+        """The number of the first of these chunks that is there, from 1 on; 0: none. None when only a call can tell."""
+        held = self._held(salt, digests)
+        return None if held is None else held.index(True) + 1 if True in held else 0
 
     def count(self, **counts: int) -> None:
         """Have the sidecar's counters of these names grow."""

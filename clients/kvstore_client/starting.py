@@ -20,6 +20,7 @@ from kvstore_client.prompt import Prompt
 from kvstore_client.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.remote.storing import store_of
 from kvstore_client.storing import Source, ask_settled, reserve_request
+from kvstore_client.tails import superseded
 from kvstore_client.transfer import cut
 from kvstore_client.wanted import Wanted
 from kvstore_client.writer import Plan, StoreWriter, unpacked
@@ -136,7 +137,7 @@ class Means:
             session, name = self.ready(prompt.spec)
             reply = ask(session, name)
             settle = None if durability is Durability.MEMORY else self.settle(prompt, plan.hidden_layers)
-            known = plan.known(reply.reservation_id, list(reply.states), reply.ticket)
+            known = plan.known(reply, partial(superseded, prompt, list(reply.tails)))
             return StoreWriter(session, known, shard, self.copier, self.committer, settle, self.timeout_s)
 
         return self.connection.or_gone(begin, partial(self._nothing, plan, shard))

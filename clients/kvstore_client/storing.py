@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstore.chunk import ChunkLayout, layout_of, slab_parts
@@ -19,6 +20,7 @@ from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import EXACT, Prompt
 from kvstore_client.receipt import Outcome, Settling
 from kvstore_client.staging import Run
+from kvstore_client.tails import superseded
 
 UNIT_BYTES_MAX = 64 << 20
 """A chunk larger than this is staged in runs of slabs."""
@@ -136,6 +138,8 @@ class Store:
         self.waits = False
         """Whether the commit waits for other stores, perhaps of this very client."""
         self._reservation_id = 0
+        self._supersedes: Callable[[], bytes] = bytes
+        """Digests of the partial chunks that this store's begin with."""
         self._staged: list[tuple[Unit, Run]] = []
 
     def stage(self, name: bytes, prompt: Prompt) -> None:
@@ -143,6 +147,7 @@ class Store:
         request = reserve_request(name, prompt, self._source.hidden_layers)
         response = self._call(request)
         self._reservation_id = response.reservation_id
+        self._supersedes = partial(superseded, prompt, list(response.tails))
         self.waits = StoreState.PENDING in response.states
         try:
             self._copy_all(self._units(list(response.states), prompt.token_count))
@@ -232,7 +237,7 @@ class Store:
     def commit(self) -> tuple[Durability, int, str]:
         """Send the last fills and commit. Runs in the background. Failures are the outcome, not exceptions."""
         try:
-            step = pb.Commit(reservation_id=self._reservation_id, fills=self._fills())
+            step = pb.Commit(reservation_id=self._reservation_id, fills=self._fills(), supersedes=self._supersedes())
             response = self._call(pb.StoreRequest(commit=step))
             self._give_back()
         except KVStoreError as error:

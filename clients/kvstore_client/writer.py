@@ -43,10 +43,15 @@ class Plan:
     reservation_id: int = 0
     states: Sequence[int] = ()
     ticket: bytes = b""
+    supersedes: Callable[[], bytes] = bytes
+    """Digests of the partial chunks that this store's begin with."""
 
-    def known(self, reservation_id: int, states: Sequence[int], ticket: bytes) -> Plan:
+    def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> Plan:
         """With what the sidecar answered."""
-        return replace(self, reservation_id=reservation_id, states=states, ticket=ticket)
+        return replace(
+            self, reservation_id=reply.reservation_id, states=list(reply.states), ticket=reply.ticket,
+            supersedes=supersedes,
+        )  # fmt: skip
 
     def entry(self, chunk: int, part: int) -> int:
         """The number of a chunk's part in the reservation."""
@@ -301,7 +306,8 @@ class StoreWriter:
             for sent in self._sent:
                 self._settled(sent)
         if not self._failure:
-            step = pb.Commit(reservation_id=self._plan.reservation_id, shard=self._shard)
+            plan = self._plan
+            step = pb.Commit(reservation_id=plan.reservation_id, shard=self._shard, supersedes=plan.supersedes())
             try:
                 response = self._call(
                     pb.StoreRequest(commit=step), COMMIT_S_MAX if self._plan.shards > 1 else self._timeout_s

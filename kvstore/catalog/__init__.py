@@ -9,7 +9,7 @@ leaves a *ghost*: the row without the index entry. A store of that digest takes 
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """
 
-from kvstore.catalog.catalog import Catalog, Run, Walk, absent_runs, joined_runs
+from kvstore.catalog.catalog import Catalog, Run, TailsFound, Walk, absent_runs, joined_runs
 from kvstore.catalog.events import Event, Events, News, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model
@@ -27,6 +27,7 @@ __all__ = [
     "Namespace",
     "News",
     "Run",
+    "TailsFound",
     "Walk",
     "Watcher",
     "absent_runs",

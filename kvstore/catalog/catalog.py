@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
+from operator import and_
 from typing import NamedTuple
 
 from kvstore.catalog.namespace import Namespace
@@ -16,8 +18,6 @@ from kvstore.presence import PresenceTable
 from kvstore.seams import Memory
 from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, ModelSpec, Tier
 
-TAIL_COUNT_MAX = 2
-
 
 class Run(NamedTuple):
     """``chunk_count`` consecutive chunks that are alike."""
@@ -27,6 +27,14 @@ class Run(NamedTuple):
     reason: MissReason
     tier: Tier
     encoding: Encoding
+
+
+class TailsFound(NamedTuple):
+    """The partial chunks after a parent: rows of the newest, and where there are others which lengths they have: bit n
+    of ``lengths`` stands for n tokens. 0: ``rows`` are all."""
+
+    rows: list[int]
+    lengths: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +121,26 @@ class Catalog:
                 return Tier.NVME, self.table.encoding(row)
         return Tier.DRAM, Encoding.RAW
 
-    def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> list[int]:
-        """Rows of partial tails after ``parent`` that every namespace holds."""
-        first = namespaces[0].tails.get(parent, ())
-        digests = self.table.digests
-        return [row for row in first if all(digests[row] in each.index for each in namespaces)]
+    def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> TailsFound:
+        """The partial chunks after ``parent``: rows that every namespace holds, lengths that every namespace has."""
+        first, digests = namespaces[0].tails, self.table.digests
+        rows = [row for row in first.named(parent) if all(digests[row] in each.index for each in namespaces)]
+        if first.are_all_named(parent):
+            return TailsFound(rows, 0)
+        return TailsFound(rows, reduce(and_, (each.tails.bits(parent, self.table.token_counts) for each in namespaces)))
+
+    def first_of(self, namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> int:
+        """The number of the first of these chunks, from 1 on, that every namespace holds by itself; 0: none."""
+        for number, digest in enumerate(digests, 1):
+            if all(digest in each.index for each in namespaces):
+                return number
+        return 0
+
+    def is_tail_of(self, row: int, parents: Mapping[bytes, int]) -> bool:
+        """Whether a row is a partial chunk that hangs on one of these, with fewer tokens than is said there."""
+        count = self.table.token_counts[row]
+        is_tail = self.space_of(row).is_tail(count) and not self.table.child_counts[row]
+        return is_tail and count < parents.get(parent_digest(self.table, row), 0)
 
     def space_of(self, row: int) -> Namespace:
         return self.spaces.numbered[self.table.spaces[row]]
@@ -150,8 +173,8 @@ class Catalog:
         above = self.table.parents[row] = self._parent_row(namespace, parent)
         self.table.child_counts[above] += 1
 
-    def publish(self, row: int) -> list[int]:
-        """Make a chunk that a tier holds visible. Returns the partial tails it puts out of use, for removal."""
+    def publish(self, row: int) -> None:
+        """Make a chunk that a tier holds visible."""
         table = self.table
         assert table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
@@ -162,13 +185,10 @@ class Catalog:
         namespace.departures.pop(digest, None)
         self.spaces.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
         self.spaces.show(namespace, digest)
-        parent = parent_digest(table, row)
-        tails = namespace.tails.get(parent, [])
-        if not namespace.is_tail(table.token_counts[row]):
-            return list(tails)
-        namespace.tails[parent] = [*tails, row]
-        self.spaces.show(namespace, parent)
-        return tails[: max(0, len(tails) + 1 - TAIL_COUNT_MAX)]
+        if namespace.is_tail(table.token_counts[row]):
+            parent = parent_digest(table, row)
+            if namespace.tails.add(parent, row, table.token_counts):
+                self.spaces.show(namespace, parent)
 
     def moved(self, row: int, tier: Tier) -> None:
         """Another tier is the fastest that holds the chunk now."""
@@ -203,12 +223,9 @@ class Catalog:
         self.spaces.tell(EventKind.REMOVED, row, tier, reason)
         namespace.byte_count -= namespace.chunk_bytes(table.token_counts[row])
         self.depart(namespace, digest, reason)
-        parent = parent_digest(table, row)
-        remaining = [tail for tail in namespace.tails.get(parent, ()) if tail != row]
-        if remaining:
-            namespace.tails[parent] = remaining
-        else:
-            if namespace.tails.pop(parent, None):
+        if namespace.is_tail(table.token_counts[row]):
+            parent = parent_digest(table, row)
+            if namespace.tails.remove(parent, row, table.token_counts):
                 self.spaces.show(namespace, parent)
         namespace.ghosts[digest] = row
         self.forget_ghost(row)

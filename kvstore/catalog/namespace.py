@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvstore.catalog.tails import Tails
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
@@ -34,8 +35,7 @@ class Namespace:
     """Digest -> row of a chunk that no tier holds and something still refers to."""
     pending: dict[bytes, object] = field(default_factory=dict)
     """Digest -> the store in flight that will publish it."""
-    tails: dict[bytes, list[int]] = field(default_factory=dict)
-    """Parent digest -> rows of its partial tails, at most two, the older first."""
+    tails: Tails = field(default_factory=Tails)
     departures: OrderedDict[bytes, MissReason] = field(default_factory=OrderedDict)
     salt: int = field(init=False)
     """Of its chunks' tags in the presence table."""
@@ -69,7 +69,7 @@ class Namespace:
         return 0 if self.model_spec is None else self.layout(token_count).total_bytes
 
     def is_tail(self, token_count: int) -> bool:
-        """Whether a chunk of so many tokens ends its chain until a longer one takes its place. Opaque values and
+        """Whether prompts that go on otherwise look for a chunk of so many tokens by its length. Opaque values and
         documents are as long as they are."""
         if self.model_spec is None or self.model_kind is CacheKind.OPAQUE:
             return False

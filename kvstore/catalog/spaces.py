@@ -86,7 +86,7 @@ class Spaces:
             namespace.byte_count += namespace.chunk_bytes(count)
             if not namespace.is_tail(count):
                 continue
-            namespace.tails.setdefault(parent_digest(table, row), []).append(row)
+            namespace.tails.add(parent_digest(table, row), row, table.token_counts)
         self._show_all(namespace)
         if not self.events.watchers or len(namespace.index) > ADOPTED_EVENTS_MAX:
             self.events.lose(len(namespace.index))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from blake3 import blake3
@@ -30,6 +32,8 @@ from kvstore.telemetry import Counters
 
 SHARD_COUNT_MAX = 1024
 REPLACE_STEP_S = 0.005
+TAILS_BESIDE_MAX = 64
+"""Of how many chunks of a store its writer is told what partial chunks are beside them: at most 8 KiB each."""
 
 
 class Claiming:
@@ -115,7 +119,8 @@ class Claiming:
         session.reservations[reservation.reservation_id] = reservation
         self._by_ticket[reservation.ticket] = reservation
         self._counters.add("store_reservations")
-        return _told(reservation)
+        beside = islice(_tails_beside(reservation, self._catalog.table.token_counts), TAILS_BESIDE_MAX)
+        return replace(_told(reservation), tail_lengths=tuple(beside))
 
     async def _replace(self, part: Namespace, digests: Sequence[bytes]) -> None:
         """Remove what is stored under these digests. Who reads or stores it is waited for. Raises InvalidRequest where
@@ -278,6 +283,16 @@ def _check_open(session: Session) -> None:
 def _told(reservation: Reservation) -> StoreResult:
     states = tuple(entry.state for entry in reservation.entries)
     return StoreResult(reservation.reservation_id, states, refusal=reservation.refusal, ticket=reservation.ticket)
+
+
+def _tails_beside(reservation: Reservation, token_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Of each wanted chunk that has any: its place in the chain, and which lengths the partial chunks beside it have.
+    The first TAILS_BESIDE_MAX: what more there is, nobody has named as superseded."""
+    entries = reservation.entries[:: reservation.part_count]
+    for index, entry in enumerate(entries):
+        tails = entry.namespace.tails
+        if entry.state is StoreState.WANTED and entry.parent in tails:
+            yield index, tails.bits(entry.parent, token_counts)
 
 
 def _nothing(_: Reservation) -> None:

@@ -279,8 +279,11 @@ class Controller:
             batch.append(each)
         return batch
 
-    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0) -> StoreResult:
-        result = await self.storing.commit(session, reservation_id, fills, shard)
+    async def commit(
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
+        supersedes: Sequence[bytes] = (),
+    ) -> StoreResult:  # fmt: skip
+        result = await self.storing.commit(session, reservation_id, fills, shard, supersedes)
         if not self._is_write_through or not result.rows:
             return result
         level, reason, _ = await self.writeback.settle(result.rows, self.deadline_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
@@ -106,19 +106,31 @@ class Fetching:
         self._tickets = tickets
         self.leased_bytes = 0
 
+    async def first_stored(self, query: ChainQuery, digests: Sequence[bytes], pauses: Pauses) -> int:
+        """The number of the first of these chunks, from 1 on, that every part of the query holds by itself; 0: none."""
+        parts = parts_of(self._catalog, query)
+        step = max(1, STEP_CHUNKS // len(parts))
+        for start in range(0, len(digests), step):
+            found = self._catalog.first_of(parts, digests[start : start + step])
+            if found:
+                return start + found
+            await pauses.between()
+        return 0
+
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
         """What is stored of a chain. Pure: no lease, no recency; with ``readers`` the hits are held by a ticket."""
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
         self._counters.add("lookup_hit_chunks", walk.hit_count)
         self._counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
-        tails = self._tails(parts, query, walk.hit_count)
+        tails, lengths = self._tails(parts, query, walk.hit_count)
+        found = LookupResult(walk.hit_count, walk.runs, tails, lengths)
         if not readers or not walk.hit_count:
-            return LookupResult(walk.hit_count, walk.runs, tails)
+            return found
         held = replace(query, digests=query.digests[: walk.hit_count])
         rows = tuple(row for chain in walk.chains for row in chain)
         ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
-        return LookupResult(walk.hit_count, walk.runs, tails, ticket.ticket_id, self._limits.ticket_age_s_max)
+        return replace(found, ticket=ticket.ticket_id, ticket_s=self._limits.ticket_age_s_max)
 
     async def lookup_in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, of a chain that takes long to walk: others are answered in between. What left meanwhile is
@@ -166,9 +178,9 @@ class Fetching:
         chains, loadings, reason = self._bring_in(walk, promotion, frozenset(query.layers))
         count = len(chains[0])
         self._counters.add("fetch_miss_chunks", len(query.digests) - count)
-        tails = self._tails(parts, query, count)
+        tails, lengths = self._tails(parts, query, count)
         if not count:
-            return FetchResult(0, 0, Tier.NONE, reason, (), tails)
+            return FetchResult(0, 0, Tier.NONE, reason, (), tails, lengths)
         chunks = tuple(self._residents(chains, loadings))
         lease = self.lease(session, tuple(row for chain in chains for row in chain), chunks)
         for chain in chains:
@@ -176,7 +188,7 @@ class Fetching:
         self._counters.add("fetch_hit_chunks", count)
         self._counters.add("fetch_bytes", lease.byte_count)
         cold = any(chunk.loading for chunk in chunks)
-        return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails)
+        return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails, lengths)
 
     def _bring_in(
         self, walk: Walk, promotion: Promotion, layers: frozenset[int]
@@ -200,10 +212,11 @@ class Fetching:
                 placement = loading.placement if loading else table.arena[row]
                 yield Resident(index, part, table.token_counts[row], placement, loading)
 
-    def _tails(self, parts: list[Namespace], query: ChainQuery, count: int) -> tuple[Tail, ...]:
+    def _tails(self, parts: list[Namespace], query: ChainQuery, count: int) -> tuple[tuple[Tail, ...], int]:
+        """The partial chunks after the last hit, and the lengths of all where these are not all."""
         parent = query.digests[count - 1] if count else ROOT_DIGEST
-        table = self._catalog.table
-        return tuple(Tail(table.token_counts[row], table.digests[row]) for row in self._catalog.tails(parts, parent))
+        found, table = self._catalog.tails(parts, parent), self._catalog.table
+        return tuple(Tail(table.token_counts[row], table.digests[row]) for row in found.rows), found.lengths
 
     def lease(self, session: Session, rows: tuple[int, ...], chunks: tuple[Resident, ...]) -> Lease:
         """Hold these rows. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""

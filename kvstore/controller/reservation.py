@@ -74,6 +74,8 @@ class Reservation:
     shard_count: int = 1
     ticket: bytes = b""
     committed: set[int] = field(default_factory=set)
+    supersedes: list[bytes] = field(default_factory=list)
+    """Digests of partial chunks that chunks of this store begin with, as its writers say."""
     is_publishing: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -67,6 +67,12 @@ class Residency:
         if self.nvme is not None:
             self.nvme_policy.used([row for row in chain if table.residencies[row] != NOWHERE])
 
+    def superseded(self, row: int) -> None:
+        """Another chunk has all that this one has: in every tier it is the first to go when room is needed."""
+        self._counters.add("superseded_chunks")
+        self.arena_policy.superseded(row)
+        self.nvme_policy.superseded(row)
+
     def was_written(self, row: int) -> None:
         """The device has the chunk now; its chain stays more recent than it, as the policy wants it."""
         table = self.table

@@ -26,8 +26,11 @@ from kvstore.keys import ROOT_DIGEST
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Workers
 from kvstore.seams.jobs import begun, failure_of
-from kvstore.spec import Durability, MissReason, StoreState
+from kvstore.spec import Durability, StoreState
 from kvstore.telemetry import Counters
+
+SUPERSEDES_MAX = 4096
+"""How many partial chunks one store may put behind all others."""
 
 
 class Storing:
@@ -135,14 +138,21 @@ class Storing:
 
     # ------------------------------------------------------------ commit and abort
 
-    async def commit(self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0) -> StoreResult:
+    async def commit(
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
+        supersedes: Sequence[bytes] = (),
+    ) -> StoreResult:  # fmt: skip
         """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
         there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most the
-        deadline. Of several shards the last does so; the others wait for it."""
+        deadline. Of several shards the last does so; the others wait for it. ``supersedes``: digests of partial chunks
+        that these begin with."""
         reservation = self._reservation(session, reservation_id)
+        if len(reservation.supersedes) + len(supersedes) > SUPERSEDES_MAX:
+            raise InvalidRequest(f"supersedes: more than {SUPERSEDES_MAX} digests in one store")
         if not 0 <= shard < reservation.shard_count:
             raise InvalidRequest(f"shard {shard} of a store with {reservation.shard_count}")
         self._start(session, reservation, fills)
+        reservation.supersedes += supersedes
         if reservation.shard_count > 1 and not await self._is_last(reservation, shard):
             return self._outcome(reservation)
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
@@ -160,8 +170,25 @@ class Storing:
             if entry.state is StoreState.WANTED and not entry.moving:
                 reservation.refusal = reservation.refusal or _missing(entry)
         await self._wait_idle(reservation)
+        self._supersede(reservation)
         self._end(reservation)
         return self._outcome(reservation)
+
+    def _supersede(self, reservation: Reservation) -> None:
+        """Partial chunks that chunks of this store begin with go before others. Only those beside a chunk that was
+        committed here, and shorter: who names another one of its tenant's changes nothing."""
+        if not reservation.supersedes:
+            return
+        for part in {entry.namespace for entry in reservation.entries}:
+            beside = {
+                entry.parent: entry.header.token_count
+                for entry in reservation.entries
+                if entry.namespace is part and entry.state is StoreState.COMMITTED and entry.header is not None
+            }
+            for digest in reservation.supersedes:
+                row = part.index.get(digest)
+                if row is not None and self._catalog.is_tail_of(row, beside):
+                    self._residency.superseded(row)
 
     async def _is_last(self, reservation: Reservation, shard: int) -> bool:
         """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
@@ -195,7 +222,7 @@ class Storing:
         self._counters.add("store_committed_chunks")
         self._counters.add("store_committed_bytes", entry.placement.byte_count)
         entry.state, entry.placement = StoreState.COMMITTED, None
-        superseded = self._catalog.publish(row)
+        self._catalog.publish(row)
         self._policy.used([row])
         self._catalog.table.hold(row)
         entry.held = row
@@ -204,9 +231,6 @@ class Storing:
         if entry.ended is not None and not entry.ended.done():
             entry.ended.set_result(None)  # who waits for this chunk need not wait for the others
         self._writeback.add(row)
-        for tail in superseded:
-            if not self._catalog.table.is_needed(tail):
-                self._residency.remove(tail, MissReason.STALE)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
         """Truth, not intention: what the catalog holds now."""

@@ -39,11 +39,15 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """``runs`` cover the whole chain; the first ``hit_count`` chunks are resident."""
+    """``runs`` cover the whole chain; the first ``hit_count`` chunks are resident. ``tail_lengths``: bit n is set where
+    a partial chunk after them has n tokens; 0 while ``tails`` are all. ``tail_found``: which of the partial chunks that
+    were asked for is the first that is stored, from 1 on."""
 
     hit_count: int
     runs: tuple[Run, ...]
     tails: tuple[Tail, ...]
+    tail_lengths: int = 0
+    tail_found: int = 0
     ticket: bytes = b""
     ticket_s: float = 0.0
 
@@ -82,6 +86,7 @@ class FetchResult:
     reason: MissReason
     chunks: tuple[Resident, ...]
     tails: tuple[Tail, ...]
+    tail_lengths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """One state per (chunk, part); ``committed_count`` leading chunks of the chain are resident."""
+    """One state per (chunk, part); ``committed_count`` leading chunks of the chain are resident. ``tail_lengths``: of
+    wanted chunks, by their place in the chain, which lengths the partial chunks beside them have."""
 
     reservation_id: int
     states: tuple[StoreState, ...]
@@ -120,6 +126,7 @@ class StoreResult:
     """The catalog's rows of the committed prefix."""
     ticket: bytes = b""
     """What the writers of the other shards join by."""
+    tail_lengths: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,10 @@ class EvictionPolicy(Protocol):
     def used(self, chain: Sequence[int]) -> None:
         """These chunks were stored or read, as one chain."""
 
+    def superseded(self, row: int) -> None:
+        """A chunk without children has become the most dispensable of all, until it is used again: another has all
+        that it has. One that is not in this tier is ignored."""
+
     def removed(self, row: int) -> None:
         """The chunk is gone from this tier; its row number may come back as another chunk's."""
 

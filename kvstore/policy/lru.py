@@ -35,6 +35,14 @@ class LeastRecentlyUsed:
             following[last] = previous[_END] = node
             previous[node], following[node] = last, _END
 
+    def superseded(self, row: int) -> None:
+        node = row + 1
+        if node < len(self._next) and self._next[node] != _ABSENT:
+            self._unlink(node)
+            first = self._next[_END]
+            self._next[_END] = self._previous[first] = node
+            self._previous[node], self._next[node] = _END, first
+
     def removed(self, row: int) -> None:
         node = row + 1
         if node < len(self._next) and self._next[node] != _ABSENT:

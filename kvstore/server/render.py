@@ -42,7 +42,8 @@ def _digest_run(count: int) -> struct.Struct:
     return struct.Struct(f"{DIGEST_BYTES}s" * count)
 
 
-def _digests(data: bytes, what: str) -> list[bytes]:
+def parse_digests(data: bytes, what: str) -> list[bytes]:
+    """A run of digests. Raises InvalidRequest for what is none."""
     if len(data) % DIGEST_BYTES:
         raise InvalidRequest(f"{what}: {len(data)} bytes are no run of {DIGEST_BYTES}-byte digests")
     return list(_digest_run(len(data) // DIGEST_BYTES).unpack(data))
@@ -60,7 +61,7 @@ def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuer
     check_parts(len(message.digests) // DIGEST_BYTES, len(hidden_layers) + (not message.hidden_only))
     return ChainQuery(
         message.fingerprint,
-        _digests(message.digests, "digests"),
+        parse_digests(message.digests, "digests"),
         hidden_layers,
         exactness,
         message.hidden_only,
@@ -78,11 +79,11 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
         raise InvalidRequest(f"first_position {message.first_position} must be below 2**63")
     return ReserveRequest(
         query,
-        _digests(message.token_digests, "token_digests"),
+        parse_digests(message.token_digests, "token_digests"),
         message.tail_token_count,
         message.first_position,
         message.shards or 1,
-        _digests(message.replaces, "replaces"),
+        parse_digests(message.replaces, "replaces"),
     )
 
 
@@ -96,6 +97,10 @@ def _tails(tails: tuple[Tail, ...]) -> list[pb.PartialTail]:
     return [pb.PartialTail(token_count=tail.token_count, digest=tail.digest) for tail in tails]
 
 
+def _lengths(bits: int) -> bytes:
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
 def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -> pb.LookupResponse:
     return pb.LookupResponse(
         hit_count=result.hit_count,
@@ -104,6 +109,8 @@ def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -
         ticket=result.ticket,
         ticket_seconds=result.ticket_s,
         segments=[pb.SegmentFound(hit_count=each.hit_count, runs=_runs(each)) for each in segments],
+        tail_lengths=_lengths(result.tail_lengths),
+        tail_found=result.tail_found,
     )
 
 
@@ -130,6 +137,7 @@ async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
         tier=int(result.tier),  # type: ignore[arg-type]
         reason=int(result.reason),  # type: ignore[arg-type]
         tails=_tails(result.tails),
+        tail_lengths=_lengths(result.tail_lengths),
     )
     for number, chunk in enumerate(result.chunks, start=1):
         placement = chunk.placement
@@ -185,6 +193,7 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
         committed_count=result.committed_count,
         refusal=result.refusal,
         ticket=result.ticket,
+        tails=[pb.TailsBeside(chunk=chunk, lengths=_lengths(bits)) for chunk, bits in result.tail_lengths],
     )
 
 

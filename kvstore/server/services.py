@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from kvstore.controller import Controller, Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
@@ -47,10 +48,15 @@ class CacheService:
         _session(self._controller, context)
         readers = (request.readers or 1) if request.hold else 0
         segments = [render.parse_query(each) for each in request.segments]
+        query = render.parse_query(request.query)
+        tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
         found = await self._controller.lookup_segments(segments) if segments else ()
-        return render.render_lookup(
-            await self._controller.lookup_long(render.parse_query(request.query), readers), found
-        )
+        result = await self._controller.lookup_long(query, readers)
+        if tail_digests:
+            pauses = self._controller.long_work.begin()
+            stored = await self._controller.fetching.first_stored(query, tail_digests, pauses)
+            result = replace(result, tail_found=stored)
+        return render.render_lookup(result, found)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
@@ -115,8 +121,9 @@ class CacheService:
         if step == "commit":
             reservation_id = request.commit.reservation_id
             fills = render.parse_fills(request.commit.fills)
+            supersedes = render.parse_digests(request.commit.supersedes, "supersedes")
             last = await self._controller.begin_fill(session, reservation_id, fills)
-            result = await self._controller.commit(session, reservation_id, last, request.commit.shard)
+            result = await self._controller.commit(session, reservation_id, last, request.commit.shard, supersedes)
             return render.render_store(result)
         if step == "join":
             return render.render_store(self._controller.join(session, request.join.ticket, request.join.fingerprint))

@@ -22,6 +22,7 @@ DESCRIPTIONS: dict[str, str] = {
     "store_refused_chunks": "Chunks refused for want of room or by a limit",
     "store_aborted_reservations": "Reservations aborted by their client or its death",
     "store_expired_reservations": "Reservations aborted for their age",
+    "superseded_chunks": "Partial chunks that go first because a longer chunk begins with their tokens",
     "demoted_chunks": "Chunks that memory gave up because the device has them",
     "promoted_chunks": "Chunks brought from the device into memory",
     "promoted_bytes": "Bytes brought from the device into memory",

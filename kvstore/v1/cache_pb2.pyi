@@ -240,16 +240,18 @@ class ChainQuery(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., hidden_only: _Optional[bool] = ..., provenance: _Optional[_Union[Provenance, str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("query", "hold", "readers", "segments")
+    __slots__ = ("query", "hold", "readers", "segments", "tail_digests")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     hold: bool
     readers: int
     segments: _containers.RepeatedCompositeFieldContainer[ChainQuery]
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ...) -> None: ...
+    tail_digests: bytes
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., hold: _Optional[bool] = ..., readers: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ..., tail_digests: _Optional[bytes] = ...) -> None: ...
 
 class ChunkRun(_message.Message):
     __slots__ = ("count", "state", "tier", "encoding", "reason")
@@ -314,20 +316,24 @@ class SegmentFound(_message.Message):
     def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds", "segments")
+    __slots__ = ("hit_count", "runs", "tails", "ticket", "ticket_seconds", "segments", "tail_lengths", "tail_found")
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TICKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FOUND_FIELD_NUMBER: _ClassVar[int]
     hit_count: int
     runs: _containers.RepeatedCompositeFieldContainer[ChunkRun]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
     ticket: bytes
     ticket_seconds: float
     segments: _containers.RepeatedCompositeFieldContainer[SegmentFound]
-    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ...) -> None: ...
+    tail_lengths: bytes
+    tail_found: int
+    def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ..., tail_lengths: _Optional[bytes] = ..., tail_found: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("query", "layers", "ticket")
@@ -380,7 +386,7 @@ class Arrival(_message.Message):
     def __init__(self, chunk: _Optional[int] = ..., slabs: _Optional[bytes] = ..., lost: _Optional[_Union[MissReason, str]] = ..., is_provisional: _Optional[bool] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails", "arrivals")
+    __slots__ = ("lease_id", "hit_count", "tier", "reason", "chunks", "tails", "arrivals", "tail_lengths")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +394,7 @@ class FetchResponse(_message.Message):
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     hit_count: int
     tier: Tier
@@ -395,7 +402,8 @@ class FetchResponse(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[ResidentChunk]
     tails: _containers.RepeatedCompositeFieldContainer[PartialTail]
     arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
-    def __init__(self, lease_id: _Optional[int] = ..., hit_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., chunks: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
+    tail_lengths: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., hit_count: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., reason: _Optional[_Union[MissReason, str]] = ..., chunks: _Optional[_Iterable[_Union[ResidentChunk, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ..., tail_lengths: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids", "tickets")
@@ -496,14 +504,16 @@ class FillStrips(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("reservation_id", "fills", "shard")
+    __slots__ = ("reservation_id", "fills", "shard", "supersedes")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDES_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     fills: _containers.RepeatedCompositeFieldContainer[Fill]
     shard: int
-    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ..., shard: _Optional[int] = ...) -> None: ...
+    supersedes: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., fills: _Optional[_Iterable[_Union[Fill, _Mapping]]] = ..., shard: _Optional[int] = ..., supersedes: _Optional[bytes] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("reservation_id",)
@@ -535,8 +545,16 @@ class StoreRequest(_message.Message):
     join: Join
     def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., fill: _Optional[_Union[FillStrips, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
 
+class TailsBeside(_message.Message):
+    __slots__ = ("chunk", "lengths")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    lengths: bytes
+    def __init__(self, chunk: _Optional[int] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+
 class StoreResponse(_message.Message):
-    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled", "ticket")
+    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled", "ticket", "tails")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -544,6 +562,7 @@ class StoreResponse(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     IS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     states: _containers.RepeatedScalarFieldContainer[StoreState]
     durability: Durability
@@ -551,4 +570,5 @@ class StoreResponse(_message.Message):
     refusal: str
     is_settled: bool
     ticket: bytes
-    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    tails: _containers.RepeatedCompositeFieldContainer[TailsBeside]
+    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., tails: _Optional[_Iterable[_Union[TailsBeside, _Mapping]]] = ...) -> None: ...

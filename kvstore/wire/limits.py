@@ -23,6 +23,11 @@ PARTS_MAX = 1 << 17
 """Chunks of one request times the parts it asks for of each (the attention cache, E of each hidden layer)."""
 SEGMENTS_MAX = 4096
 FILLS_MAX = 1 << 18
+TAILS_ASKED_MAX = 1024
+SUPERSEDES_MAX = 4096
+TAILS_BESIDE_MAX = 64
+LENGTHS_BYTES = (1 << 16) // 8
+"""A bit for every length that a partial chunk can have."""
 REPLACES_MAX = 1024
 RUNS_MAX = 1 << 15
 """Runs in a message with data: slabs of 128 bytes in the largest one."""
@@ -63,6 +68,7 @@ _REQUESTS: Mapping[str, Limit] = {
     "ChainQuery.digests": _digests(CHAIN_CHUNKS_MAX),
     "ChainQuery.hidden_layers": Limit(count=LAYERS_MAX),
     "LookupRequest.segments": Limit(count=SEGMENTS_MAX),
+    "LookupRequest.tail_digests": _digests(TAILS_ASKED_MAX),
     "FetchRequest.layers": Limit(count=LAYERS_MAX),
     "FetchRequest.ticket": Limit(size=64),
     "ReleaseRequest.lease_ids": Limit(count=IDS_MAX),
@@ -74,6 +80,7 @@ _REQUESTS: Mapping[str, Limit] = {
     "Join.fingerprint": Limit(size=64),
     "FillStrips.fills": Limit(count=FILLS_MAX),
     "Commit.fills": Limit(count=FILLS_MAX),
+    "Commit.supersedes": _digests(SUPERSEDES_MAX),
     "StoreBytesRequest.runs": Limit(count=RUNS_MAX),
     "StoreBytesRequest.checksum": Limit(size=16),
     "StoreBytesRequest.padding": Limit(size=64),
@@ -93,13 +100,15 @@ _REPLIES: Mapping[str, Limit] = {
     "PartialTail.digest": _digests(1),
     "SegmentFound.runs": Limit(count=CHAIN_CHUNKS_MAX),
     "LookupResponse.runs": Limit(count=CHAIN_CHUNKS_MAX),
-    "LookupResponse.tails": Limit(count=1 << 16),
+    "LookupResponse.tails": Limit(count=64),
+    "LookupResponse.tail_lengths": Limit(size=LENGTHS_BYTES),
     "LookupResponse.ticket": Limit(size=64),
     "LookupResponse.segments": Limit(count=SEGMENTS_MAX),
     "ResidentChunk.extents": Limit(count=1 << 20),
     "Arrival.slabs": Limit(size=LAYERS_MAX // 8),
     "FetchResponse.chunks": Limit(count=PARTS_MAX),
-    "FetchResponse.tails": Limit(count=1 << 16),
+    "FetchResponse.tails": Limit(count=64),
+    "FetchResponse.tail_lengths": Limit(size=LENGTHS_BYTES),
     "FetchResponse.arrivals": Limit(count=PARTS_MAX),
     "ChunkEvent.fingerprint": Limit(size=64),
     "ChunkEvent.model_id": Limit(size=512),
@@ -109,6 +118,8 @@ _REPLIES: Mapping[str, Limit] = {
     "WatchResponse.events": Limit(count=1024),
     "StoreResponse.states": Limit(count=PARTS_MAX),
     "StoreResponse.refusal": Limit(size=4096),
+    "StoreResponse.tails": Limit(count=TAILS_BESIDE_MAX),
+    "TailsBeside.lengths": Limit(size=LENGTHS_BYTES),
     "StoreResponse.ticket": Limit(size=64),
     "ConnectResponse.secret": Limit(size=64),
     "FetchBytesResponse.lost": Limit(count=PARTS_MAX),

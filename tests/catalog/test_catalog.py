@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
+from kvstore.catalog.tails import NAMED_MAX, Tails
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
@@ -98,30 +101,66 @@ def test_walk_tells_the_tier_of_each_run(catalog: Catalog, space: Namespace) -> 
     assert runs[-1].state is ChunkState.MISS
 
 
-def test_two_tails_at_most_and_a_full_chunk_ends_them(catalog: Catalog, space: Namespace) -> None:
-    first, second = put(catalog, space, "t1", count=3), put(catalog, space, "t2", count=5)
-    third = catalog.row_of(space, digest("t3"), ROOT_DIGEST, 7)
-    catalog.table.residencies[third] = 7
-    assert catalog.publish(third) == [first]
-    take(catalog, first, MissReason.STALE)
-    assert catalog.tails([space], ROOT_DIGEST) == [second, third]
-    full = catalog.row_of(space, digest("f"), ROOT_DIGEST, FULL)
-    catalog.table.residencies[full] = 7
-    assert catalog.publish(full) == [second, third]
+def test_a_parent_keeps_any_number_of_tails(catalog: Catalog, space: Namespace) -> None:
+    """A few are named, the newest; of more their lengths are told, as long as one of a length is there."""
+    rows = [put(catalog, space, f"t{number}", count=3 + number % 5) for number in range(NAMED_MAX)]
+    assert catalog.tails([space], ROOT_DIGEST) == (rows, 0)
+    rows += [put(catalog, space, f"t{number}", count=3 + number % 5) for number in range(NAMED_MAX, 20)]
+    put(catalog, space, "f")
+    assert catalog.tails([space], ROOT_DIGEST) == (rows[-NAMED_MAX:], 0b11111000)
+    assert all(digest(f"t{number}") in space.index for number in range(20))
+    for row in rows[4::5]:
+        take(catalog, row)
+    assert catalog.tails([space], ROOT_DIGEST).lengths == 0b1111000, "none of 7 tokens is left"
+    for row in set(rows) - set(rows[4::5]):
+        take(catalog, row)
+    assert ROOT_DIGEST not in space.tails
+
+
+def test_what_tells_tails_does_not_grow_with_them() -> None:
+    """The root of a service for short prompts: a lookup's work is that of one tail, and nothing is kept per tail."""
+    tails, counts = Tails(), array("i", [1 + row % 255 for row in range(100_000)])
+    tracemalloc.start()
+    for row in range(len(counts)):
+        tails.add(ROOT_DIGEST, row, counts)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 64 << 10, "a number per length"
+    assert len(tails.named(ROOT_DIGEST)) == NAMED_MAX
+    assert tails.bits(ROOT_DIGEST, counts) == (1 << 256) - 2
+    for row in range(len(counts)):
+        assert tails.remove(ROOT_DIGEST, row, counts) == (row == len(counts) - 1)
+    assert ROOT_DIGEST not in tails
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("pq"), st.integers(0, 11)), max_size=60))
+def test_tails_are_those_of_a_dict(history: list[tuple[bool, str, int]]) -> None:
+    tails, model = Tails(), dict[str, list[int]]()
+    counts = array("i", [1 + row % 3 for row in range(12)])
+    for comes, parent, row in history:
+        here = model.setdefault(parent, [])
+        if comes and not any(row in each for each in model.values()):
+            assert tails.add(digest(parent), row, counts) == (not here)
+            here.append(row)
+        elif not comes and row in here:
+            here.remove(row)
+            assert tails.remove(digest(parent), row, counts) == (not here)
+        for name, rows in model.items():
+            assert (digest(name) in tails) == bool(rows)
+            assert tails.bits(digest(name), counts) == sum({1 << counts[each] for each in rows})
+            named = list(tails.named(digest(name)))
+            assert set(named) <= set(rows)
+            assert tails.are_all_named(digest(name)) == (sorted(named) == sorted(rows))
 
 
 def test_documents_are_no_tails() -> None:
-    """Each ends where it ends: many of them begin at the root, and none puts another out of use."""
+    """Each ends where it ends: many of them begin at the root, and nobody looks for them by a length."""
     catalog = Catalog(4, BytearrayMemory())
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT, Provenance.STANDALONE)
     for number in range(5):
-        row = catalog.row_of(space, digest(f"d{number}"), ROOT_DIGEST, number + 1)
-        catalog.table.residencies[row] = 7
-        assert catalog.publish(row) == []
-    full = catalog.row_of(space, digest("full"), ROOT_DIGEST, FULL)
-    catalog.table.residencies[full] = 7
-    assert catalog.publish(full) == []
-    assert catalog.tails([space], ROOT_DIGEST) == []
+        put(catalog, space, f"d{number}", count=number + 1)
+    put(catalog, space, "full")
+    assert catalog.tails([space], ROOT_DIGEST) == ([], 0)
     assert len(space.index) == 6
 
 
@@ -137,7 +176,7 @@ def test_a_namespace_waits_for_its_model() -> None:
     model = catalog.register(small_spec())
     found = model.namespace(None, Exactness.EXACT)
     assert found is space
-    assert catalog.tails([space], digest("a")) == [tail]
+    assert catalog.tails([space], digest("a")) == ([tail], 0)
     assert catalog.walk([space], [digest("a"), digest("wrong")]).hit_count == 1
     assert space.byte_count == space.chunk_bytes(FULL) + space.chunk_bytes(5)
 

@@ -14,7 +14,7 @@ from tests.crash.contexts import MODELS, Model
 @dataclass(eq=False)
 class Chain:
     """A context. ``promised``: leading tokens that a receipt called LOCAL. ``cap``: what may be expected at most,
-    because a longer context took its tail's place or a test damaged it."""
+    because a test damaged it."""
 
     model: Model
     tokens: Any
@@ -58,10 +58,6 @@ class Ledger:
                     shared = step * int(random.integers(0, len(base.tokens) // step + 1))
                     tokens = np.concatenate([base.tokens[:shared], tokens])[: max(shared + step, count)]
             chain = Chain(model, tokens)
-            for each in self.chains:
-                if each.model is model:
-                    _displace(each, chain)
-                    _displace(chain, each)
             self.chains.append(chain)
         return chain
 
@@ -81,14 +77,3 @@ class Ledger:
         for each in self.chains:
             if each.model is chain.model and np.array_equal(each.tokens[:stop], chain.tokens[:stop]):
                 each.cap, each.is_damaged = min(each.cap, token_start), True
-
-
-def _displace(chain: Chain, other: Chain) -> None:
-    """A partial tail goes when a full chunk, or longer tails, come in its place: it is not due any more."""
-    full = len(chain.tokens) // chain.model.spec.chunk_tokens * chain.model.spec.chunk_tokens
-    if (
-        full < len(chain.tokens)
-        and len(other.tokens) > full
-        and np.array_equal(other.tokens[:full], chain.tokens[:full])
-    ):
-        chain.cap = min(chain.cap, full)

@@ -162,7 +162,7 @@ def test_misses_say_why(client: Client) -> None:
     assert [(chunk.token_start, chunk.token_stop) for chunk in match.chunks] == [(0, 16), (16, 32), (32, 40)]
 
 
-def test_two_partial_tails_and_the_full_chunk_that_replaces_them(client: Client) -> None:
+def test_partial_tails_stay_beside_each_other_and_beside_the_full_chunk(client: Client) -> None:
     spec, tokens = small_spec(weights_digest="ef" * 32), tokens_of(32, 8)
     kv = random_cache(spec, 32)
 
@@ -172,10 +172,11 @@ def test_two_partial_tails_and_the_full_chunk_that_replaces_them(client: Client)
     for count in (20, 24, 28):
         store(count)
         assert client.lookup(spec, tokens[:30]).prefix_token_count == count
-    assert client.lookup(spec, tokens[:22]).prefix_token_count == 16  # of three tails the eldest went
     store(32)
-    assert client.lookup(spec, tokens[:30]).prefix_token_count == 16
-    assert_same(client.fetch(spec, tokens), kv, [0, 1], 32)
+    for count, found in ((18, 16), (20, 20), (22, 20), (26, 24), (30, 28), (32, 32)):
+        assert client.lookup(spec, tokens[:count]).prefix_token_count == found
+        assert_same(client.fetch(spec, tokens[:count]), kv, [0, 1], found)
+    assert client.stats().counters["superseded_chunks"] == 1 + 2 + 3
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ def test_standalone_and_in_context_are_kept_apart(client: Client) -> None:
 
 
 def test_many_short_documents_stay(client: Client) -> None:
-    """Of a prompt's partial tails two are kept; a document is as long as it is."""
+    """A document is as long as it is, and in nobody's way."""
     documents = [store(client, 3 + seed % 13, 100 + seed) for seed in range(30)]
-    store(client, 16, 99)  # a full chunk puts no document out of use
+    store(client, 16, 99)
     for tokens, kv in documents:
         assert_same(client.fetch_segment(SPEC, tokens), kv, len(tokens))
 

@@ -56,21 +56,22 @@ def test_stores_of_another_client_are_told_in_order(sidecar: Sidecar) -> None:
             assert {(each.model_id, each.fingerprint) for each in found} == {("test", fingerprint(SPEC, SPEC.kind))}
 
 
-def test_a_superseded_tail_and_what_makes_room_are_told_as_removed(own_sidecar: Sidecar) -> None:
+def test_what_makes_room_is_told_as_removed_a_superseded_tail_first(own_sidecar: Sidecar) -> None:
     big = small_spec(model_id="big", chunk_tokens=4096)
     with connect(own_sidecar.address) as client, client.watch() as events:
+        store(client, 16, 2)
         tails = store(client, 20, 1)
         store(client, 32, 1)
         found = take(events, 4)
-        assert [(each.kind, each.reason) for each in found[:3]] == [(EventKind.STORED, MissReason.NONE)] * 3
-        assert (found[3].kind, found[3].digest, found[3].reason) == (EventKind.REMOVED, tails[1], MissReason.STALE)
+        assert [(each.kind, each.reason) for each in found] == [(EventKind.STORED, MissReason.NONE)] * 4
         for seed in range(80):
             store(client, 4096, seed, big)
-        gone = 80 + 2 - client.stats().arena.chunk_count
+        gone = 80 + 4 - client.stats().arena.chunk_count
         assert gone > 0
         after = take(events, 80 + gone)
         removed = [each for each in after if each.kind is EventKind.REMOVED]
         assert len(removed) == gone
+        assert removed[0].digest == tails[1], "before what was stored earlier and is in nobody's shade"
         assert {(each.reason, each.tier) for each in removed} == {(MissReason.EVICTED, Tier.DRAM)}
         stored = {each.digest for each in [*found, *after] if each.kind is EventKind.STORED}
         assert {each.digest for each in removed} < stored

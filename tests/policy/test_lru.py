@@ -49,6 +49,33 @@ def test_victims_may_go_while_they_are_asked_for(
     assert list(policy.victims(lambda _: True)) == [each for each in policy.victims(lambda _: True) if each in rows]
 
 
+@given(steps, st.lists(st.integers(0, 14), max_size=4), steps)
+def test_what_was_superseded_goes_first_until_it_is_used(
+    before: list[list[int] | int], superseded: list[int], after: list[list[int] | int]
+) -> None:
+    policy, model = LeastRecentlyUsed(), OrderedDict[int, None]()
+
+    def take(history: list[list[int] | int]) -> None:
+        for step in history:
+            if isinstance(step, int):
+                policy.removed(step)
+                model.pop(step, None)
+                continue
+            policy.used(step)
+            for row in reversed(step):
+                model[row] = None
+                model.move_to_end(row)
+
+    take(before)
+    for row in superseded:
+        policy.superseded(row)
+        if row in model:
+            model.move_to_end(row, last=False)
+        assert list(policy.victims(lambda _: True)) == list(model)
+    take(after)
+    assert list(policy.victims(lambda _: True)) == list(model)
+
+
 def test_a_parent_outlives_its_children() -> None:
     policy = LeastRecentlyUsed()
     policy.used([1, 2, 3])

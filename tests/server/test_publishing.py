@@ -175,9 +175,15 @@ def test_a_router_that_listens_is_told_what_comes_and_goes(router: Router, tmp_p
             return router.sequence >= 0
 
         eventually(is_heard)  # a subscription takes a moment
-        store(client, 40, 1, SPEC)
-        last = store(client, 48, 1, SPEC)  # its last chunk puts the tail of 8 tokens out of use
-        eventually(lambda: router.listen() or set(router.known) == {*last, *others})
+        first = store(client, 40, 1, SPEC)
+        last = store(client, 48, 1, SPEC)
+        eventually(lambda: router.listen() or set(router.known) == {*first, *last, *others})
+        big = small_spec(model_id="big", chunk_tokens=4096)
+        for seed in range(80):
+            others.update(store(client, 4096, seed, big))
+        eventually(lambda: router.listen() or len(router.known) == client.stats().arena.chunk_count)
+        assert first[-1] not in router.known, "what another chunk begins with makes room first"
+        assert set(router.known) < {*first, *last, *others}
 
 
 def test_what_is_no_prefix_of_a_prompt_is_no_block_of_a_router(router: Router, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from kvstore.catalog import NOWHERE, ROOT_ROW
+from kvstore.catalog import NOWHERE, ROOT_ROW, ChunkTable, Namespace
+from kvstore.keys import ROOT_DIGEST
 from kvstore.tiers.nvme import Regions
 from tests.presence.shown import difference
 from tests.sim.disk import DIRECTORY
@@ -58,10 +59,20 @@ def _of_rows(life: Life) -> str:
     if any(space.pending for space in spaces):
         return "a pending store that nobody makes"
     for space in spaces:
-        for parent, tails in space.tails.items():
-            if any(row not in visible for row in tails):
-                return f"a tail of {parent.hex()[:8]} that is not there"
+        if problem := _of_tails(space, table):
+            return problem
     return ""
+
+
+def _of_tails(space: Namespace, table: ChunkTable) -> str:
+    """Every partial chunk that can be found is told of by its length, and no other."""
+    lengths: dict[bytes, int] = {}
+    for row in space.index.values() if space.model_spec is not None else ():
+        if space.is_tail(table.token_counts[row]):
+            parent = ROOT_DIGEST if table.parents[row] == ROOT_ROW else table.digests[table.parents[row]]
+            lengths[parent] = lengths.get(parent, 0) | 1 << table.token_counts[row]
+    told = {parent: space.tails.bits(parent, table.token_counts) for parent in space.tails}
+    return "" if told == lengths else f"tails of {len(lengths)} parents, told of {len(told)}, or of other lengths"
 
 
 def _of_memory(life: Life) -> str:

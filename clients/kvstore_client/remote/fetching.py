@@ -94,7 +94,7 @@ class RemotePrefix:
         self.wanted = wanted
         self.tier = Tier(head.tier)
         self.reason = MissReason(head.reason)
-        self.tails = head.tails
+        self.tails, self.tail_lengths = head.tails, head.tail_lengths
         self._digests = digests
         try:
             self.chunks = [self._chunk(entry) for entry in head.chunks]
