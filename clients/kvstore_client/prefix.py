@@ -307,12 +307,10 @@ class Prefix:
         return runs_of([chunk for chunk in self.chunks if chunk.part == part])
 
     def _is_current(self, slot: int, generation: int) -> bool:
-        """Whether everything read from a chunk so far was the chunk's."""
-        if len(self._generations) == 0:
-            return False
+        """Whether everything read from a chunk so far was the chunk's. A slot that there is not is nobody's."""
         with _fence:  # orders the copies' loads before the generation's, on machines that reorder loads
             pass
-        return bool(self._generations[slot] == generation)
+        return slot < len(self._generations) and bool(self._generations[slot] == generation)
 
     def settle(self, bad: set[int]) -> int:
         """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).

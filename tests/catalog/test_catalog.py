@@ -77,6 +77,20 @@ def test_recovered_out_of_order(catalog: Catalog, space: Namespace) -> None:
     assert len(catalog.table) == 0
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_a_chunk_hits_where_every_part_of_it_is(catalog: Catalog, space: Namespace, lacking: int) -> None:
+    """A chain of which a prompt wants the hidden states of two layers, too."""
+    model = catalog.models[space.fingerprint]
+    parts = [space, model.namespace(0, Exactness.EXACT), model.namespace(1, Exactness.EXACT)]
+    for number, part in enumerate(parts):
+        put(catalog, part, "a")
+        if number != lacking:
+            put(catalog, part, "b", "a")
+    walk = catalog.walk(parts, [digest("a"), digest("b")])
+    assert (walk.hit_count, walk.reason) == (1, MissReason.COLD)
+    assert [len(chain) for chain in walk.chains] == [1, 1, 1]
+
+
 def test_a_held_row_is_not_given_to_another(catalog: Catalog, space: Namespace) -> None:
     row = put(catalog, space, "a")
     catalog.table.hold(row)

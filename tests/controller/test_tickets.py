@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from tests.controller.service import Service
 
 
@@ -76,3 +76,15 @@ async def test_limits_are_named(service: Service) -> None:
     await service.store(session, 1)
     with pytest.raises(Exhausted, match="ticket_bytes_max"):
         service.controller.lookup(service.query(1), readers=1)
+
+
+async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
+    """A worker that is told of two chunks and gets one would compute over nothing."""
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1, 2)
+    ticket = controller.lookup(service.query(1, 2), readers=1).ticket
+    controller.residency.quarantine_arena(max(controller.catalog.table.arena))
+    with pytest.raises(DataLoss, match="CORRUPT"):
+        controller.redeem(session, ticket)
+    assert not session.leases

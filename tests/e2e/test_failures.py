@@ -308,7 +308,7 @@ def test_a_damaged_arena_is_noticed_by_verify(local_sidecar: Sidecar) -> None:
         assert client.fetch(large_spec(), tokens).reason is MissReason.CORRUPT
 
 
-@pytest.mark.parametrize("what", ["extents", "headers", "generation", "slot", "region"])
+@pytest.mark.parametrize("what", ["extents", "headers", "generation", "slot", "no slot", "region"])
 def test_a_confused_answer_is_a_miss(local_sidecar: Sidecar, what: str) -> None:
     """A server that named the wrong place, as a bug of ours would: the client believes headers and generations."""
     with connect(local_sidecar.address) as client:
@@ -327,6 +327,8 @@ def test_a_confused_answer_is_a_miss(local_sidecar: Sidecar, what: str) -> None:
                     first.extents[0].offset += 4096
                 elif what == "generation":
                     first.generation += 1
+                elif what == "no slot":
+                    first.generation_slot = 1 << 31
                 elif what == "slot":
                     first.generation_slot, first.generation = second.generation_slot, first.generation + 7
                 else:

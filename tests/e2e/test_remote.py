@@ -461,7 +461,7 @@ def test_garbage_and_unknown_calls_are_refused(remote: Sidecar) -> None:
             assert status(peer.call("unary_stream", method, b"", timeout=10)) == "UNIMPLEMENTED"
 
 
-@pytest.mark.parametrize("what", ["flip", "swap", "twice", "drop", "early", "header"])
+@pytest.mark.parametrize("what", ["flip", "swap", "twice", "drop", "early", "header", "behind"])
 def test_a_confused_server_is_a_miss(own_remote: Sidecar, what: str) -> None:
     """Bytes that changed on the way, strips left out or sent twice: never wrong bytes."""
     spec, count = large_spec(), 4 * 512
@@ -491,6 +491,11 @@ def test_a_confused_server_is_a_miss(own_remote: Sidecar, what: str) -> None:
                             fields.runs[0].strip_first, fields.runs[0].strip_count = 4, 1
                         elif what == "header":
                             fields.runs[0].strip_count = 0
+                        elif what == "behind":  # the first heads of a slab are left out
+                            run = fields.runs[0]
+                            half, heads = run.byte_count // 2, run.strip_count // 2
+                            data = data[half:]
+                            run.strip_first, run.strip_count, run.byte_count = run.strip_first + heads, heads, half
                         if what == "early":
                             return
                         for _ in range({"drop": 0, "twice": 2}.get(what, 1)):

@@ -146,6 +146,7 @@ def test_bad_tokens_are_named(bad: object) -> None:
         ("weights_digest", "XYZ"), ("cache_dtype", "int3"), ("chunk_tokens", 0), ("vocab_size", 0), ("layers", None),
         ("model_id", ""), ("scales", ((1.0, 1.0),)), ("rope", RopeSpec(theta=-1.0)),
         ("layers", (LayerSpec(kv_heads=0, k_dim=1, v_dim=1),)),
+        ("layers", (LayerSpec(kind=LayerKind.RECURRENT, kv_heads=1, k_dim=1, v_dim=1),)),
     ],
 )  # fmt: skip
 def test_a_wrong_spec_is_refused(field: str, value: object) -> None:

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from tests.mutants import arena, chunk, kernels, keys
+from tests.mutants import (
+    arena,
+    chunk,
+    client,
+    controller,
+    kernels,
+    keys,
+    movers,
+    nvme,
+    recompute,
+    remote,
+    security,
+    spec,
+)
 from tests.mutants.mutant import Mutant
 
-MUTANTS: list[Mutant] = [*chunk.MUTANTS, *keys.MUTANTS, *arena.MUTANTS, *kernels.MUTANTS]
+MUTANTS: list[Mutant] = [
+    *chunk.MUTANTS,
+    *keys.MUTANTS,
+    *spec.MUTANTS,
+    *arena.MUTANTS,
+    *kernels.MUTANTS,
+    *controller.MUTANTS,
+    *nvme.MUTANTS,
+    *movers.MUTANTS,
+    *client.MUTANTS,
+    *remote.MUTANTS,
+    *security.MUTANTS,
+    *recompute.MUTANTS,
+]

@@ -51,10 +51,11 @@ EXPECTED = {
     ("run", "hangs", "verdict"),
     [
         (Run(0, "1 passed"), False, Verdict.SURVIVED),
-        (Run(0, "1 skipped"), False, Verdict.WRONG),
+        (Run(0, "1 skipped"), False, Verdict.SKIPPED),
         (Run(1, "FAILED a::b - assert 1 == 2"), False, Verdict.NOTICED),
         (Run(1, "FAILED a::b - Failed: Timeout (>60.0s) from pytest-timeout."), False, Verdict.HANGS),
         (Run(1, "FAILED a::b - Failed: Timeout (>60.0s) from pytest-timeout."), True, Verdict.NOTICED),
+        (Run(-7, "Fatal Python error: Bus error"), False, Verdict.NOTICED),
         (Run(None, ""), False, Verdict.HANGS),
         (Run(None, ""), True, Verdict.NOTICED),
         (Run(2, "ERROR a - NameError: x"), False, Verdict.WRONG),

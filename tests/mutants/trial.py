@@ -24,6 +24,8 @@ class Verdict(Enum):
     SURVIVED = "SURVIVED"
     HANGS = "HANGS"
     """It waits for ever, and its list does not say that this is how tests notice it."""
+    SKIPPED = "skipped"
+    """Its tests are skipped on this machine: they need root, or hardware."""
     WRONG = "WRONG"
     """The list's mistake: the line is not there, the tests do not pass without it, or nothing can be imported."""
 
@@ -122,11 +124,15 @@ async def _verdict(workplace: Workplace, mutant: Mutant, failing: dict[str, str]
 def judged(run: Run, mutant: Mutant) -> tuple[Verdict, str]:
     """What a run of a mutant's tests says of it."""
     if run.status == 0:
-        return (Verdict.SURVIVED, "nobody") if "passed" in run.output else (Verdict.WRONG, "its tests are skipped here")
+        return (
+            (Verdict.SURVIVED, "nobody") if "passed" in run.output else (Verdict.SKIPPED, "its tests are skipped here")
+        )
     failed = run.told("FAILED", "ERROR")
     if run.status is None or any(_TIME_IS_UP in reason for _, reason in failed):
         by = failed[0][0] if failed else mutant.tests[0]
         return (Verdict.NOTICED if mutant.hangs else Verdict.HANGS), by
+    if run.status < 0:
+        return Verdict.NOTICED, f"{mutant.tests[0]} (it ended by signal {-run.status})"
     if run.status != 1 or not failed:
         return Verdict.WRONG, f"its tests cannot be run: {run.output[-300:]}"
     return Verdict.NOTICED, failed[0][0]

@@ -51,6 +51,7 @@ class Workplace:
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(tree / name, self.root / name)
         (place / "tmp").mkdir()
+        place.chmod(0o711)  # some tests act as another user, who has to get through
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class Workplace:
             "PYTHONPATH": os.pathsep.join(str(self.root / each) for each in PACKAGES),
             "TMPDIR": str(self._place / "tmp"),
         }
-        return {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE")} | own
+        return {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE", "PYTEST"))} | own
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:

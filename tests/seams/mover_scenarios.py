@@ -159,20 +159,26 @@ def what_is_taken_back_is_let_go_by_the_movers(movers: MoverProcesses, tmp_path:
 
 
 def a_number_is_never_taken_for_a_later_file(movers: MoverProcesses, tmp_path: Path) -> None:
-    """Descriptors come back with another file behind them; what movers know a file by does not."""
+    """Descriptors come back with another file behind them; what movers know a file by does not. The movers stand still
+    while a file goes and the next one comes, so that a job may overtake what they are told of it."""
 
     async def scenario(lane: Lane) -> None:
-        room = SystemMemory(movers).writable_by_others("room", 4096)
         target = SystemMemory(movers).read_only_to_others("target", 4096)
+        descriptor = -1
         for number in range(20):
             path = tmp_path / str(number)
             path.write_bytes(bytes([number]) * 4096)
+            for pid in movers.pids:
+                os.kill(pid, signal.SIGSTOP)
+            if descriptor >= 0:
+                movers.take_back(descriptor)
+                os.close(descriptor)
             descriptor = movers.lend(os.open(path, os.O_RDWR))
-            await done(lane, PosixIO(SystemDisk()).read, descriptor, 0, target.bytes)
+            job = lane.submit(PosixIO(SystemDisk()).read, descriptor, 0, target.bytes)
+            for pid in movers.pids:
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.wrap_future(job)
             assert (target.bytes == number).all()
-            movers.take_back(descriptor)
-            os.close(descriptor)
-        room.close()
         target.close()
 
     run(movers, scenario)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.descriptors import open_files
 from tests.seams.mover_scenarios import SCENARIOS, WAIT_S, until
 
 
@@ -29,6 +30,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def has_only_its_own(pid: int) -> bool:
+    """Not the other movers' sockets, nor the output of the process that it is a fork of."""
+    sockets = [name for name in open_files(pid) if name.startswith("socket:")]
+    return len(sockets) == 1 and os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_movers_end_with_their_process(how: signal.Signals) -> None:
     script = (
@@ -40,8 +47,10 @@ def test_movers_end_with_their_process(how: signal.Signals) -> None:
         pids = list(map(int, process.stdout.readline().split()))
         assert all(map(is_running, pids))
         for pid in pids:
+            until(lambda pid=pid: has_only_its_own(pid))  # type: ignore[misc]
             os.kill(pid, signal.SIGTERM)  # theirs is to wait for their process
         assert all(map(is_running, pids))
+        os.kill(pids[0], signal.SIGSTOP)  # one that hears nothing, as where a device holds it
         process.send_signal(how)
         assert process.stdout.read() == ""  # a mover would keep its output open
         process.wait(WAIT_S)

@@ -288,3 +288,22 @@ def test_errors_of_the_device_are_typed() -> None:
                 assert await holds(tier, what, residency)
 
     simulate(scenario(), seed=0)
+
+
+def test_a_region_whose_erasure_could_not_be_synced_takes_no_more() -> None:
+    """An erasure is a write, too: a device that dropped one may drop the next."""
+    disk = SimulatedDisk(3)
+
+    async def scenario() -> None:
+        tier = nvme_tier(disk, HOME, LoopClock(), SeededWorkers(3), SeededWorkers(4), region_bytes=256 * KIB)
+        await tier.recover()
+        first, second = await write(tier, chunk(0)), await write(tier, chunk(1))
+        disk.fail("sync", errno.EIO, path_contains="region")
+        with pytest.raises(Unavailable):
+            await tier.remove([first], erase=True)
+        third = await write(tier, chunk(2))
+        assert tier.regions.find(third)[0] is not tier.regions.find(first)[0]
+        assert await holds(tier, chunk(1), second)
+        assert await holds(tier, chunk(2), third)
+
+    simulate(scenario(), seed=3)

@@ -1,0 +1,132 @@
+"""The client: bytes count only if they were still the chunk's after the copy, and no wait is for ever."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ARRAYS = "clients/kvstore_client/arrays.py"
+GATHERING = "clients/kvstore_client/gathering.py"
+KNOWN = "clients/kvstore_client/segments/known.py"
+PREFIX = "clients/kvstore_client/prefix.py"
+PRESENCE = "kvstore/presence.py"
+SESSION = "clients/kvstore_client/session.py"
+TARGET = "clients/kvstore_client/target.py"
+VALUE = "clients/kvstore_client/value.py"
+WORKER = "clients/kvstore_client/engines/vllm/worker.py"
+T_FAILURES = "tests/e2e/test_failures.py"
+T_TABLE = "tests/presence/test_table.py"
+
+MUTANTS = [
+    Mutant(
+        "copied-after-it-went",
+        PREFIX,
+        "        return slot < len(self._generations) and bool(self._generations[slot] == generation)\n",
+        "        return True\n",
+        "the bytes of the next chunk are handed out for one whose lease was revoked",
+        (f"{T_FAILURES}::test_use_after_free_is_a_miss",),
+    ),
+    Mutant(
+        "slot-beyond-the-generations",
+        PREFIX,
+        "        return slot < len(self._generations) and bool(",
+        "        return bool(",
+        "a sidecar that names a slot which there is not ends the engine's step with an error of ours",
+        (f"{T_FAILURES}::test_a_confused_answer_is_a_miss",),
+    ),
+    Mutant(
+        "fetched-another-chunk",
+        PREFIX,
+        "        if header.chain_digest != digests[entry.index] or header.fingerprint",
+        "        if header.fingerprint",
+        "another chunk of the model is handed out where the sidecar names a wrong place",
+        (f"{T_FAILURES}::test_a_confused_answer_is_a_miss",),
+    ),
+    Mutant(
+        "verify-does-not",
+        TARGET,
+        "            if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):\n",
+        "            if False:\n",
+        "who asks for checked bytes gets others",
+        (f"{T_FAILURES}::test_a_damaged_arena_is_noticed_by_verify",),
+    ),
+    Mutant(
+        "mappings-outlive-their-server",
+        SESSION,
+        "        self._maps.clear()\n",
+        "        pass\n",
+        "each restart leaves an arena's memory behind in every engine",
+        (f"{T_FAILURES}::test_the_mappings_go_with_the_server",),
+    ),
+    Mutant(
+        "answer-taken-for-the-next-question",
+        SESSION,
+        "except BaseException:  # an interrupt: as below\n                self.close()\n",
+        "except BaseException:  # an interrupt: as below\n",
+        "an interrupted question's answer gives the next one memory of another size",
+        ("tests/e2e/test_staging.py::test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next",),
+    ),
+    Mutant(
+        "tensor-whose-items-share-memory",
+        ARRAYS,
+        "any(not step and size > 1 for step, size in zip(strides, value.shape, strict=True)):\n",
+        "False:\n",
+        "a fetch into an expanded tensor leaves the last token everywhere",
+        ("tests/e2e/test_round_trip.py::test_tensors_whose_items_share_memory_are_refused",),
+    ),
+    Mutant(
+        "padding-is-stored",
+        GATHERING,
+        "        if (pages.slots < 0).any():\n",
+        "        if False:\n",
+        "a slot of -1 stores the last page's tokens",
+        ("tests/e2e/test_writers.py::test_what_does_not_fit_is_said",),
+    ),
+    Mutant(
+        "parts-of-two-values",
+        VALUE,
+        '        rest = (self.first + version + struct.pack("<Q", number) for number in range(1, chunk_count))\n',
+        '        rest = (self.first + struct.pack("<Q", number) for number in range(1, chunk_count))\n',
+        "a value is half an older one",
+        ("tests/e2e/test_bytes.py::test_writers_of_one_key_and_its_readers_meet_whole_values_only",),
+    ),
+    Mutant(
+        "document-by-its-hash",
+        KNOWN,
+        "                if fits and token_digest(tokens[start:stop]) == entry.digest:\n",
+        "                if fits:\n",
+        "a text whose hash collides is taken for a known document",
+        ("tests/segments/test_known.py::test_candidates_that_all_collide_are_decided_by_their_tokens",),
+    ),
+    Mutant(
+        "retired-table-believed",
+        PRESENCE,
+        "    return None if flags & RETIRED else Found(news, not flags & PARTIAL)\n",
+        "    return Found(news, not flags & PARTIAL)\n",
+        "a client goes on reading a table that nobody writes any more",
+        (f"{T_TABLE}::test_a_full_table_is_replaced_by_a_larger_one_and_says_so",),
+    ),
+    Mutant(
+        "partial-table-believed",
+        PRESENCE,
+        "    return None if flags & RETIRED else Found(news, not flags & PARTIAL)\n",
+        "    return None if flags & RETIRED else Found(news, True)\n",
+        "what found no word in the table is said to be missing",
+        (f"{T_TABLE}::test_what_finds_no_room_is_not_said_to_be_missing",),
+    ),
+    Mutant(
+        "kept-over-a-failed-load",
+        WORKER,
+        "            if self._patience.is_spent or (is_doubtful and not save.ticket):\n",
+        "            if self._patience.is_spent:\n",
+        "what was computed from blocks that never came is stored as the model's own",
+        ("tests/engines/test_vllm.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
+    ),
+    Mutant(
+        "failed-load-is-not-told",
+        WORKER,
+        "        self._failed |= set(blocks)\n",
+        "        pass\n",
+        "vLLM attends to blocks that never came",
+        ("tests/engines/test_vllm.py::test_a_load_that_fails_is_told_and_not_tried_again",),
+    ),
+]

@@ -1,0 +1,223 @@
+"""What is promised: holds, limits, parents, durability, and what comes back after a crash."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CAPACITY = "kvstore/controller/capacity.py"
+CATALOG = "kvstore/catalog/catalog.py"
+CLAIMING = "kvstore/controller/claiming.py"
+CONTROLLER = "kvstore/controller/controller.py"
+FETCHING = "kvstore/controller/fetching.py"
+JOINING = "kvstore/controller/joining.py"
+RESIDENCY = "kvstore/controller/residency.py"
+SCRUB = "kvstore/controller/scrub.py"
+STORING = "kvstore/controller/storing.py"
+TICKETS = "kvstore/controller/tickets.py"
+WRITEBACK = "kvstore/controller/writeback.py"
+T_CONTROLLER = "tests/controller/test_controller.py"
+T_TICKETS = "tests/controller/test_tickets.py"
+T_RECOVERED = "tests/tiers/test_nvme_recovered.py"
+T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
+T_ERRORS = "tests/tiers/test_nvme_errors.py"
+
+MUTANTS = [
+    Mutant(
+        "held-chunks-are-evicted",
+        CAPACITY,
+        "            return not (leaves and table.child_counts[row]) and not table.is_held(row) and row not in keep\n",
+        "            return not (leaves and table.child_counts[row]) and row not in keep\n",
+        "what a client copies is given up under its copy",
+        (f"{T_CONTROLLER}::test_pins_and_leases_keep_their_chunks",),
+    ),
+    Mutant(
+        "ticket-without-an-end",
+        TICKETS,
+        "if each.expires_s <= now_s]",
+        "if False]",
+        "what a router held and forgot is held for ever",
+        (f"{T_TICKETS}::test_a_ticket_expires_and_gives_back_what_it_held",),
+    ),
+    Mutant(
+        "ticket-used-for-ever",
+        TICKETS,
+        "        if not ticket.readers_left:\n",
+        "        if False:\n",
+        "a ticket that all readers used goes on holding its chunks",
+        (f"{T_TICKETS}::test_held_chunks_stay_until_every_reader_came",),
+    ),
+    Mutant(
+        "tickets-without-a-limit",
+        TICKETS,
+        "        if self.held_bytes + byte_count > self._limits.ticket_bytes_max:\n",
+        "        if False:\n",
+        "one client's tickets hold all of memory",
+        (f"{T_TICKETS}::test_limits_are_named",),
+    ),
+    Mutant(
+        "ticket-redeemed-in-part",
+        FETCHING,
+        "        if result.hit_count == len(query.digests):\n            self._tickets.redeemed(ticket_id)\n",
+        "        if True:\n            self._tickets.redeemed(ticket_id)\n",
+        "less comes under a ticket than it holds, and nobody says so",
+        (f"{T_TICKETS}::test_what_was_lost_under_a_ticket_is_said",),
+    ),
+    Mutant(
+        "leases-without-a-limit",
+        FETCHING,
+        "        if session.leased_bytes + byte_count > self._limits.leased_bytes_max:\n",
+        "        if False:\n",
+        "one client's leases hold all of memory",
+        (f"{T_CONTROLLER}::test_limits_name_their_setting",),
+    ),
+    Mutant(
+        "old-leases-are-never-revoked",
+        FETCHING,
+        "        return bool(stale)\n",
+        "        return False\n",
+        "a client that hangs keeps others from storing",
+        (f"{T_CONTROLLER}::test_old_leases_are_revoked_under_pressure_and_counted",),
+    ),
+    Mutant(
+        "session-ends-and-its-leases-stay",
+        CONTROLLER,
+        "        self.fetching.release(session, list(session.leases))\n",
+        "",
+        "clients that come and go fill memory with what nobody reads",
+        (f"{T_CONTROLLER}::test_what_a_session_had_ends_with_it",),
+    ),
+    Mutant(
+        "reservation-without-an-end",
+        STORING,
+        "                if reservation.born_s <= born_before and not reservation.busy:\n",
+        "                if False:\n",
+        "a writer that hangs keeps its chunks from everybody",
+        (f"{T_CONTROLLER}::test_old_reservations_expire",),
+    ),
+    Mutant(
+        "request-without-a-limit",
+        CONTROLLER,
+        "        if token_count > self.limits.token_count_max:\n",
+        "        if False:\n",
+        "one message holds up everybody's",
+        (
+            f"{T_CONTROLLER}::test_limits_name_their_setting",
+            "tests/security/test_fuzz.py::test_a_chain_past_the_limit_names_the_setting",
+        ),
+    ),
+    Mutant(
+        "draining-takes-new-stores",
+        CONTROLLER,
+        '            raise Unavailable("the service is stopping")\n        self._check(request.query)\n',
+        "            pass\n        self._check(request.query)\n",
+        "a store is taken that the stop then drops",
+        (f"{T_CONTROLLER}::test_draining_takes_no_new_stores_and_finishes_the_old",),
+    ),
+    Mutant(
+        "chunk-without-its-parent",
+        STORING,
+        "        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in part.index):\n",
+        "        if not entry.filled.all():\n",
+        "chunks are kept that no walk can reach",
+        (f"{T_CONTROLLER}::test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable",),
+    ),
+    Mutant(
+        "cache-without-its-hidden-states",
+        CATALOG,
+        "            if None in rows:\n                hits = rows.index(None)\n",
+        "            if None in rows and not chains:\n                hits = rows.index(None)\n",
+        "a chunk counts as there whose hidden states are not",
+        ("tests/catalog/test_catalog.py::test_a_chunk_hits_where_every_part_of_it_is",),
+    ),
+    Mutant(
+        "weights-of-two-geometries",
+        CATALOG,
+        "    if replace(known, **free) == spec:\n",
+        "    if True:\n",
+        "one of two models with the same name of weights is wrong, and nobody says so",
+        ("tests/server/test_rpc.py::test_a_conflicting_spec_is_refused_by_name",),
+    ),
+    Mutant(
+        "store-of-another-model-joined",
+        CLAIMING,
+        "        if fingerprint != reservation.fingerprint:\n",
+        "        if False:\n",
+        "a rank of another model fills a part of the chunks",
+        ("tests/e2e/test_writers.py::test_ranks_that_disagree_are_told",),
+    ),
+    Mutant(
+        "prefix-chunks-replaced",
+        CLAIMING,
+        "        if part.kind is not CacheKind.OPAQUE:\n",
+        "        if False:\n",
+        "a digest that has one meaning for ever is given another",
+        ("tests/e2e/test_bytes.py::test_routers_and_attention_caches_do_not_meet_opaque_values",),
+    ),
+    Mutant(
+        "replaced-value-is-not-erased",
+        RESIDENCY,
+        "        erase = self._catalog.space_of(row).may_be_replaced\n",
+        "        erase = False\n",
+        "after a crash an old value comes back where a newer one was acknowledged",
+        (
+            "tests/e2e/test_bytes.py::test_an_old_value_that_the_device_evicted_does_not_come_back_after_a_crash",
+            "tests/e2e/test_bytes.py::test_values_outlive_the_sidecar_and_what_was_overwritten_does_not",
+        ),
+    ),
+    Mutant(
+        "any-write-of-a-chunk",
+        RESIDENCY,
+        "        return ChunkName(key, space.layout(table.token_counts[row]), table.write_marks[row])\n",
+        "        return ChunkName(key, space.layout(table.token_counts[row]), None)\n",
+        "an older write that lies in the slot is taken for the one that was acknowledged",
+        ("tests/tiers/test_nvme_strangers.py::test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk",),
+    ),
+    Mutant(
+        "recovered-and-believed",
+        RESIDENCY,
+        "        residencies = columns.residencies if clean else columns.residencies | UNPROVEN\n",
+        "        residencies = columns.residencies\n",
+        "LOCAL is promised on copies that a crash may have torn",
+        (f"{T_RECOVERED}::test_a_torn_chunk_is_stored_again_and_not_promised_before",),
+    ),
+    Mutant(
+        "doubt-ends-with-a-clean-stop",
+        "kvstore/controller/residency.py",
+        "        copies = [(row, table.residencies[row], table.write_marks[row]) for row in rows]\n",
+        "        copies = [(row, table.residencies[row] & ~UNPROVEN, table.write_marks[row]) for row in rows]\n",
+        "a copy that nobody proved is believed after the next clean stop",
+        (f"{T_RECOVERED}::test_doubt_outlives_a_clean_stop",),
+    ),
+    Mutant(
+        "proven-without-being-renewed",
+        RESIDENCY,
+        "            is_renewed = await nvme.renew(residency)\n",
+        "            is_renewed = True\n",
+        "a copy whose sync had failed is promised, and goes with the next crash",
+        (f"{T_RECOVERED}::test_what_a_failed_sync_left_is_synced_before_it_is_promised",),
+    ),
+    Mutant(
+        "slot-given-up-twice",
+        RESIDENCY,
+        "        if self.table.residencies[row] != residency:\n            return  # another",
+        "        if False:\n            return  # another",
+        "two readers of a bad copy free its slot twice, and two chunks get it",
+        (f"{T_DIRECTORY}::test_two_readers_meet_the_same_bad_copy",),
+    ),
+    Mutant(
+        "promised-while-it-is-in-memory",
+        WRITEBACK,
+        "            if not table.is_proven(row):\n",
+        "            if False:\n",
+        "LOCAL is promised on what the device does not have",
+        (f"{T_ERRORS}::test_a_device_of_which_every_sync_fails",),
+    ),
+    Mutant(
+        "rot-in-memory-found-and-kept",
+        SCRUB,
+        "            self._residency.quarantine_arena(row)\n",
+        "            pass\n",
+        "the scrub finds rotten bytes and leaves them to be fetched",
+        ("tests/controller/test_scrub.py::test_rot_in_memory_is_found_and_goes",),
+    ),
+]

@@ -1,0 +1,178 @@
+"""The device: what is believed of it, and what a crash must not undo."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CONTRACT = "kvstore/tiers/contract.py"
+DIRECTORY = "kvstore/tiers/nvme/directory.py"
+IO = "kvstore/tiers/nvme/io.py"
+READING = "kvstore/tiers/nvme/reading.py"
+RECOVERY = "kvstore/tiers/nvme/recovery.py"
+REGIONS = "kvstore/tiers/nvme/regions.py"
+SYNC = "kvstore/tiers/nvme/sync.py"
+TIER = "kvstore/tiers/nvme/tier.py"
+T_CONTRACT = "tests/contracts/test_tier.py"
+T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
+T_ERRORS = "tests/tiers/test_nvme_errors.py"
+
+MUTANTS = [
+    Mutant(
+        "another-chunk-in-the-slot",
+        CONTRACT,
+        "    if header.storage_key != name.storage_key:\n",
+        "    if False:\n",
+        "another chunk's bytes, whole and checked, are served",
+        ("tests/tiers/test_nvme_strangers.py::test_a_region_file_of_another_tenant_serves_nobody",),
+    ),
+    Mutant(
+        "another-write-in-the-slot",
+        CONTRACT,
+        "    if name.mark is not None and write_mark(header.write_id) != name.mark:\n",
+        "    if False:\n",
+        "an earlier value is served for the one that was acknowledged",
+        (f"{T_CONTRACT}::test_two_writes_of_a_chunk_are_told_apart",),
+    ),
+    Mutant(
+        "read-and-unchecked",
+        READING,
+        "    good = are_right(runs, expected)\n",
+        "    good = True\n",
+        "what rotted on the device is served",
+        (f"{T_DIRECTORY}::test_a_flipped_chunk",),
+    ),
+    Mutant(
+        "read-and-bad-and-served",
+        READING,
+        "        if not good:\n",
+        "        if False:\n",
+        "what failed its check is served",
+        (f"{T_DIRECTORY}::test_a_flipped_chunk",),
+    ),
+    Mutant(
+        "decoded-and-bad-and-served",
+        READING,
+        "        if not decode_slab(header, layout, slab, buffer[start : start + size], into, seeds):\n",
+        "        if decode_slab(header, layout, slab, buffer[start : start + size], into, seeds) is None:\n",
+        "a compressed slab that failed its check is served",
+        (f"{T_CONTRACT}::test_one_bad_slab_leaves_the_others",),
+    ),
+    Mutant(
+        "read-past-the-end",
+        IO,
+        '                    raise DataLoss("the region file ends before its slots do", reason="truncated")\n',
+        "                    break\n",
+        "memory that nothing was read into is taken for what the device has",
+        (
+            f"{T_DIRECTORY}::test_a_truncated_region",
+            "tests/tiers/test_nvme_strangers.py::test_a_file_that_ends_early_is_a_loss",
+        ),
+    ),
+    Mutant(
+        "damaged-snapshot-believed",
+        DIRECTORY,
+        "return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None",
+        "return _unpack(packed)",
+        "a catalog is made of what rotted, or of another time",
+        (
+            f"{T_DIRECTORY}::test_a_snapshot_of_another_time_is_not_believed",
+            f"{T_DIRECTORY}::test_a_damaged_snapshot_costs_a_scan",
+        ),
+    ),
+    Mutant(
+        "snapshot-believed-twice",
+        DIRECTORY,
+        '            self._write_format("")  # no copy of an old snapshot is believed later on\n',
+        "            pass\n",
+        "after a crash a snapshot that somebody put back hides what was stored since",
+        (f"{T_DIRECTORY}::test_a_snapshot_of_another_time_is_not_believed",),
+    ),
+    Mutant(
+        "snapshot-of-one-slot-twice",
+        RECOVERY,
+        "    if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):\n        return False\n",
+        "",
+        "two chunks are looked for in one slot, and freeing one frees the other's",
+        ("tests/tiers/test_nvme_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
+    ),
+    Mutant(
+        "snapshot-beyond-its-files",
+        RECOVERY,
+        "        if region is not None and int(slots[numbers == number].max()) >= region.slot_count:\n",
+        "        if False:\n",
+        "chunks are promised in slots that no file has",
+        ("tests/tiers/test_nvme_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
+    ),
+    Mutant(
+        "directory-of-a-newer-release",
+        DIRECTORY,
+        "        if not isinstance(minimum, int) or minimum > FORMAT or unknown:\n",
+        "        if not isinstance(minimum, int) or unknown:\n",
+        "a release that does not know a format writes over it",
+        (f"{T_DIRECTORY}::test_a_future_format_is_refused_and_untouched",),
+    ),
+    Mutant(
+        "region-of-a-newer-release",
+        REGIONS,
+        "        if reader > FORMAT or features:\n",
+        "        if False:\n",
+        "slots of a form that nobody here knows are written over",
+        (f"{T_DIRECTORY}::test_a_region_of_a_future_format_is_left_alone",),
+    ),
+    Mutant(
+        "region-page-unchecked",
+        REGIONS,
+        "        if magic != MAGIC or not slot_bytes or checksum != xxhash.xxh3_64_digest(head):\n",
+        "        if magic != MAGIC or not slot_bytes:\n",
+        "a flipped bit in a file's first page moves all its slots",
+        (f"{T_DIRECTORY}::test_a_flipped_header_page_loses_nothing",),
+    ),
+    Mutant(
+        "two-services-on-one-directory",
+        DIRECTORY,
+        "            if not disk.lock(self._lock, LOCK_WAIT_S):\n",
+        "            if False:\n",
+        "two services write to the same slots",
+        (f"{T_DIRECTORY}::test_one_directory_one_service",),
+    ),
+    Mutant(
+        "failed-sync-is-forgotten",
+        SYNC,
+        "        if region.number not in batch.synced or region.sync_failures != failures:\n",
+        "        if region.number not in batch.synced:\n",
+        "a write that a failed sync dropped is acknowledged by the next one, which finds nothing to do",
+        (f"{T_ERRORS}::test_a_failed_sync_acknowledges_nothing_that_it_took_along",),
+    ),
+    Mutant(
+        "failed-sync-and-written-on",
+        SYNC,
+        "                region.is_read_only = True\n",
+        "                pass\n",
+        "a device that drops writes is given more of them",
+        (f"{T_ERRORS}::test_a_region_whose_erasure_could_not_be_synced_takes_no_more",),
+    ),
+    Mutant(
+        "bad-copies-come-back",
+        TIER,
+        "        try:\n            await self._erase(region, slot)\n        finally:  # not before",
+        "        try:\n            pass\n        finally:  # not before",
+        "a copy that failed its check is found again by the next scan",
+        (f"{T_DIRECTORY}::test_a_flipped_chunk",),
+    ),
+    Mutant(
+        "quarantine-without-an-end",
+        REGIONS,
+        "        if len(region.quarantined) > max(1, region.slot_count // QUARANTINE_SHARE):\n",
+        "        if False:\n",
+        "errors that pass take the device's room for good",
+        (f"{T_DIRECTORY}::test_quarantine_is_capped_and_counted",),
+    ),
+    Mutant(
+        "stalled-device-is-asked-on",
+        "kvstore/controller/promotion.py",
+        "                if self.is_stalled:\n",
+        "                if False:\n",
+        "every reader waits for a device that answers nobody",
+        ("tests/tiers/test_nvme_stalled.py::test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does",),
+    ),
+]

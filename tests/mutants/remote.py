@@ -1,0 +1,122 @@
+"""The remote plane: what is sent, what is believed of it, and who is waited for."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CLIENT = "clients/kvstore_client/remote/fetching.py"
+DATA = "kvstore/wire/data.py"
+DOOR = "kvstore/remote/door.py"
+RECEIVING = "kvstore/remote/receiving.py"
+SENDING = "kvstore/remote/sending.py"
+SESSION = "kvstore/remote/session.py"
+T_REMOTE = "tests/e2e/test_remote.py"
+T_STRANGERS = "tests/e2e/test_remote_strangers.py"
+T_JOINS = "tests/e2e/test_joins.py"
+
+MUTANTS = [
+    Mutant(
+        "received-and-unchecked",
+        CLIENT,
+        '        return b"".join(found) == self.chunk.checksums[start * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]\n',
+        "        return True\n",
+        "bytes that changed on their way are handed out",
+        (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
+    ),
+    Mutant(
+        "received-header-of-another-chunk",
+        CLIENT,
+        "        if header.chain_digest != self._digests[chunk.index] or header.fingerprint != name:\n",
+        "        if header.fingerprint != name:\n",
+        "another chunk's bytes, whole and checked, are handed out",
+        (f"{T_STRANGERS}::test_a_server_that_sends_another_chunk_is_a_miss",),
+    ),
+    Mutant(
+        "received-header-of-another-model",
+        CLIENT,
+        "        if header.chain_digest != self._digests[chunk.index] or header.fingerprint != name:\n",
+        "        if header.chain_digest != self._digests[chunk.index]:\n",
+        "another model's cache of the same words is handed out",
+        (f"{T_STRANGERS}::test_a_server_that_sends_another_chunk_is_a_miss",),
+    ),
+    Mutant(
+        "received-with-strips-left-out",
+        CLIENT,
+        "        if place.first != first or place.stop > stop:\n",
+        "        if place.stop > stop:\n",
+        "a chunk counts as whole of which a message was lost",
+        (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
+    ),
+    Mutant(
+        "received-in-part-and-whole",
+        CLIENT,
+        "                self._prefix.cut(chunk, lost)\n",
+        "                pass\n",
+        "what never came is handed out as whatever lay in memory",
+        (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
+    ),
+    Mutant(
+        "message-without-an-end",
+        DATA,
+        "    if place + size != len(message):\n",
+        "    if place + size > len(message):\n",
+        "what follows a message's bytes is dropped, and nobody says so",
+        (f"{T_REMOTE}::test_bad_store_streams_are_refused",),
+    ),
+    Mutant(
+        "stored-and-unchecked",
+        RECEIVING,
+        "        if xxhash.xxh3_128_digest(data.data) != fields.checksum:\n",
+        "        if False:\n",
+        "bytes that changed on their way are stored under a checksum of their own",
+        (f"{T_REMOTE}::test_bad_store_streams_are_refused",),
+    ),
+    Mutant(
+        "runs-that-are-not-the-message",
+        RECEIVING,
+        "        if sum(run.byte_count for run in fields.runs) != data.size or not data.size:\n",
+        "        if not data.size:\n",
+        "strips are filled from what another client left in the segment",
+        (f"{T_REMOTE}::test_bad_store_streams_are_refused",),
+    ),
+    Mutant(
+        "sent-after-it-went",
+        SENDING,
+        "        return bool(self._node.generations[chunk.entry.generation_slot] == chunk.entry.generation)\n",
+        "        return True\n",
+        "the bytes of the next chunk are sent for one whose lease was revoked",
+        (f"{T_REMOTE}::test_a_revoked_lease_ends_the_stream_with_stale",),
+    ),
+    Mutant(
+        "sent-before-it-is-committed",
+        SENDING,
+        "            if news.is_provisional:\n",
+        "            if False:\n",
+        "strips go out whose checksums nobody knows",
+        (f"{T_JOINS}::test_by_the_remote_plane_layers_come_with_the_commit",),
+    ),
+    Mutant(
+        "reader-waited-for-without-end",
+        DOOR,
+        "            await asyncio.wait((leaving,), timeout=self._stall_s)\n",
+        "            await asyncio.wait((leaving,), timeout=None)\n",
+        "a client that reads nothing keeps its lease for ever",
+        (f"{T_REMOTE}::test_a_slow_reader_loses_its_lease_and_holds_nobody_up",),
+    ),
+    Mutant(
+        "writer-waited-for-without-end",
+        RECEIVING,
+        "            async with asyncio.timeout(self._stall_s):\n",
+        "            async with asyncio.timeout(None):\n",
+        "a client that sends nothing keeps its staging for ever",
+        (f"{T_STRANGERS}::test_a_writer_that_stalls_is_let_go",),
+    ),
+    Mutant(
+        "answer-for-somebody-else",
+        SESSION,
+        "                while self._owed:\n                    await self._take_owed()\n",
+        "",
+        "a client is given another one's staging",
+        ("tests/server/test_remote_session.py::test_a_question_that_was_cancelled_leaves_no_answer_for_the_next",),
+    ),
+]

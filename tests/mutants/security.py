@@ -1,0 +1,214 @@
+"""Who may do what: sessions, users, tokens, TLS, tenants, files."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SESSIONS = "kvstore/controller/sessions.py"
+FETCHING = "kvstore/controller/fetching.py"
+HANDOFF = "kvstore/server/handoff.py"
+STATE = "kvstore/server/state.py"
+SECRETS = "kvstore/server/secrets.py"
+TOKENS = "kvstore/remote/tokens.py"
+BOUNDARY = "kvstore/remote/boundary.py"
+DOOR = "kvstore/remote/door.py"
+REMOTE_SETTINGS = "kvstore/config/remote.py"
+TENANT_SETTINGS = "kvstore/config/tenants.py"
+DIRECTORY = "kvstore/tiers/nvme/directory.py"
+T_SESSIONS = "tests/security/test_sessions.py"
+T_TENANTS = "tests/security/test_tenants.py"
+T_REMOTE = "tests/e2e/test_remote.py"
+T_SECRETS = "tests/server/test_secrets.py"
+T_SERVER = "tests/server/test_server.py"
+T_LIFE = "tests/server/test_life.py"
+
+MUTANTS = [
+    Mutant(
+        "session-of-any-secret",
+        SESSIONS,
+        "        session = self._by_secret.get(secret)\n",
+        "        session = self._by_secret.get(secret) or next(iter(self._by_secret.values()), None)\n",
+        "a guessed secret acts as somebody's session",
+        (f"{T_SESSIONS}::test_every_call_needs_a_live_secret",),
+    ),
+    Mutant(
+        "secret-outlives-its-session",
+        SESSIONS,
+        "        self._by_secret.pop(session.secret, None)\n",
+        "        pass\n",
+        "what was stolen from a process that ended still opens doors",
+        (f"{T_SESSIONS}::test_a_secret_stolen_from_a_session_that_ended_is_worthless",),
+    ),
+    Mutant(
+        "secret-of-few-bytes",
+        SESSIONS,
+        "SECRET_BYTES = 32\n",
+        "SECRET_BYTES = 4\n",
+        "a session's secret can be guessed",
+        ("tests/server/test_handoff.py::test_the_welcome_hands_out_every_region",),
+    ),
+    Mutant(
+        "lease-of-another-session",
+        FETCHING,
+        "            lease = session.leases.pop(lease_id, None)\n",
+        "            owners = [each for each in self._sessions if lease_id in each.leases]\n"
+        "            lease = owners[0].leases.pop(lease_id) if owners else None\n",
+        "a client lets another's chunks go while they are copied",
+        (f"{T_SESSIONS}::test_another_sessions_lease_cannot_be_released",),
+    ),
+    Mutant(
+        "any-user-at-the-hand-off",
+        HANDOFF,
+        "        if peer_uid(connection) not in self._uids:\n",
+        "        if False:\n",
+        "another user of the machine reads everybody's caches",
+        (f"{T_SESSIONS}::test_another_user_is_denied_even_where_the_directory_lets_it_through",),
+    ),
+    Mutant(
+        "silent-connections-stay",
+        HANDOFF,
+        "            async with asyncio.timeout(HELLO_TIMEOUT_S):\n",
+        "            async with asyncio.timeout(None):\n",
+        "connections that say nothing take all descriptors",
+        ("tests/server/test_handoff.py::test_a_connection_without_hello_is_let_go",),
+    ),
+    Mutant(
+        "another-version-at-the-hand-off",
+        HANDOFF,
+        "or type(version) is not int or version != PROTOCOL_VERSION:",
+        "or type(version) is not int:",
+        "two releases misunderstand each other's packets",
+        ("tests/server/test_handoff.py::test_another_version_is_refused_in_words",),
+    ),
+    Mutant(
+        "sockets-open-to-others",
+        STATE,
+        "        os.chmod(path, 0o600)\n",
+        "        os.chmod(path, 0o666)\n",
+        "where the directory lets others through they may connect",
+        (f"{T_SERVER}::test_sockets_and_directories_are_ours_alone",),
+    ),
+    Mutant(
+        "directory-open-to-others",
+        STATE,
+        "    if status.st_uid != os.geteuid() or status.st_mode & 0o777 & ~allowed:\n",
+        "    if status.st_uid != os.geteuid():\n",
+        "another user puts a socket of his in the server's place",
+        (f"{T_LIFE}::test_a_directory_open_to_others_is_refused",),
+    ),
+    Mutant(
+        "two-servers-on-one-state",
+        STATE,
+        "    if not disk.lock(descriptor, LOCK_WAIT_S):\n",
+        "    if False:\n",
+        "two servers write to the same places",
+        (f"{T_LIFE}::test_a_second_server_on_the_same_state_is_refused",),
+    ),
+    Mutant(
+        "socket-of-a-live-server-removed",
+        STATE,
+        '            raise Unavailable(f"another server listens on {path}: stop it, or set server.socket_directory")\n',
+        "            break\n",
+        "a running server is cut off from its clients",
+        (f"{T_SERVER}::test_another_servers_sockets_are_not_taken",),
+    ),
+    Mutant(
+        "secret-file-open-to-others",
+        SECRETS,
+        "        if status.st_mode & 0o077:\n",
+        "        if False:\n",
+        "a tenant's secret is everybody's",
+        (f"{T_SECRETS}::test_a_file_that_others_may_read_or_write_is_refused",),
+    ),
+    Mutant(
+        "secret-of-few-characters",
+        SECRETS,
+        "    if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:\n",
+        "    if not len(text) <= SECRET_BYTES_MAX:\n",
+        "an empty file is a tenant's secret",
+        (f"{T_SECRETS}::test_what_is_no_secret_is_refused_with_the_remedy",),
+    ),
+    Mutant(
+        "secret-of-two-tenants",
+        SECRETS,
+        "        if other != name:\n",
+        "        if False:\n",
+        "two tenants find each other's chunks on the device",
+        (f"{T_SECRETS}::test_two_tenants_never_have_one_secret",),
+    ),
+    Mutant(
+        "any-token",
+        TOKENS,
+        "            if hmac.compare_digest(digest, given):\n",
+        "            if True:\n",
+        "whoever reaches the port is let in",
+        (f"{T_REMOTE}::test_a_wrong_token_is_refused_and_said",),
+    ),
+    Mutant(
+        "token-of-two-tenants",
+        TOKENS,
+        "                if digest == known and owner != tenant:\n",
+        "                if False:\n",
+        "a token of one tenant opens another's door",
+        (f"{T_TENANTS}::test_a_start_that_would_mix_tenants_is_refused",),
+    ),
+    Mutant(
+        "calls-without-a-token",
+        BOUNDARY,
+        "            return _refusal(error)\n",
+        "            return await continuation(details)\n",
+        "who has no token may call what looks at none",
+        (
+            f"{T_REMOTE}::test_a_wrong_token_is_refused_and_said",
+            f"{T_REMOTE}::test_garbage_and_unknown_calls_are_refused",
+        ),
+    ),
+    Mutant(
+        "clients-without-a-certificate",
+        DOOR,
+        "require_client_auth=authority is not None)",
+        "require_client_auth=False)",
+        "mutual TLS asks nobody for a certificate",
+        (f"{T_REMOTE}::test_mutual_tls",),
+    ),
+    Mutant(
+        "listening-in-the-open",
+        REMOTE_SETTINGS,
+        "            if not has_tls and not is_loopback(host):\n",
+        "            if False:\n",
+        "tokens and caches cross the network for everybody to read",
+        (f"{T_REMOTE}::test_a_start_that_would_be_unsafe_is_refused",),
+    ),
+    Mutant(
+        "token-in-the-open",
+        "clients/kvstore_client/remote/place.py",
+        "    if not tls and not is_loopback(host):\n",
+        "    if False:\n",
+        "a client sends its token over a network that anybody may read",
+        (f"{T_REMOTE}::test_a_token_does_not_travel_in_the_open",),
+    ),
+    Mutant(
+        "user-of-two-tenants",
+        TENANT_SETTINGS,
+        "        if tenant.uid in uids:\n",
+        "        if False:\n",
+        "one user's processes choose whose caches they read",
+        ("tests/config/test_tenants.py::test_a_mistake_is_named_with_its_remedy",),
+    ),
+    Mutant(
+        "device-directory-of-another-tenant",
+        DIRECTORY,
+        '        if found and found.get("owner", "") != self._owner:\n',
+        "        if False:\n",
+        "a tenant is given another's device, and writes over it",
+        ("tests/tiers/test_nvme_strangers.py::test_another_tenants_directory_is_refused_and_untouched",),
+    ),
+    Mutant(
+        "events-of-another-tenant",
+        "kvstore/controller/controller.py",
+        '        if tenant not in ("", self.keys.tenant):\n',
+        "        if False:\n",
+        "a watcher believes that it watches a tenant whose events it does not see",
+        ("tests/e2e/test_watch.py::test_another_tenant_is_refused_and_ones_own_is_not",),
+    ),
+]

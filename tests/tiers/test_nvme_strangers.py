@@ -1,0 +1,130 @@
+"""What lies on a device and is not what this service put there: another tenant's directory, an earlier write, a
+snapshot of other files."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvstore.errors import DataLoss
+from kvstore.seams import FaultPoints, SimulatedDisk, TenantKeys
+from kvstore.spec import MissReason
+from kvstore.tiers.nvme import Directory, ForeignDirectory
+from kvstore.tiers.nvme.directory import IndexColumns, Snapshot
+from kvstore.tiers.nvme.io import PosixIO, aligned
+from tests.tiers.service import HOME, SEED, DeviceService
+
+PATH = (3, 53)
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "b"), ("", "a"), ("a", "")])
+def test_another_tenants_directory_is_refused_and_untouched(first: str, second: str) -> None:
+    """Its chunks have names that nobody else can ask for: a tenant that took it over would write over all of them."""
+    disk = SimulatedDisk(SEED)
+    theirs = Directory(HOME, disk, FaultPoints(), first)
+    theirs.begin()
+    theirs.end(Snapshot(IndexColumns()))
+    theirs.close()
+    before = {name: disk.read_file(HOME / name) for name in disk.names(HOME)}
+    with pytest.raises(ForeignDirectory, match="Nothing was changed"):
+        Directory(HOME, disk, FaultPoints(), second)
+    assert {name: disk.read_file(HOME / name) for name in disk.names(HOME)} == before
+    again = Directory(HOME, disk, FaultPoints(), first)
+    assert again.begin() is not None
+    again.close()
+
+
+@pytest.mark.parametrize("start", ["snapshot", "scan"])
+def test_a_region_file_of_another_tenant_serves_nobody(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks under the same digests: only the names that its secret made tell them from one's own."""
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        monkeypatch.setattr("tests.tiers.service.TenantKeys", lambda: TenantKeys.derived("b", b"another secret"))
+        await service.restart(kill=start == "scan")
+        assert await service.fetch(*PATH) == (0, MissReason.CORRUPT)
+        await service.keep(*PATH)
+        await asyncio.sleep(5)  # virtual: what failed its check is erased
+        service.forget_memory()
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
+
+    service.run(scenario)
+
+
+def test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk() -> None:
+    """A device that lost a write shows what was there before: whole, and of the same name."""
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(*PATH)
+        file, offset = service.place(*PATH)
+        size = service.layout.total_bytes
+        earlier = service.disk.read_file(file)[offset : offset + size]
+        table = service.controller.catalog.table
+        rows = [row for row in table.rows() if table.child_counts[row] == 0]
+        for row in rows:
+            service.controller.residency.remove(row, MissReason.EVICTED)
+        await service.keep(*PATH)
+        file, offset = service.place(*PATH)
+
+        def lose_the_write() -> None:
+            whole = bytearray(service.disk.read_file(file))
+            assert whole[offset : offset + size] != earlier
+            whole[offset : offset + size] = earlier
+            service.disk.write_file(file, bytes(whole))
+
+        await service.restart(meanwhile=lose_the_write)
+        assert await service.fetch(*PATH) == (1, MissReason.CORRUPT)
+        await service.keep(*PATH)
+        service.forget_memory()
+        assert await service.fetch(*PATH) == (2, MissReason.NONE)
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("what", ["one slot twice", "a slot beyond its file"])
+def test_a_snapshot_that_does_not_fit_the_files_is_not_believed(what: str) -> None:
+    """Whole, sealed, and of other files: the slots say what is there."""
+    service = DeviceService()
+    paths = [(number, 50 + number) for number in range(4)]
+
+    def confuse() -> None:
+        directory = Directory(HOME, service.disk, FaultPoints())
+        snapshot = directory.begin()
+        assert snapshot is not None
+        columns = snapshot.columns
+        numbers = columns.residencies.copy()
+        if what == "one slot twice":
+            numbers[0] = numbers[1]
+        else:
+            numbers[0] += 1000
+        columns.residencies = numbers
+        directory.end(Snapshot(columns))
+        directory.close()
+
+    async def scenario() -> None:
+        for path in paths:
+            await service.keep(*path)
+        await service.restart(meanwhile=confuse)
+        assert [await service.fetch(*path) for path in paths] == [(2, MissReason.NONE)] * len(paths)
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_file_that_ends_early_is_a_loss() -> None:
+    """What was not read is not bytes."""
+    disk = SimulatedDisk(SEED)
+    disk.make_directory(HOME)
+    disk.write_file(HOME / "file", bytes(4096))
+    descriptor = disk.open(HOME / "file", 0)
+    for offset, size in ((0, 8192), (4096, 4096)):
+        with pytest.raises(DataLoss):
+            PosixIO(disk).read(descriptor, offset, aligned(size))
+    target = aligned(4096)
+    target[:] = 7
+    PosixIO(disk).read(descriptor, 0, target)
+    assert not np.any(target)
