@@ -165,6 +165,22 @@ def test_what_does_not_fit_is_said(client: Client) -> None:
         client.join_store(b"no ticket", 1)
 
 
+def test_a_token_without_a_slot_is_refused(client: Client) -> None:
+    """Engines pad their slots with -1: what lies in the last page is not that token's."""
+    tokens, _ = fresh()
+    pool = np.zeros((2, 9, 16, 2, 8), np.uint16)
+    slots = np.arange(COUNT)
+    for place in (0, 20, COUNT - 1):
+        padded = slots.copy()
+        padded[place] = -1
+        with client.start_store(SPEC, tokens) as writer:
+            with pytest.raises(InvalidRequest, match="slots"):
+                writer.put_layer(0, Paged([pool], padded, "kv page slot head dim"))
+            for layer in range(len(SPEC.layers)):
+                writer.put_layer(layer, Paged([pool], slots, "kv page slot head dim"))
+            writer.abort()
+
+
 def test_heads_that_came_together_do_so_for_all_tokens_of_a_chunk(client: Client) -> None:
     tokens, cache = fresh()
     k, v = cache[0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-ARRAYS = "clients/kvstore_client/arrays.py"
 GATHERING = "clients/kvstore_client/gathering.py"
 KNOWN = "clients/kvstore_client/segments/known.py"
+OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/prefix.py"
 PRESENCE = "kvstore/presence.py"
 SESSION = "clients/kvstore_client/session.py"
@@ -67,11 +67,19 @@ MUTANTS = [
     ),
     Mutant(
         "tensor-whose-items-share-memory",
-        ARRAYS,
-        "any(not step and size > 1 for step, size in zip(strides, value.shape, strict=True)):\n",
-        "False:\n",
+        OVERLAP,
+        "            if step < reach:\n",
+        "            if False:\n",
         "a fetch into an expanded tensor leaves the last token everywhere",
         ("tests/e2e/test_round_trip.py::test_tensors_whose_items_share_memory_are_refused",),
+    ),
+    Mutant(
+        "two-tensors-that-share-memory",
+        OVERLAP,
+        "    if found is not None:\n        one, other",
+        "    if False:\n        one, other",
+        "a layer is fetched over another one",
+        ("tests/e2e/test_doors.py::test_planes_that_share_memory_are_refused_and_interleaved_ones_are_not",),
     ),
     Mutant(
         "padding-is-stored",
@@ -79,7 +87,7 @@ MUTANTS = [
         "        if (pages.slots < 0).any():\n",
         "        if False:\n",
         "a slot of -1 stores the last page's tokens",
-        ("tests/e2e/test_writers.py::test_what_does_not_fit_is_said",),
+        ("tests/e2e/test_writers.py::test_a_token_without_a_slot_is_refused",),
     ),
     Mutant(
         "parts-of-two-values",
@@ -103,7 +111,15 @@ MUTANTS = [
         "    return None if flags & RETIRED else Found(news, not flags & PARTIAL)\n",
         "    return Found(news, not flags & PARTIAL)\n",
         "a client goes on reading a table that nobody writes any more",
-        (f"{T_TABLE}::test_a_full_table_is_replaced_by_a_larger_one_and_says_so",),
+        (f"{T_TABLE}::test_who_has_the_old_table_is_told_to_ask_for_the_new_one",),
+    ),
+    Mutant(
+        "retired-table-is-not-said",
+        PRESENCE,
+        "        retired[0] = RETIRED\n",
+        "",
+        "a client goes on reading a table that nobody writes any more",
+        (f"{T_TABLE}::test_who_has_the_old_table_is_told_to_ask_for_the_new_one",),
     ),
     Mutant(
         "partial-table-believed",
@@ -116,8 +132,8 @@ MUTANTS = [
     Mutant(
         "kept-over-a-failed-load",
         WORKER,
-        "            if self._patience.is_spent or (is_doubtful and not save.ticket):\n",
-        "            if self._patience.is_spent:\n",
+        "            is_doubtful = any(block in self._doubtful for block in save.block_ids)\n",
+        "            is_doubtful = False\n",
         "what was computed from blocks that never came is stored as the model's own",
         ("tests/engines/test_vllm.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
     ),

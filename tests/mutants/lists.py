@@ -15,6 +15,7 @@ from tests.mutants import (
     remote,
     security,
     spec,
+    storing,
 )
 from tests.mutants.mutant import Mutant
 
@@ -25,6 +26,7 @@ MUTANTS: list[Mutant] = [
     *arena.MUTANTS,
     *kernels.MUTANTS,
     *controller.MUTANTS,
+    *storing.MUTANTS,
     *nvme.MUTANTS,
     *movers.MUTANTS,
     *client.MUTANTS,

@@ -34,7 +34,8 @@ from kvstore.presence import (
 from kvstore.presence import (
     find as found_in,
 )
-from kvstore.seams import BytearrayMemory
+from kvstore.seams import BytearrayMemory, SystemMemory
+from kvstore.seams.mapping import SharedMap
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 
 
@@ -142,6 +143,20 @@ def test_a_full_table_is_replaced_by_a_larger_one_and_says_so() -> None:
     table.put_all(tags(), 0)
     assert slots_of(table.words) == SLOTS_MIN, "what is known of nobody is left behind"
     assert table.known().size == 1
+
+
+def test_who_has_the_old_table_is_told_to_ask_for_the_new_one() -> None:
+    """As a client has it: memory that stays when the sidecar lets go of it."""
+    table = PresenceTable(SystemMemory())
+    theirs = SharedMap(table.mapping.descriptor, table.mapping.bytes.size, writable=False).bytes.view(np.uint64)
+    tag = tag_at(5, 1)
+    table.put(tag, 7)
+    assert find(theirs, tags(tag)).tolist() == [7]
+    for other in range(SLOTS_MIN):
+        table.put(tag_at(other, 9), 1)
+    table.put(tag, 3)
+    assert find(table.words, tags(tag)).tolist() == [3]
+    assert found_in(theirs, tags(tag)) is None, "what it says of the chunk is of another time"
 
 
 def test_what_finds_no_room_is_not_said_to_be_missing() -> None:

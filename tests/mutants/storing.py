@@ -1,0 +1,136 @@
+"""Bytes on their way into a chunk: filled means moved, and no memory is given away under a mover."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CONTROLLER = "kvstore/controller/controller.py"
+MOVING = "kvstore/controller/moving.py"
+RESERVATION = "kvstore/controller/reservation.py"
+STORING = "kvstore/controller/storing.py"
+JOBS = "kvstore/seams/jobs.py"
+SCHEDULER = "kvstore/seams/scheduler.py"
+BOUNDS = "kvstore/wire/bounds.py"
+SERVICES = "kvstore/server/services.py"
+T_MOVES = "tests/controller/test_moves.py"
+T_JOBS = "tests/seams/test_jobs.py"
+T_LIMITS = "tests/wire/test_limits.py"
+T_CONTROLLER = "tests/controller/test_controller.py"
+
+MUTANTS = [
+    Mutant(
+        "claimed-means-filled",
+        STORING,
+        "        if not entry.filled.all() or (",
+        "        if not entry.claimed.all() or (",
+        "a chunk is published of which a mover refused a part",
+        (f"{T_MOVES}::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served",),
+    ),
+    Mutant(
+        "moved-and-another-filled",
+        RESERVATION,
+        "        self.filled[move.first : move.stop] = True\n",
+        "        self.filled[:] = True\n",
+        "one move that ended well fills the whole chunk",
+        (f"{T_MOVES}::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served",),
+    ),
+    Mutant(
+        "any-number-of-checksums",
+        MOVING,
+        "        if len(rows) == (self.stop - self.first) * CHECKSUM_BYTES:\n",
+        "        if True:\n",
+        "a mover's answer that is too short is a bug somewhere else",
+        (f"{T_MOVES}::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served",),
+    ),
+    Mutant(
+        "filled-twice",
+        STORING,
+        "        if entry.claimed[fill.strip_first : stop].any():\n",
+        "        if False:\n",
+        "two fills write one strip, and its checksum is of either",
+        (
+            f"{T_CONTROLLER}::test_filling_twice_is_refused",
+            f"{T_MOVES}::test_what_failed_takes_no_second_fill_and_is_dropped_whole",
+        ),
+    ),
+    Mutant(
+        "filled-beyond-its-strips",
+        STORING,
+        "        if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:\n",
+        "        if fill.strip_first < 0 or fill.strip_count < 1:\n",
+        "a fill names strips that the chunk does not have",
+        (f"{T_CONTROLLER}::test_a_fill_outside_its_chunk_or_staging_is_refused",),
+    ),
+    Mutant(
+        "staging-closed-under-its-movers",
+        CONTROLLER,
+        "        if any(reservation.busy for reservation in session.reservations.values()):\n",
+        "        if False:\n",
+        "movers read memory that was given back, and the chunk is what came after",
+        (f"{T_MOVES}::test_staging_is_not_closed_while_movers_read_it",),
+    ),
+    Mutant(
+        "freed-under-its-movers",
+        STORING,
+        "        await self._wait_idle(reservation)\n        self._end(reservation)\n\n    async def expire(",
+        "        reservation.busy = 0\n        self._end(reservation)\n\n    async def expire(",
+        "movers write into what is another chunk's by now",
+        (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
+    ),
+    Mutant(
+        "movers-waited-for-without-end",
+        STORING,
+        "                await asyncio.wait_for(reservation.idle.wait(), self._deadline_s)\n",
+        "                await asyncio.wait_for(reservation.idle.wait(), None)\n",
+        "a mover that hangs holds up its caller for ever",
+        (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
+    ),
+    Mutant(
+        "refused-and-run-later",
+        SCHEDULER,
+        "            if future.cancel():\n                raise\n",
+        "            raise\n",
+        "a job that was refused runs when its memory is another's",
+        (f"{T_JOBS}::test_a_call_that_found_no_thread_never_runs",),
+    ),
+    Mutant(
+        "cancelled-and-let-go-too-early",
+        JOBS,
+        "        except asyncio.CancelledError as error:\n            cancelled = error\n",
+        "        except asyncio.CancelledError as error:\n            raise error\n",
+        "who was cancelled gives memory back that a job still writes",
+        (f"{T_JOBS}::test_who_is_cancelled_is_let_go_when_its_job_has_ended",),
+    ),
+    Mutant(
+        "message-of-any-size",
+        BOUNDS,
+        "    if len(data) > most:\n",
+        "    if False:\n",
+        "a message is decoded before anybody asks how large it is",
+        (f"{T_LIMITS}::test_a_request_too_large_for_its_fields_is_refused_before_it_is_decoded",),
+    ),
+    Mutant(
+        "list-of-any-length",
+        BOUNDS,
+        "            if len(value) > limit.count:\n",
+        "            if False:\n",
+        "one message holds up everybody for seconds",
+        (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name",),
+    ),
+    Mutant(
+        "parts-of-any-number",
+        BOUNDS,
+        "    if chunk_count * part_count > PARTS_MAX:\n",
+        "    if False:\n",
+        "two lists within their limits are billions together",
+        (f"{T_LIMITS}::test_many_chunks_of_many_parts_are_refused_together",),
+    ),
+    Mutant(
+        "cancelled-and-its-lease-stays",
+        SERVICES,
+        "                self._controller.release(session, [result.lease_id])\n                raise\n",
+        "                raise\n",
+        "a fetch that nobody heard of holds its chunks until its session ends",
+        ("tests/server/test_abandoned.py::test_a_fetch_that_is_cancelled_before_its_reply_leaves_no_lease",),
+    ),
+]
