@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Namespace
-from kvstore.chunk import ChunkHeader
+from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.chunk.checksum import Checksums
 from kvstore.config import LimitSettings
 from kvstore.controller.capacity import Capacity
@@ -29,6 +29,7 @@ from kvstore.keys import ROOT_DIGEST, storage_key
 from kvstore.seams import Clock, LongWork, Random, TenantKeys
 from kvstore.spec import CacheKind, MissReason, StoreState
 from kvstore.telemetry import Counters
+from kvstore.tiers.nvme import NOTHING
 
 SHARD_COUNT_MAX = 1024
 REPLACE_STEP_S = 0.005
@@ -112,6 +113,7 @@ class Claiming:
         )
         try:
             await self._claim_all(reservation, request, parts)
+            await self._supersede(reservation, parts[0], request.replaces or ())
             _check_open(session)
         except BaseException:
             self.end(reservation)
@@ -128,15 +130,12 @@ class Claiming:
         if part.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         until_s = self._clock.monotonic() + self._deadline_s
-        await self._residency.replace([])  # what was evicted under these digests is to be erased, too
         while True:
             busy = next((each for each in digests if self._is_in_use(part, each)), None)
             if busy is None:
-                rows = [part.index[each] for each in digests if each in part.index]
-                if not rows:
-                    return  # and the claim follows without a pause
-                await self._residency.replace(rows)
-                continue
+                for row in [part.index[each] for each in digests if each in part.index]:
+                    self._residency.remove(row, MissReason.STALE)
+                return  # and the claim follows without a pause
             while self._is_in_use(part, busy):  # one name is looked at while it is waited for, however many there are
                 if self._clock.monotonic() >= until_s:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
@@ -146,6 +145,18 @@ class Claiming:
         """Whether a chunk is being read or stored."""
         row = part.index.get(digest)
         return digest in part.pending or (row is not None and self._catalog.table.is_held(row))
+
+    async def _supersede(self, reservation: Reservation, part: Namespace, replaced: Sequence[bytes]) -> None:
+        """Nobody may fill what is claimed before nothing older can come back in its place. Raises KVStoreError."""
+        if part.kind is not CacheKind.OPAQUE:
+            return
+        writes = dict.fromkeys((self._storage_key(part, digest) for digest in replaced), NOTHING)
+        headers = (entry.header for entry in reservation.entries if entry.header is not None)
+        writes.update((header.storage_key, write_mark(header.write_id)) for header in headers)
+        await self._residency.supersede(writes, self._deadline_s)
+
+    def _storage_key(self, part: Namespace, digest: bytes) -> bytes:
+        return storage_key(self._keys.secret, part.fingerprint, part.provenance, part.exactness, digest)
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
@@ -262,7 +273,7 @@ class Claiming:
             token_count=token_count,
             namespace=part.fingerprint,
             fingerprint=part.fingerprint,
-            storage_key=storage_key(self._keys.secret, part.fingerprint, part.provenance, part.exactness, entry.digest),
+            storage_key=self._storage_key(part, entry.digest),
             parent=entry.parent,
             chain_digest=entry.digest,
             token_digest=token_digest,

@@ -33,7 +33,7 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.controller.writeback import Writeback
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
@@ -44,6 +44,7 @@ DRAIN_STEP_S = 0.01
 FILL_BATCH = 64
 """Fills whose copies are begun at once."""
 SWEEP_INTERVAL_S = 1.0
+TIDY_INTERVAL_S = 10.0
 _log = logging.getLogger("kvstore.controller")
 
 
@@ -137,10 +138,7 @@ class Controller:
         """A clean stop of the device, after ``run`` has ended."""
         nvme, self.residency.nvme = self.residency.nvme, None
         if nvme is not None:
-            try:
-                await nvme.erase_doomed()
-            except KVStoreError as error:
-                _log.warning("a value that was replaced may come back", extra={"reason": error.message})
+            await nvme.erasures.erase_doomed()
             await nvme.close(self.residency.columns())
 
     async def run(self) -> None:
@@ -150,6 +148,15 @@ class Controller:
             group.create_task(self.promotion.run())
             group.create_task(self.scrub.run())
             group.create_task(self.sweep(SWEEP_INTERVAL_S))
+            group.create_task(self._tidy())
+
+    async def _tidy(self) -> None:
+        """Have the device erase what it refused to, for ever."""
+        while True:
+            await self._clock.sleep(TIDY_INTERVAL_S)
+            nvme = self.residency.nvme
+            if nvme is not None and not nvme.erasures.is_tidy:
+                await nvme.erasures.tidy()
 
     # ------------------------------------------------------------ sessions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -119,13 +119,11 @@ class Residency:
             self.drop(row)
         self.withdraw_if_gone(row, reason, tier)
 
-    async def replace(self, rows: Sequence[int]) -> None:
-        """Give up every copy of chunks of which others take the place, so that no crash brings them back: their headers
-        are erased, synced, when this returns. Raises KVStoreError when the device refuses."""
-        for row in rows:
-            self.remove(row, MissReason.STALE)
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """Before other writes take the place of what was removed: no crash brings that back. See ``NvmeTier``. Raises
+        KVStoreError."""
         if self.nvme is not None:
-            await self.nvme.erase_doomed()
+            await self.nvme.supersede(writes, wait_s)
 
     # ------------------------------------------------------------ copies that fail
 
@@ -148,7 +146,7 @@ class Residency:
         others = self._alternates.pop(row, [])
         if row in self.table.arena:  # what is certain is written anew, rather than given up for what a crash left
             for other, _ in others:
-                self.nvme.forget(other)
+                self.nvme.forget(other, erase=self._catalog.space_of(row).may_be_replaced)
         elif others:
             self.table.residencies[row], self.table.write_marks[row] = others.pop()
             self.nvme_policy.used([row])
@@ -220,7 +218,7 @@ class Residency:
 
         for row in self.nvme_policy.victims(eligible):
             self._evict(row)
-            doomed = (nvme.regions.slot_bytes_at(each) for each in nvme.doomed)
+            doomed = (nvme.regions.slot_bytes_at(each) for each in nvme.erasures.doomed)
             if nvme.regions.free_count(slot_bytes) or slot_bytes in doomed:
                 return True
         return self._empty_a_region(slot_bytes)

@@ -111,7 +111,8 @@ class Writeback:
         residency = await nvme.write(header, layout, placement.pieces)
         self._faults.reach("nvme.acknowledge")
         if table.arena.get(row) is not placement or table.residencies[row] != NOWHERE:
-            nvme.forget(residency)  # it was removed or replaced meanwhile
+            # It was removed or replaced meanwhile: what may be replaced must not be found in its slot later.
+            nvme.forget(residency, erase=self._catalog.space_of(row).may_be_replaced)
             return
         table.residencies[row] = residency
         self._residency.was_written(row)

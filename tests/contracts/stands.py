@@ -28,6 +28,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers import ArenaTier, Residency, Tier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from kvstore.tiers.nvme.directory import IndexColumns
+from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.recovery import Gathered
 from kvstore.tiers.wrappers import Faulty, Latency, Throttle
 from tests.contracts.fake import FakeTier
@@ -168,12 +169,12 @@ def nvme_tier(
 async def columns_of(tier: Tier) -> IndexColumns:
     """What a catalog would leave as the snapshot: here all that the slots in use hold."""
     assert isinstance(tier, NvmeTier)
-    gathered = Gathered()
+    gathered = Gathered(Newest(tier._directory))
     async for found in tier.scan():
         region, slot = tier.regions.find(found.residency)
         if slot not in region.free and slot not in region.quarantined:
-            gathered.add([found])
-    return gathered.columns()
+            gathered.add(region.path.name, [found])
+    return gathered.columns()[0]
 
 
 class NvmeStand(Stand):

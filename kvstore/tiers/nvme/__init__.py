@@ -4,14 +4,19 @@
     <directory>/index             the snapshot: what the catalog knew, for a quick start after a clean stop
     <directory>/region-<number>-<slot bytes>.kvs
                                   a page that says how it is cut, then slots: header and body of one chunk each
+    <directory>/newest            where an older value could come back: which one is to be believed
     <directory>/lock              held by the one process that uses the directory
 
-The headers on the device are the truth. A chunk is acknowledged when its header and strips are synced; nothing
-else is written for it. After a crash every slot's header is read (``recovery``); the snapshot only saves that after
-a clean stop, and one that is missing, damaged or of another time is not believed. What a scan brings back may have
-been evicted before (its slot was not used again), or be torn: it is whole or it fails its checks, and it is never
-something that an operator removed, nor a copy that failed a check, for those are erased with a sync. Nothing is
-promised on it before it was read and synced anew (``UNPROVEN`` in the catalog).
+The headers on the device are the truth. A chunk is acknowledged when its header and strips are synced; nothing else is
+written for it. After a crash every slot's header is read (``recovery``); the snapshot only saves that after
+a clean stop, and one that is missing, damaged or of another time is not believed. What a start cannot see, files that
+do not open and headers that are not read, may hold what was acknowledged: its room is nobody else's, the snapshot says
+that it knows nothing of it, and the next start looks again.
+
+What a scan brings back may have been evicted before (its slot was not used again), or be torn: it is whole or it fails
+its checks. It is never a value that another one was stored in the place of, nor a copy that failed a check, for those
+are erased with a sync, or ``newest`` says that they are not to be believed. Nothing is promised on what a scan found
+before it was read and synced anew (``UNPROVEN`` in the catalog).
 
 Room: a slot is exactly as large as a full raw chunk of its model, and at most an eighth larger than anything else.
 Regions of one slot size begin small and double. All of them together never pass the capacity.
@@ -22,15 +27,19 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``io``         the engine that moves bytes between slots and memory
 - ``tier``       the contract: write, open, read, remove, scan
 - ``sync``       one sync for everybody who waits for one
+- ``erasures``   what must not come back: erased, again and again, until the device takes it
+- ``newest``     what is to be believed until then
 - ``recovery``   what the slots hold, in bulk
 """
 
 from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, IndexColumns, Snapshot
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
+from kvstore.tiers.nvme.newest import NOTHING
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
 
 __all__ = [
+    "NOTHING",
     "DeviceIO",
     "Directory",
     "ForeignDirectory",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ class IndexColumns:
 
     def __len__(self) -> int:
         return len(self.residencies)
+
+    def each_digest(self) -> Iterator[bytes]:
+        return (self.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.digests), DIGEST_BYTES))
 
     def where(self, stays: NDArray[np.bool_]) -> IndexColumns:
         """The rows for which ``stays`` is true."""
@@ -147,8 +151,7 @@ class Directory:
         """The snapshot of the last clean stop, or None when there is none to be believed: then the slots are to be
         scanned. From here on the directory counts as in use: the snapshot is gone (a full device has room for that)."""
         snapshot = self._read_snapshot()
-        self._disk.remove(self.path / INDEX_FILE)
-        self._disk.sync_directory(self.path)
+        self.remove(INDEX_FILE)
         try:
             self._write_format("")  # no copy of an old snapshot is believed later on
         except OSError:
@@ -202,6 +205,7 @@ class Directory:
         return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None
 
     def read(self, name: str) -> bytes:
+        """A file, whole. Raises OSError."""
         descriptor = self._disk.open(self.path / name, os.O_RDONLY)
         try:
             data = bytearray(min(self._disk.size(descriptor), FILE_BYTES_MAX))
@@ -214,6 +218,11 @@ class Directory:
             return bytes(data[:done])
         finally:
             self._disk.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there, for good."""
+        self._disk.remove(self.path / name)
+        self._disk.sync_directory(self.path)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file at once: the old content or the new, whenever the power goes."""

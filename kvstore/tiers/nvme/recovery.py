@@ -13,10 +13,11 @@ from kvstore.errors import DataLoss
 from kvstore.seams import Workers
 from kvstore.seams.jobs import begun, given_up, to_its_end
 from kvstore.seams.memory import Bytes
-from kvstore.spec import Encoding
-from kvstore.tiers.contract import Found
+from kvstore.spec import CacheKind, Encoding
+from kvstore.tiers.contract import Found, Residency
 from kvstore.tiers.nvme.directory import IndexColumns, Snapshot, SpaceName
 from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import Region
 
@@ -42,9 +43,12 @@ def agree(regions: Regions, columns: IndexColumns) -> bool:
     return True
 
 
-async def completed(snapshot: Snapshot, regions: Regions, io: DeviceIO, readers: Workers) -> IndexColumns:
+async def completed(
+    snapshot: Snapshot, regions: Regions, newest: Newest, io: DeviceIO, readers: Workers
+) -> tuple[IndexColumns, list[Residency]]:
     """A snapshot that agrees, as far as its files are there, and behind it what lies where it knew nothing: in files
-    that it does not speak of, and in slots that could not be read before it. Those are marked as ``SCANNED``."""
+    that it does not speak of, and in slots that could not be read before it. Those are marked as ``SCANNED``. And what
+    lies there that is not to be believed."""
     numbers = snapshot.columns.residencies >> 32 & 0xFFFFFF
     columns = snapshot.columns.where(np.isin(numbers, list(regions.by_number)))
     runs = [
@@ -57,7 +61,8 @@ async def completed(snapshot: Snapshot, regions: Regions, io: DeviceIO, readers:
         region = regions.by_number.get(number)
         if region is not None and 0 <= slot < region.slot_count:
             runs.append((region, slot, slot + 1))
-    return columns.followed_by((await _read_all(runs, io, readers)).columns(), SCANNED)
+    found, stale = (await _read_all(runs, newest, io, readers)).columns(columns)
+    return columns.followed_by(found, SCANNED), stale
 
 
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
@@ -75,10 +80,13 @@ def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
     return columns.where(stays)
 
 
-async def scan(regions: Regions, io: DeviceIO, readers: Workers) -> IndexColumns:
-    """Read every slot's header. Cost: a small read per slot, or the whole region where slots are small."""
+async def scan(
+    regions: Regions, newest: Newest, io: DeviceIO, readers: Workers
+) -> tuple[IndexColumns, list[Residency]]:
+    """Read every slot's header: what they hold, and where an older write of something lies that is not to be believed.
+    Cost: a small read per slot, or the whole region where slots are small."""
     runs = [run for region in regions.by_number.values() for run in _runs(region)]
-    return (await _read_all(runs, io, readers)).columns()
+    return (await _read_all(runs, newest, io, readers)).columns()
 
 
 Run = tuple[Region, int, int]
@@ -91,15 +99,15 @@ def _runs(region: Region) -> Iterator[Run]:
         yield region, first, min(first + step, region.slot_count)
 
 
-async def _read_all(runs: Sequence[Run], io: DeviceIO, readers: Workers) -> Gathered:
+async def _read_all(runs: Sequence[Run], newest: Newest, io: DeviceIO, readers: Workers) -> Gathered:
     """What the slots hold. One that the device does not give is ``unread`` from now on: it may hold a chunk."""
     jobs = [(region, begun(readers, _scan_slots, io, region, first, stop)) for region, first, stop in runs]
-    gathered = Gathered()
+    gathered = Gathered(newest)
     unread = 0
     try:
         for number, (region, job) in enumerate(jobs):
             chunks, refused = await to_its_end(asyncio.wrap_future(job))
-            gathered.add(chunks)
+            gathered.add(region.path.name, chunks)
             region.unread.update(refused)
             unread += len(refused)
             if number % 256 == 255:
@@ -162,24 +170,37 @@ def _parse(region: Region, slot: int, data: Bytes) -> Found | None:
 
 
 class Gathered:
-    """What scans found, in columns: a header is not kept."""
+    """What scans found, in columns: a header is not kept. Of what may be replaced one write is believed: where
+    ``newest`` says none, and there are several, nobody knows which of them is older, and none is."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: Newest) -> None:
+        self._newest = newest
         self._spaces: dict[SpaceName, int] = {}
         self._rows: list[tuple[int, int, int, int]] = []
         self._digests: list[bytes] = []
         self._parents: list[bytes] = []
+        self._stale: list[Residency] = []
+        self._replaceable: dict[bytes, list[int]] = {}
+        """Storage key -> numbers of its rows."""
 
-    def add(self, found: Sequence[Found]) -> None:
+    def add(self, file: str, found: Sequence[Found]) -> None:
+        """Chunks of one region file."""
         for residency, header in ((each.residency, each.header) for each in found):
+            mark = write_mark(header.write_id)
+            if header.kind is CacheKind.OPAQUE:
+                if self._newest.is_stale(header.storage_key, mark, (file, residency & 0xFFFFFFFF)):
+                    self._stale.append(residency)
+                    continue
+                self._replaceable.setdefault(header.storage_key, []).append(len(self._rows))
             space = self._spaces.setdefault(_space(header), len(self._spaces))
-            self._rows.append((residency, write_mark(header.write_id), header.token_count, space))
+            self._rows.append((residency, mark, header.token_count, space))
             self._digests.append(header.chain_digest)
             self._parents.append(header.parent)
 
-    def columns(self) -> IndexColumns:
+    def columns(self, known: IndexColumns | None = None) -> tuple[IndexColumns, list[Residency]]:
+        """What is to be believed beside what is ``known`` already; and what is not."""
         columns = list(zip(*self._rows, strict=True)) or [(), (), (), ()]
-        return IndexColumns(
+        whole = IndexColumns(
             list(self._spaces),
             np.array(columns[0], np.int64),
             np.array(columns[1], np.uint64),
@@ -188,6 +209,24 @@ class Gathered:
             b"".join(self._digests),
             b"".join(self._parents),
         )
+        doubtful = self._doubtful(known)
+        stays = np.ones(len(whole), np.bool_)
+        stays[doubtful] = False
+        return whole.where(stays), self._stale + whole.residencies[doubtful].tolist()
+
+    def _doubtful(self, known: IndexColumns | None) -> list[int]:
+        doubtful = [
+            row for rows in self._replaceable.values() if len({self._rows[row][1] for row in rows}) > 1 for row in rows
+        ]
+        if known is not None and self._replaceable:
+            marks = dict(zip(known.each_digest(), known.marks.tolist(), strict=True))
+            for row in (row for rows in self._replaceable.values() for row in rows):
+                mark = self._rows[row][1]
+                if marks.get(self._digests[row], mark) != mark:
+                    doubtful.append(row)
+        if doubtful:
+            _log.error("of several writes under one key nobody knows the newest", extra={"chunks": len(doubtful)})
+        return sorted(set(doubtful))
 
 
 def _space(header: ChunkHeader) -> SpaceName:

@@ -237,10 +237,12 @@ class Regions:
         self.lost_bytes += region.file_bytes
 
     def remove_file(self, region: Region) -> None:
-        """Blocking. Raises OSError; the file's bytes then count as lost until the next start."""
+        """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
         self._close(region.descriptor)
+        self.away.add(region.path.name)
         self._disk.remove(region.path)
         self._disk.sync_directory(self._directory)
+        self.away.discard(region.path.name)
         self.lost_bytes -= region.file_bytes
         if region.path.name.startswith(f"region-{region.number:05d}-"):  # else another file has that name
             self._numbers.discard(region.number)
@@ -338,6 +340,18 @@ class Regions:
         region.quarantined.append(slot)
         if len(region.quarantined) > max(1, region.slot_count // QUARANTINE_SHARE):
             self.give_back(region.number << 32 | region.quarantined.pop(0))
+
+    def keep_unerased(self, residency: Residency) -> None:
+        """Keep a slot out of use until what it holds is erased."""
+        region = self.by_number.get(residency >> 32 & 0xFFFFFF)
+        if region is not None:  # else its file is gone, or away
+            region.unerased.add(residency & 0xFFFFFFFF)
+
+    def rest(self, region: Region, slot: int) -> None:
+        """A slot that was to be erased is erased."""
+        region.unerased.discard(slot)
+        if self.by_number.get(region.number) is region:
+            self.quarantine(region.number << 32 | slot)
 
     def reading(self, region: Region, slot: int) -> None:
         region.readers[slot] = region.readers.get(slot, 0) + 1

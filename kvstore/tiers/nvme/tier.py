@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -24,17 +25,20 @@ from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, Workers
 from kvstore.seams.jobs import NotBegun, begun, to_its_end
 from kvstore.seams.memory import Bytes, joined
-from kvstore.spec import Encoding
+from kvstore.spec import CacheKind, Encoding
 from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import Directory, IndexColumns, Snapshot
+from kvstore.tiers.nvme.erasures import Erasures
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import Region, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 
 Result = TypeVar("Result")
+STEP_S = 0.005
 ERASED = np.zeros(PAGE_BYTES, np.uint8)
 _log = logging.getLogger("kvstore.nvme")
 
@@ -75,27 +79,31 @@ class NvmeTier:
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
         self.failures = 0
         self.on_full: Callable[[int], bool] = _no_room
-        self.doomed: list[Residency] = []
-        """Slots that are free once their headers are erased."""
-        self._erasing = asyncio.Lock()
         """Asked for a free slot of a size when there is no room for more files; True when there is one now."""
+        self._in_flight: Counter[bytes] = Counter()
+        """Storage keys of chunks that are being written."""
+        self.erasures = Erasures(regions, Newest(directory), self._erase, partial(self._run, keepers))
 
     async def recover(self) -> tuple[IndexColumns, bool]:
         """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
         try:
             self.regions.open_all()
             self._faults.reach("nvme.recovery.begin")
+            self.erasures.newest.load()
             snapshot = self._directory.begin()
+            parts = (self.regions, self.erasures.newest, self._io, self._keepers)
             clean = snapshot is not None and recovery.agree(self.regions, snapshot.columns)
             if snapshot is not None and clean:
-                columns = await recovery.completed(snapshot, self.regions, self._io, self._keepers)
+                columns, stale = await recovery.completed(snapshot, *parts)
             else:
-                columns = await recovery.scan(self.regions, self._io, self._keepers)
+                columns, stale = await recovery.scan(*parts)
             columns = recovery.fitted(self.regions, columns)
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
         self._faults.reach("nvme.recovery.read")
-        self.regions.claim(columns.residencies.tolist())
+        self.erasures.doomed += (each for each in stale if each >> 32 & 0xFFFFFF in self.regions.by_number)
+        self.regions.claim(columns.residencies.tolist() + self.erasures.doomed)
+        await self.erasures.tidy()
         return columns, clean
 
     async def close(self, columns: IndexColumns | None) -> None:
@@ -144,14 +152,27 @@ class NvmeTier:
         return slot_bytes_for(layout.total_bytes, is_full_raw=layout.is_full)
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
-        source = list(pieces)
-        if self._encoding is Encoding.LZ4:
-            encoded = await self._run(self._keepers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
-            source = [encoded.data]
-        is_raw = self._encoding is Encoding.RAW
-        stored = sum(piece.size for piece in source)
-        slot_bytes = slot_bytes_for(stored, is_full_raw=is_raw and layout.is_full)
-        residency = await self._take(slot_bytes)
+        self._in_flight[header.storage_key] += 1
+        try:
+            source = await self._encoded(header, layout, list(pieces))
+            stored = sum(piece.size for piece in source)
+            is_full_raw = self._encoding is Encoding.RAW and layout.is_full
+            residency = await self._take(slot_bytes_for(stored, is_full_raw=is_full_raw))
+            await self._fill(residency, source, may_be_replaced=header.kind is CacheKind.OPAQUE)
+        finally:
+            self._in_flight[header.storage_key] -= 1
+            self._in_flight += Counter()  # without those that are not written any more
+        self._written_bytes += stored
+        return residency
+
+    async def _encoded(self, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> list[Bytes]:
+        if self._encoding is Encoding.RAW:
+            return source
+        encoded = await self._run(self._keepers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
+        return [encoded.data]
+
+    async def _fill(self, residency: Residency, source: list[Bytes], *, may_be_replaced: bool) -> None:
+        """Write a slot, and sync it."""
         region, slot = self.regions.find(residency)
         self._faults.reach("nvme.allocated")
         failures = region.sync_failures
@@ -161,10 +182,8 @@ class NvmeTier:
             self._faults.reach("nvme.written")
             await self._sync.wait(region, failures)
         except BaseException as error:
-            self._failed(region, residency, error)
+            self._failed(region, slot, error, may_be_replaced=may_be_replaced)
             raise
-        self._written_bytes += stored
-        return residency
 
     async def _take(self, slot_bytes: int) -> Residency:
         residency = self.regions.take(slot_bytes, self._encoding)
@@ -182,10 +201,7 @@ class NvmeTier:
             return
         except Exhausted:
             found = self.on_full(slot_bytes)
-            try:
-                await self.erase_doomed()
-            except KVStoreError as error:
-                _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
+            await self.erasures.erase_doomed()
             if not found and self.regions.idle_region(slot_bytes) is None:
                 raise
         while not self.regions.free_count(slot_bytes):
@@ -198,12 +214,15 @@ class NvmeTier:
             if self.regions.has_budget(slot_bytes):
                 await self._run(self._keepers, self.regions.create, slot_bytes)
 
-    def _failed(self, region: Region, residency: Residency, error: BaseException) -> None:
+    def _failed(self, region: Region, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region; that no
-        mover took the write is none."""
+        mover took the write is none. What may be replaced is erased before its key is claimed again."""
         if isinstance(error, KVStoreError) and not isinstance(error, NotBegun):
             region.is_read_only = True
-        self.regions.quarantine(residency)
+        if may_be_replaced:
+            region.unerased.add(slot)
+        else:
+            self.regions.quarantine(region.number << 32 | slot)
 
     # ------------------------------------------------------------ read
 
@@ -233,9 +252,9 @@ class NvmeTier:
 
     def forget(self, residency: Residency, *, erase: bool = False) -> None:
         """Give a slot back at once, without a word on the device: a scan may bring its chunk back. ``erase``: as soon
-        as its header is erased, which ``erase_doomed`` does and waits for."""
+        as its header is erased, which ``erasures`` does."""
         if erase:
-            self.doomed.append(residency)
+            self.erasures.doomed.append(residency)
             return
         try:
             self.regions.give_back(residency)
@@ -248,32 +267,14 @@ class NvmeTier:
                 await self._erase(*self.regions.find(residency))
             self.regions.give_back(residency)
 
-    async def erase_doomed(self) -> None:
-        """Erase what was given up to be erased, and free it. Raises the last error when the device refuses one: that
-        slot rests, and a crash may bring its chunk back."""
-        failure: KVStoreError | None = None
-        async with self._erasing:
-            while self.doomed:
-                residency = self.doomed.pop()
-                try:
-                    await self.remove([residency], erase=True)
-                except KVStoreError as error:
-                    failure = error
-                    self.regions.quarantine(residency)
-                except BaseException:
-                    self.doomed.append(residency)  # who waited for it went; the next one erases it
-                    raise
-        if failure is not None:
-            raise failure
-
     async def quarantine(self, residency: Residency) -> None:
         """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan
-        brings it back. The slot rests even when the device refuses to erase it."""
+        brings it back. Raises KVStoreError where the device refuses that; the slot stays out of use all the same."""
         region, slot = self.regions.find(residency)
-        try:
+        region.unerased.add(slot)
+        async with self.erasures.alone_at(region, slot):
             await self._erase(region, slot)
-        finally:  # not before: a slot that comes out of quarantine meanwhile would be erased under its next chunk
-            self.regions.quarantine(residency)
+            self.regions.rest(region, slot)
 
     async def renew(self, residency: Residency) -> bool:
         """Write a copy once more where it lies, and sync it: for one that an earlier process left, of whose sync nobody
@@ -283,9 +284,25 @@ class NvmeTier:
             return False
         failures = region.sync_failures
         place = (region.offset(slot), region.slot_bytes)
-        await self._run(self._writers, rewrite, self._io, region.descriptor, *place)
+        async with self.erasures.alone_at(
+            region, slot
+        ):  # else its old header would be written over one that was erased
+            await self._run(self._writers, rewrite, self._io, region.descriptor, *place)
         await self._sync.wait(region, failures)
         return True
+
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """Before new writes are promised (storage key -> first 8 bytes of the write id; ``NOTHING``: no write): no scan
+        brings back what was stored under these keys before. It is erased, or will not be believed. The caller has
+        given it up already; what of it is being written is waited for, ``wait_s`` seconds at most. Raises KVStoreError
+        where that cannot be had."""
+        until_s = self._clock.monotonic() + wait_s
+        while any(self._in_flight[key] for key in writes):
+            if self._clock.monotonic() >= until_s:
+                raise Unavailable("an older value is still being written to the device: try again")
+            await self._clock.sleep(STEP_S)
+        await self.erasures.erase_doomed()
+        await self.erasures.note(writes)
 
     async def _erase(self, region: Region, slot: int) -> None:
         failures = region.sync_failures

@@ -1,0 +1,124 @@
+"""Chunks that must not come back: their headers are erased, with a sync, before anything takes their place. What the
+device refuses to erase stays out of use and is tried again; meanwhile ``newest`` says what is to be believed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.tiers.contract import Residency
+from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, Place
+from kvstore.tiers.nvme.regions import Regions
+from kvstore.tiers.nvme.slots import Region
+
+_log = logging.getLogger("kvstore.nvme")
+
+
+class Erasures:
+    """``erase`` writes over a slot's header and syncs it; ``run`` has a blocking function called on a byte mover. Both
+    raise KVStoreError."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        newest: Newest,
+        erase: Callable[[Region, int], Awaitable[None]],
+        run: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self.newest = newest
+        self.doomed: list[Residency] = []
+        """Slots that are free once their headers are erased."""
+        self._regions = regions
+        self._erase = erase
+        self._run = run
+        self._erasing = asyncio.Lock()
+        self._noting = asyncio.Lock()
+        self._at_work: dict[tuple[int, int], asyncio.Future[None]] = {}
+        """Slots (region, slot) at which somebody is ``alone_at``, until he is done."""
+
+    async def erase_doomed(self) -> None:
+        """Erase what was given up to be erased, and free it. What the device refuses to erase stays out of use."""
+        async with self._erasing:
+            while self.doomed:
+                residency = self.doomed.pop()
+                try:
+                    await self._remove(residency)
+                except KVStoreError as error:
+                    _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
+                    self._regions.keep_unerased(residency)
+                except BaseException:
+                    self.doomed.append(residency)  # who waited for it went; the next one erases it
+                    raise
+
+    async def _remove(self, residency: Residency) -> None:
+        await self._erase(*self._regions.find(residency))
+        self._regions.give_back(residency)
+
+    @asynccontextmanager
+    async def alone_at(self, region: Region, slot: int) -> AsyncIterator[None]:
+        """While nobody else renews or erases this slot, and its file stays."""
+        place = (region.number, slot)
+        while (other := self._at_work.get(place)) is not None:
+            await asyncio.wait([other])
+        done = self._at_work[place] = asyncio.get_running_loop().create_future()
+        self._regions.reading(region, slot)
+        try:
+            yield
+        finally:
+            self._regions.was_read(region, slot)
+            del self._at_work[place]
+            done.set_result(None)
+
+    async def note(self, writes: Mapping[bytes, int]) -> None:
+        """See ``NvmeTier.supersede``: where something older may lie that nobody can erase, write down what is newer.
+        Raises KVStoreError."""
+        async with self._noting:
+            unseen = self._unseen()
+            if unseen or self.newest.knows(writes):
+                await self._run(self.newest.note, writes, unseen)
+
+    def _unseen(self) -> frozenset[Place]:
+        """Where something may lie that nobody could read, or erase."""
+        regions = self._regions.by_number.values()
+        slots = {(each.path.name, slot) for each in regions for slot in each.unread | each.unerased}
+        return frozenset(slots | {(name, WHOLE_FILE) for name in self._regions.away})
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether ``tidy`` would find nothing to do."""
+        return not (self.doomed or self.newest or any(each.unerased for each in self._regions.by_number.values()))
+
+    async def tidy(self) -> None:
+        """Erase what could not be erased before. Once no older write can lie anywhere, forget which are the newest."""
+        await self.erase_doomed()
+        erased = [place for region in list(self._regions.by_number.values()) for place in await self._erase_in(region)]
+        async with self._noting:
+            try:
+                left = self._unseen() - {(region.path.name, slot) for region, slot in erased}
+                if self.newest:
+                    await self._run(self.newest.forget, left)
+            except KVStoreError as error:
+                _log.warning("which values are the newest could not be forgotten", extra={"reason": error.message})
+                for region in self._regions.by_number.values():
+                    region.is_read_only |= self.newest.speaks_of(region.path.name)  # new ones would not be believed
+                return
+            for region, slot in erased:
+                self._regions.rest(region, slot)
+
+    async def _erase_in(self, region: Region) -> list[tuple[Region, int]]:
+        """Erase what rests there for want of it, until the device refuses. Its slots are still out of use."""
+        erased: list[tuple[Region, int]] = []
+        for slot in sorted(region.unerased):
+            if (region.number, slot) in self._at_work:
+                continue
+            try:
+                async with self.alone_at(region, slot):
+                    await self._erase(region, slot)
+            except KVStoreError:
+                break
+            erased.append((region, slot))
+        return erased

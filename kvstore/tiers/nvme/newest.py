@@ -1,0 +1,110 @@
+"""Which write of a replaceable chunk is the newest, where an older one may still lie on the device.
+
+Who stores other bytes under a key has what lay there erased first, with a sync. That cannot always be done: the device
+refuses it, or there are places that nobody can read, where an older write may lie unseen. Then the file ``newest``
+says, before the new write is promised, which write of that key is to be believed from now on. A scan believes no other;
+once there is no such place any more the file goes.
+
+    newest   records of 48 bytes: storage key 32, first 8 bytes of the write id, XXH3-64 of these 40
+
+The file is replaced as a whole. Where it would pass ``COUNT_MAX`` keys, the places themselves are written down instead:
+nothing replaceable in them is believed any more. Such a record has the name of the region file for its key, the slot in
+the place of the write id, and a checksum of another seed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+
+import xxhash
+
+from kvstore.keys import DIGEST_BYTES
+from kvstore.tiers.nvme.directory import Directory
+
+NEWEST_FILE = "newest"
+COUNT_MAX = 4096
+NOTHING = 0
+"""In the place of a write's mark: no write of the key is believed."""
+Place = tuple[str, int]
+"""A region file's name, and a slot."""
+WHOLE_FILE = (1 << 64) - 1
+"""In the place of a slot: all of them."""
+_RECORD = struct.Struct(f"<{DIGEST_BYTES}sQ")
+_CHECKSUM_BYTES = 8
+_KEY, _PLACE = 0, 1
+"""Seeds."""
+
+
+class Newest:
+    """The file, and what it says. ``load``, ``note`` and ``forget`` block, and raise OSError."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._marks: dict[bytes, int] = {}
+        self.closed: frozenset[Place] = frozenset()
+        """Where nothing replaceable is believed."""
+        self._is_damaged = False
+
+    def __bool__(self) -> bool:
+        return bool(self._marks or self.closed) or self._is_damaged
+
+    def load(self) -> None:
+        """At a start. Where the file is damaged, nothing replaceable is believed."""
+        try:
+            data = self._directory.read(NEWEST_FILE)
+        except FileNotFoundError:
+            return
+        size = _RECORD.size + _CHECKSUM_BYTES
+        self._is_damaged = len(data) % size != 0
+        for at in range(0, len(data) - size + 1, size):
+            packed, checksum = data[at : at + _RECORD.size], data[at + _RECORD.size : at + size]
+            key, number = _RECORD.unpack(packed)
+            if checksum == xxhash.xxh3_64_digest(packed, _KEY):
+                self._marks[key] = number
+            elif checksum == xxhash.xxh3_64_digest(packed, _PLACE):
+                self.closed |= {(key.rstrip(b"\0").decode("ascii", "replace"), number)}
+            else:
+                self._is_damaged = True
+
+    def knows(self, keys: Iterable[bytes]) -> bool:
+        """Whether a new write of one of these keys would not be believed."""
+        return any(key in self._marks for key in keys)
+
+    def is_stale(self, key: bytes, mark: int, place: Place) -> bool:
+        """Whether a write that a scan found at ``place`` is not to be believed."""
+        return self._is_damaged or self._closes(place) or self._marks.get(key, mark) != mark
+
+    def speaks_of(self, file: str) -> bool:
+        """Whether nothing replaceable in a file, or in some slot of it, is believed."""
+        return self._is_damaged or any(place[0] == file for place in self.closed)
+
+    def _closes(self, place: Place) -> bool:
+        return place in self.closed or (place[0], WHOLE_FILE) in self.closed
+
+    def note(self, writes: Mapping[bytes, int], unseen: frozenset[Place]) -> None:
+        """From now on no other writes of these keys are believed. Others may lie ``unseen``, and nowhere else."""
+        marks = {**self._marks, **writes}
+        if self._is_damaged or len(marks) > COUNT_MAX or all(map(self._closes, unseen)):
+            self._replace({}, self.closed | unseen)
+        else:
+            self._replace(marks, self.closed)
+
+    def forget(self, unseen: frozenset[Place]) -> None:
+        """What is not ``unseen`` is well known, and what was not to be believed there is erased."""
+        whole = {file for file, slot in unseen if slot == WHOLE_FILE}
+        closed = {place for place in unseen if self._is_damaged or self._closes(place)}
+        closed |= {place for place in self.closed if place[0] in whole}
+        self._replace(self._marks if unseen and not self._is_damaged else {}, frozenset(closed))
+
+    def _replace(self, marks: Mapping[bytes, int], closed: frozenset[Place]) -> None:
+        if not self._is_damaged and (marks, closed) == (self._marks, self.closed):
+            return
+        records = [(_RECORD.pack(key, mark), _KEY) for key, mark in marks.items()]
+        records += [(_RECORD.pack(file.encode(), slot), _PLACE) for file, slot in sorted(closed)]
+        if records:
+            data = b"".join(packed + xxhash.xxh3_64_digest(packed, seed) for packed, seed in records)
+            self._directory.write(NEWEST_FILE, data)
+        else:
+            self._directory.remove(NEWEST_FILE)
+        self._marks, self.closed, self._is_damaged = dict(marks), closed, False
