@@ -44,7 +44,6 @@ DRAIN_STEP_S = 0.01
 FILL_BATCH = 64
 """Fills whose copies are begun at once."""
 SWEEP_INTERVAL_S = 1.0
-TIDY_INTERVAL_S = 10.0
 _log = logging.getLogger("kvstore.controller")
 
 
@@ -148,15 +147,6 @@ class Controller:
             group.create_task(self.promotion.run())
             group.create_task(self.scrub.run())
             group.create_task(self.sweep(SWEEP_INTERVAL_S))
-            group.create_task(self._tidy())
-
-    async def _tidy(self) -> None:
-        """Have the device erase what it refused to, for ever."""
-        while True:
-            await self._clock.sleep(TIDY_INTERVAL_S)
-            nvme = self.residency.nvme
-            if nvme is not None and not nvme.erasures.is_tidy:
-                await nvme.erasures.tidy()
 
     # ------------------------------------------------------------ sessions
 

@@ -37,6 +37,7 @@ from kvstore.tiers.nvme import aligned
 IDLE_S = 1.0
 ROWS_AT_ONCE = 4096
 PROOFS_AT_ONCE = 8
+TIDY_INTERVAL_S = 10.0
 _CANARY = ModelSpec(
     model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
     hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
@@ -76,10 +77,19 @@ class Scrub:
         async with asyncio.TaskGroup() as group:
             for _ in range(PROOFS_AT_ONCE):
                 group.create_task(self._proofs())
+            group.create_task(self._tidy())
             if self._policies.scrub_bytes_per_s:
                 group.create_task(self._go_round())
             if self._policies.canary_interval_s:
                 group.create_task(self._canaries())
+
+    async def _tidy(self) -> None:
+        """Have the device erase what it refused to."""
+        while True:
+            await self._clock.sleep(TIDY_INTERVAL_S)
+            nvme = self._residency.nvme
+            if nvme is not None and not nvme.erasures.is_tidy:
+                await nvme.erasures.tidy()
 
     # ------------------------------------------------------------ proofs
 
