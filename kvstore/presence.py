@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
+from kvstore.seams.fence import fence
 from kvstore.seams.memory import Mapping, Memory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 
@@ -123,6 +124,7 @@ def find(words: Words, tags: Words) -> Found | None:
     news = np.where(is_found, seen[rows, at] & np.uint64(NEWS_MASK), np.uint64(0))
     for row in np.flatnonzero(~is_found & seen.all(axis=1)).tolist():
         news[row] = _probe(words, int(tags[row]), int(begins[row]))
+    fence()
     flags = int(words[0])  # after the words: a table that is retired by now may have been when they were read
     return None if flags & RETIRED else Found(news, not flags & PARTIAL)
 
@@ -216,6 +218,7 @@ class PresenceTable:
 
     def _mark(self) -> None:
         """Say whether all is there. After the words: what a reader misses before that, it asks for."""
+        fence()
         self._words[0] = PARTIAL if self._left_out else 0
 
     def put_all(self, tags: Words, news: NDArray[np.uint64] | int) -> None:
@@ -249,6 +252,7 @@ class PresenceTable:
         self._used = kept.size
         self._use(mapping, array)
         self._mark()
+        fence()
         retired[0] = RETIRED
         old.close()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ import grpc
 from kvstore.chunk import ChunkHeader, ChunkLayout, layout_of, parse_header, strip_seeds, verify_slab
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.keys import fingerprint
+from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
@@ -25,16 +24,6 @@ from kvstore_client.session import Session
 from kvstore_client.wanted import Wanted
 
 _log = logging.getLogger("kvstore.client")
-_fence = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    """Another thread of the parent may have held the fence when it forked."""
-    global _fence
-    _fence = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +163,7 @@ class Prefix:
         try:
             return self._chunk(entry, self._digests)
         except DataLoss as error:
+            fence()
             if not self._is_current(entry.generation_slot, entry.generation):
                 self._cut(entry, MissReason.STALE)
                 return None
@@ -307,15 +297,15 @@ class Prefix:
         return runs_of([chunk for chunk in self.chunks if chunk.part == part])
 
     def _is_current(self, slot: int, generation: int) -> bool:
-        """Whether everything read from a chunk so far was the chunk's. A slot that there is not is nobody's."""
-        with _fence:  # orders the copies' loads before the generation's, on machines that reorder loads
-            pass
+        """Whether everything that was read from a chunk before the last ``fence`` was the chunk's. A slot that there is
+        not is nobody's."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
 
     def settle(self, bad: set[int]) -> int:
         """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
         When that is not all of them, ``reason`` tells why."""
         good = self._stop
+        fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
             current = self._is_current(chunk.slot, chunk.generation)
             if chunk.token_start < good and not (current and id(chunk) not in bad):

@@ -9,6 +9,7 @@ from kvstore.arena.placement import Extent, Placement, Span
 from kvstore.arena.region import Region
 from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints, Memory
+from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
 
 PAGE_BYTES = 4096
@@ -134,6 +135,7 @@ class Arena:
         """Give a chunk's bytes away. Its generation changes first: from here on every reader sees a miss."""
         assert int(self._values[placement.slot]) == placement.generation, "freed twice"
         self._values[placement.slot] += np.uint64(1)
+        fence()  # and it changes before any byte does, for readers on other processors too
         self._faults.reach("arena.free.bumped")
         for extent in placement.extents:
             region = self.regions[extent.region]

@@ -18,6 +18,7 @@ from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
 from kvstore.remote.node import Node, translated
 from kvstore.remote.session import Session
+from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
@@ -175,6 +176,7 @@ class Sending:
             lost, self._lost = self._lost, []
             fields = rpb.FetchBytesResponse(runs=[run for _, run, _ in runs], lost=lost)
             message = data_message(fields, [memory for _, _, memory in runs])
+            fence()  # the bytes were read before their generations are
             gone = [
                 chunk for chunk in {id(chunk): chunk for chunk, _, _ in runs}.values() if not self._is_current(chunk)
             ]
