@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
-from kvstore.catalog.table import ROOT_ROW, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.presence import PresenceTable
@@ -57,11 +57,11 @@ class Walk:
 class Catalog:
     """All models of one tenant, and the table of its chunks."""
 
-    def __init__(self, model_count_max: int, memory: Memory) -> None:
+    def __init__(self, model_count_max: int, memory: Memory, namespace_count_max: int = SPACE_COUNT_MAX) -> None:
         self._model_count_max = model_count_max
         self.table = ChunkTable()
         self.presence = PresenceTable(memory)
-        self.spaces = Spaces(self.table, self.presence)
+        self.spaces = Spaces(self.table, self.presence, namespace_count_max)
         self.models: dict[bytes, Model] = {}
         self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
 
@@ -78,7 +78,7 @@ class Catalog:
         self._geometries.setdefault((spec.model_id, spec.weights_digest, spec.adapter_id), spec)
         model = self.models[name] = Model(spec, name, self.spaces)
         for space in self.spaces.of(name):  # found on the device: from now on clients see them
-            model.namespace(None, space.exactness, space.provenance)
+            model.seen(None, space.exactness, space.provenance)
         return model
 
     def model(self, name: bytes) -> Model:

@@ -8,56 +8,99 @@ import numpy as np
 
 from kvstore.catalog.events import Event, Events
 from kvstore.catalog.namespace import Namespace, SpaceKey
-from kvstore.catalog.table import ROOT_ROW, ChunkTable
-from kvstore.errors import InvalidRequest
+from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
+from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.presence import PresenceTable, pack_news, tag_of, tags_of
 from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
 
 ADOPTED_EVENTS_MAX = 1024
 """A recovered model with more chunks than this is told to watchers as a gap."""
+UNNUMBERED = -1
+"""The number of a namespace that holds nothing and of which no row can be."""
 
 
 @dataclass(eq=False)
 class Model:
-    """A registered spec and its namespaces, made when first used."""
+    """A registered spec and its namespaces, made when first stored to."""
 
     spec: ModelSpec
     fingerprint: bytes
     spaces: Spaces = field(repr=False)
     namespaces: dict[tuple[int | None, Provenance, Exactness], Namespace] = field(default_factory=dict)
+    _names: dict[int | None, bytes] = field(default_factory=dict)
 
     def namespace(
         self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
     ) -> Namespace:
-        """The namespace of the attention cache (``layer`` None) or of the E entering ``layer``."""
+        """The namespace of the attention cache (``layer`` None) or of the E entering ``layer``, for a store: made when
+        there is none. Raises Exhausted past limits.namespace_count_max."""
+        found = self._known(layer, exactness, provenance)
+        return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness), layer)
+
+    def seen(
+        self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
+    ) -> Namespace:
+        """The same, for who looks only: an empty one that nobody else has when nothing was ever stored there."""
+        found = self._known(layer, exactness, provenance)
+        return found or Namespace(UNNUMBERED, self._name(layer), provenance, exactness)
+
+    def _known(self, layer: int | None, exactness: Exactness, provenance: Provenance) -> Namespace | None:
+        """One that was used before, by this process or by an earlier one whose chunks the device has."""
         key = (layer, provenance, exactness)
         found = self.namespaces.get(key)
+        if found is None and (recovered := self.spaces.find(self._name(layer), provenance, exactness)):
+            found = self._ours(recovered, layer)
+        return found
+
+    def _name(self, layer: int | None) -> bytes:
+        """The fingerprint of one kind of cache. Kept: a spec of many layers takes a millisecond to hash."""
+        found = self._names.get(layer)
         if found is None:
             if layer is not None and not 0 <= layer < self.spec.layer_count:
                 raise InvalidRequest(f"hidden layer {layer}: the model has layers 0..{self.spec.layer_count - 1}")
             kind = self.spec.kind if layer is None else CacheKind.E
-            found = self.spaces.get(fingerprint(self.spec, kind, layer), provenance, exactness)
-            found.model_spec, found.model_kind, found.layer = self.spec, kind, layer
-            self.spaces.adopt(found)
-            self.namespaces[key] = found
+            found = self._names[layer] = fingerprint(self.spec, kind, layer)
         return found
+
+    def _ours(self, space: Namespace, layer: int | None) -> Namespace:
+        space.model_spec, space.layer = self.spec, layer
+        space.model_kind = self.spec.kind if layer is None else CacheKind.E
+        self.spaces.adopt(space)
+        self.namespaces[layer, space.provenance, space.exactness] = space
+        return space
 
 
 class Spaces:
     """All namespaces: those of registered models, and those found on a device whose model nobody named yet."""
 
-    def __init__(self, table: ChunkTable, presence: PresenceTable) -> None:
+    def __init__(self, table: ChunkTable, presence: PresenceTable, count_max: int) -> None:
         self._table = table
+        self._count_max = count_max
         self.presence = presence
         self.events = Events()
         self.numbered: list[Namespace] = []
         self._by_key: dict[SpaceKey, Namespace] = {}
 
+    def find(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace | None:
+        return self._by_key.get((name, provenance, exactness))
+
+    def make(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
+        """A new one, for a store. Raises Exhausted past limits.namespace_count_max."""
+        if len(self.numbered) >= self._count_max:
+            raise Exhausted(
+                f"{len(self.numbered)} namespaces (models x hidden layers x provenances x exactness) were stored to: "
+                "raise limits.namespace_count_max, or restart to forget those that are empty"
+            )
+        return self.get(name, provenance, exactness)
+
     def get(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
+        """One whose chunks the device has, whatever the limit is by now. Raises Exhausted past what rows can name."""
         key = (name, provenance, exactness)
         found = self._by_key.get(key)
         if found is None:
+            if len(self.numbered) >= SPACE_COUNT_MAX:
+                raise Exhausted(f"chunks of more than {SPACE_COUNT_MAX} namespaces cannot be kept by one tenant")
             found = self._by_key[key] = Namespace(len(self.numbered), name, provenance, exactness)
             self.numbered.append(found)
         return found
@@ -69,6 +112,8 @@ class Spaces:
     def adopt(self, namespace: Namespace) -> None:
         """How large recovered chunks are, and which of them are partial tails, shows once the model is known. One
         whose token count no chunk of the model can have stays where nobody finds it."""
+        if not (namespace.index or namespace.departures):
+            return
         table = self._table
         ours = np.frombuffer(table.spaces, np.uint16) == namespace.number
         counts = np.frombuffer(table.token_counts, np.int32)

@@ -14,6 +14,8 @@ NOWHERE = -1
 """The NVMe residency of a chunk that has none."""
 UNPROVEN = 1 << 62
 """Set in the residency of a copy that was met after a crash: it may be torn, or not there to stay."""
+SPACE_COUNT_MAX = 1 << 16
+"""How many namespaces rows can name."""
 _EMPTY = b""
 
 
@@ -33,6 +35,10 @@ class ChunkTable:
         self.residencies = array("q")
         self.write_marks = array("Q")
         self.arena: dict[int, Placement] = {}
+        self._columns: tuple[tuple[array[int], int], ...] = (
+            (self.spaces, 0), (self.parents, ROOT_ROW), (self.child_counts, 0), (self.token_counts, 0),
+            (self.residencies, NOWHERE), (self.write_marks, 0),
+        )  # fmt: skip
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
 
@@ -40,24 +46,29 @@ class ChunkTable:
         return len(self.digests) - len(self._free)
 
     def add(self, space: int, digest: bytes, parent: int, token_count: int) -> int:
-        """A new row, resident nowhere. Its parent gains a child."""
+        """A new row, resident nowhere. Its parent gains a child. Nothing has changed when it raises: OverflowError for
+        a number that its column cannot hold, MemoryError, BufferError while somebody looks into a column."""
+        row = self._free[-1] if self._free else self._grown()
+        self.spaces[row] = space
+        self.parents[row] = parent
+        self.token_counts[row] = token_count
         if self._free:
-            row = self._free.pop()
             self.digests[row] = digest
-            self.spaces[row] = space
-            self.parents[row] = parent
-            self.token_counts[row] = token_count
+            self._free.pop()
         else:
-            row = len(self.digests)
             self.digests.append(digest)
-            self.spaces.append(space)
-            self.parents.append(parent)
-            self.child_counts.append(0)
-            self.token_counts.append(token_count)
-            self.residencies.append(NOWHERE)
-            self.write_marks.append(0)
         if parent != ROOT_ROW:
             self.child_counts[parent] += 1
+        return row
+
+    def _grown(self) -> int:
+        """One more row in every column but the digests: a row counts once its digest is there, and what a growth that
+        failed left in some columns is cut off."""
+        row = len(self.digests)
+        for column, empty in self._columns:
+            if len(column) > row:
+                del column[row:]
+            column.append(empty)
         return row
 
     def remove(self, row: int) -> None:

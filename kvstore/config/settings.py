@@ -110,6 +110,7 @@ class LimitSettings:
     stream_count_max: int = 64
     token_count_max: int = 1 << 20
     model_count_max: int = 256
+    namespace_count_max: int = 16384
     watcher_count_max: int = 64
     watch_event_count_max: int = 16384
     pin_bytes_max: Size
@@ -118,6 +119,8 @@ class LimitSettings:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _require(value >= 0, f"limits.{name}", value, "use 0 or more")
+        most = self.namespace_count_max
+        _require(most <= 65536, "limits.namespace_count_max", most, "use at most 65536")
         _require(self.message_bytes_max >= 4096, "limits.message_bytes_max", self.message_bytes_max, "use >= 4 KiB")
 
 

@@ -80,10 +80,10 @@ class Claiming:
     async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
         """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
         chunk without its parent is of no use. Where only unwritten chunks could make room it waits for the device,
-        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max."""
+        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or
+        limits.namespace_count_max."""
         query = request.query
-        parts = parts_of(self._catalog, query)
-        spec = parts[0].spec
+        spec = self._catalog.model(query.fingerprint).spec
         self._check_count(session)
         if not query.digests or len(request.token_digests) != len(query.digests):
             raise InvalidRequest("a store names at least one chunk, and one token digest per chunk")
@@ -91,6 +91,7 @@ class Claiming:
             raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
         if not 0 <= request.tail_token_count < spec.chunk_tokens:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
+        parts = parts_of(self._catalog, query, for_store=True)
         session.claiming += 1
         try:
             if request.replaces:

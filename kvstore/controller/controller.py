@@ -77,7 +77,7 @@ class Controller:
         self.deadline_s = deadline_s
         self._clock, self.long_work = clock, LongWork(clock)
         self._is_write_through = is_write_through
-        self.catalog = Catalog(limits.model_count_max, memory)
+        self.catalog = Catalog(limits.model_count_max, memory, limits.namespace_count_max)
         self.sessions = Sessions(limits, random, memory)
         self.residency = Residency(
             arena=arena, catalog=self.catalog, policy=policy, keys=keys, faults=faults, counters=counters

@@ -71,8 +71,9 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
             loading.listeners.pop(event, None)
 
 
-def parts_of(catalog: Catalog, query: ChainQuery) -> list[Namespace]:
-    """The namespaces a query's chunks must be in. Raises InvalidRequest for an unknown model or layer."""
+def parts_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = False) -> list[Namespace]:
+    """The namespaces a query's chunks must be in; those that are not there are made for stores only. Raises
+    InvalidRequest for an unknown model or layer; Exhausted past limits.namespace_count_max."""
     model = catalog.model(query.fingerprint)
     layers: list[int | None] = [] if query.hidden_only else [None]
     layers.extend(query.hidden_layers)
@@ -80,7 +81,8 @@ def parts_of(catalog: Catalog, query: ChainQuery) -> list[Namespace]:
         raise InvalidRequest("hidden_only without hidden_layers asks for nothing")
     if len(set(layers)) != len(layers):
         raise InvalidRequest("hidden_layers names a layer twice")
-    return [model.namespace(layer, query.exactness, query.provenance) for layer in layers]
+    of = model.namespace if for_store else model.seen
+    return [of(layer, query.exactness, query.provenance) for layer in layers]
 
 
 class Fetching:

@@ -253,7 +253,7 @@ class Residency:
         """Enter what the device holds into the catalog; not ``clean``: a scan found it, it is to be proven. Returns how
         many chunks. Cost: about 3 us each."""
         table, catalog = self.table, self._catalog
-        spaces = [catalog.spaces.get(*name) for name in columns.names]
+        spaces = {number: catalog.spaces.get(*columns.names[number]) for number in set(columns.spaces.tolist())}
         digests, parents = columns.digests, columns.parents
         rows: list[int] = []
         residencies = columns.residencies if clean else columns.residencies | UNPROVEN
@@ -295,13 +295,15 @@ class Residency:
         copies += [(row, *other) for row, others in self._alternates.items() for other in others]
         rows = [row for row, _, _ in copies]
         parents = [table.parents[row] for row in rows]
-        spaces = self._catalog.spaces.numbered
+        numbers = [table.spaces[row] for row in rows]
+        spaces = {number: self._catalog.spaces.numbered[number] for number in dict.fromkeys(numbers)}
+        places = {number: place for place, number in enumerate(spaces)}
         return IndexColumns(
-            [(space.fingerprint, space.provenance, space.exactness) for space in spaces],
+            [(space.fingerprint, space.provenance, space.exactness) for space in spaces.values()],
             np.array([residency for _, residency, _ in copies], np.int64),
             np.array([mark for _, _, mark in copies], np.uint64),
             np.array([table.token_counts[row] for row in rows], np.int32),
-            np.array([table.spaces[row] for row in rows], np.uint16),
+            np.array([places[number] for number in numbers], np.uint16),
             b"".join(table.digests[row] for row in rows),
             b"".join(ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent] for parent in parents),
         )

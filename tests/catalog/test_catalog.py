@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, ChunkTable, Namespace
 from kvstore.catalog.tails import NAMED_MAX, Tails
+from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
@@ -249,3 +250,55 @@ class CatalogMachine(RuleBasedStateMachine):
 
 TestCatalogMachine = CatalogMachine.TestCase
 TestCatalogMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_who_only_looks_makes_no_namespace(catalog: Catalog) -> None:
+    model = catalog.register(small_spec())
+    for layer in (None, 0, 1):
+        for exactness in Exactness:
+            for provenance in Provenance:
+                looked = model.seen(layer, exactness, provenance)
+                assert catalog.walk([looked], [digest("a")]).runs[0].reason is MissReason.COLD
+                assert catalog.tails([looked], ROOT_DIGEST) == ([], 0)
+    assert catalog.spaces.numbered == []
+    made = model.namespace(None, Exactness.EXACT)
+    assert model.seen(None, Exactness.EXACT) is made
+    assert catalog.spaces.numbered == [made]
+
+
+def test_namespaces_end_at_their_limit_and_those_that_are_there_go_on() -> None:
+    catalog = Catalog(4, BytearrayMemory(), namespace_count_max=2)
+    model = catalog.register(small_spec())
+    spaces = [model.namespace(layer, Exactness.EXACT) for layer in (None, 0)]
+    with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
+        model.namespace(1, Exactness.EXACT)
+    for number, space in enumerate(spaces):
+        put(catalog, space, f"a{number}")
+        assert catalog.walk([model.seen(space.layer, Exactness.EXACT)], [digest(f"a{number}")]).hit_count == 1
+    assert catalog.walk([model.seen(1, Exactness.EXACT)], [digest("a0")]).hit_count == 0
+
+
+@pytest.mark.parametrize("has_free_row", [False, True])
+@pytest.mark.parametrize("wrong", [{"space": 1 << 16}, {"parent": 1 << 31}, {"token_count": 1 << 31}])
+def test_columns_never_shift_against_each_other(wrong: dict[str, int], has_free_row: bool) -> None:
+    """A row that cannot be added changes nothing, whichever column refuses it, and the next one is whole."""
+    table = ChunkTable()
+    first = table.add(1, digest("a"), ROOT_ROW, 3)
+    if has_free_row:
+        table.remove(table.add(2, digest("gone"), ROOT_ROW, 4))
+    with pytest.raises(OverflowError):
+        table.add(**{"space": 1, "digest": digest("b"), "parent": ROOT_ROW, "token_count": 5, **wrong})
+    columns = (table.spaces, table.parents, table.child_counts, table.token_counts, table.residencies)
+    for column in columns:
+        with memoryview(column):
+            if not has_free_row:
+                with pytest.raises(BufferError):
+                    table.add(1, digest("b"), ROOT_ROW, 5)
+    assert len(table) == 1
+    rows = [first, *(table.add(number, digest(f"c{number}"), first, number) for number in (5, 6, 7))]
+    assert [table.digests[row] for row in rows] == [digest("a"), *(digest(f"c{number}") for number in (5, 6, 7))]
+    assert [table.spaces[row] for row in rows] == [1, 5, 6, 7]
+    assert [table.token_counts[row] for row in rows] == [3, 5, 6, 7]
+    assert [table.parents[row] for row in rows] == [ROOT_ROW, first, first, first]
+    assert table.child_counts[first] == 3
+    assert {len(column) for column in (*columns, table.write_marks, table.digests)} == {len(table.digests)}
