@@ -1,0 +1,55 @@
+"""Namespaces are made by stores, and their limit is named; who only looks makes none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvstore.controller import ReserveRequest
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.keys import token_digest
+from kvstore.spec import Exactness, Provenance
+from tests.controller.service import Service
+from tests.specs import small_spec
+
+
+def wanted(service: Service, *hidden: int) -> Any:
+    """Every way to ask for the same chunk."""
+    for exactness in Exactness:
+        for provenance in Provenance:
+            yield service.query(1, exactness=exactness, provenance=provenance, hidden_layers=hidden)
+
+
+async def test_only_a_store_makes_a_namespace() -> None:
+    service = Service()
+    controller, session = service.controller, service.controller.open_session(0)
+    for number in range(20):
+        service.model = controller.register_model(small_spec(model_id=f"m{number}"))
+        for query in wanted(service, 0, 1):
+            assert controller.lookup(query, readers=1).hit_count == 0
+            assert controller.fetch(session, query).hit_count == 0
+            assert controller.pin(query) == controller.unpin(query) == 0
+            assert (await controller.settle(query, 0.0)).chunk_count == 0
+            with pytest.raises(InvalidRequest):  # a store that is refused for what it says
+                await controller.reserve(session, ReserveRequest(query, []))
+    assert controller.catalog.spaces.numbered == []
+    assert (await service.store(session, 1)).committed_count == 1
+    assert len(controller.catalog.spaces.numbered) == 1
+
+
+async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() -> None:
+    service = Service(namespace_count_max=3)
+    controller, session = service.controller, service.controller.open_session(0)
+    assert (await service.store(session, 1)).committed_count == 1
+    query = service.query(2, hidden_layers=(0, 1))
+    request = ReserveRequest(query, [token_digest(service.tokens(2))])
+    first = await controller.reserve(session, request)
+    await controller.abort(session, first.reservation_id)
+    for _ in range(3):
+        with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
+            await controller.reserve(session, replace(request, query=replace(query, exactness=Exactness.DERIVED)))
+    assert not session.reservations
+    assert (await service.store(session, 3)).committed_count == 1
+    assert [service.check(session, path) for path in (1, 3)] == [1, 1]
