@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from kvstore.config.machine import device_room_bytes, memory_limit_bytes
+from kvstore.config.machine import device_room_bytes, kept_capacity_bytes, memory_limit_bytes
 from kvstore.config.settings import (
     Settings,
     TierSettings,
@@ -199,9 +199,12 @@ def load(
     sources.fill(dependent_defaults(environment, state, capacity))
     directory = sources.values["tiers.nvme"]["directory"]
     assert isinstance(directory, Path)
-    sources.fill(device_defaults(device_room_bytes(directory)))
-    shares = {"capacity_bytes": capacity, "nvme_capacity_bytes": sources.values["tiers.nvme"]["capacity_bytes"]}
-    sources.fill({section: dict(shares) for section in sources.tenants})
+    sources.fill(device_defaults(device_room_bytes(directory), kept_capacity_bytes(directory)))
+    share = sources.values["tiers.nvme"]["capacity_bytes"]
+    is_default = sources.origins["tiers.nvme.capacity_bytes"] == DEFAULT
+    for section in sources.tenants:
+        kept = kept_capacity_bytes(directory / TENANTS / section.partition(".")[2]) if is_default else 0
+        sources.fill({section: {"capacity_bytes": capacity, "nvme_capacity_bytes": kept or share}})
     return _build(sources, memory_bytes)
 
 

@@ -21,6 +21,27 @@ def memory_limit_bytes() -> int:
     return limit
 
 
+CAPACITY_FILE = "capacity"
+"""In a device directory: the capacity that was in force there last, a number of bytes."""
+
+
+def kept_capacity_bytes(directory: Path) -> int:
+    """The capacity that a device directory had last, and never less than what its files take: a default does not make
+    it smaller. 0 where there was none."""
+    try:
+        kept = int((directory / CAPACITY_FILE).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        kept = 0
+    try:
+        return max(kept, _files_bytes(directory))
+    except OSError:
+        return kept  # the tier itself says what is wrong with its directory
+
+
+def _files_bytes(directory: Path) -> int:
+    return sum(each.stat().st_size for each in directory.glob("region-*.kvs"))
+
+
 def device_room_bytes(directory: Path) -> int:
     """What the file system of ``directory`` has left for us, counting what we took of it before, for any tenant."""
     there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
@@ -28,8 +49,7 @@ def device_room_bytes(directory: Path) -> int:
         return 0
     try:
         status = os.statvfs(there)
-        files = (*directory.glob("region-*.kvs"), *directory.glob("tenants/*/region-*.kvs"))
-        ours = sum(each.stat().st_size for each in files)
+        ours = sum(map(_files_bytes, (directory, *directory.glob("tenants/*"))))
     except OSError:
         return 0  # the tier itself says what is wrong with its directory
     return status.f_bavail * status.f_frsize + ours

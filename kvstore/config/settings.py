@@ -230,6 +230,8 @@ def arena_limits(capacity_bytes: int) -> dict[str, int]:
     }
 
 
-def device_defaults(room_bytes: int) -> dict[str, dict[str, object]]:
-    """The device tier takes min(10 % of the room its directory's file system has for us, 16 GiB)."""
-    return {"tiers.nvme": {"capacity_bytes": min(room_bytes // 10, 16 * GIB) // PAGE_BYTES * PAGE_BYTES}}
+def device_defaults(room_bytes: int, kept_bytes: int) -> dict[str, dict[str, object]]:
+    """The device tier has the capacity that it had last; the first time it takes min(10 % of the room its directory's
+    file system has for us, 16 GiB)."""
+    first_bytes = min(room_bytes // 10, 16 * GIB) // PAGE_BYTES * PAGE_BYTES
+    return {"tiers.nvme": {"capacity_bytes": kept_bytes or first_bytes}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvstore.config import NvmeSettings
+from kvstore.config.machine import CAPACITY_FILE
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.spec import Encoding
@@ -34,6 +35,7 @@ def open_nvme(
             "advance is no promise and rates suffer; use ext4 or xfs, or switch it off for the directory (chattr +C)",
             extra={"file_system": kind},
         )
+    _keep_capacity(directory, settings.capacity_bytes)
     io = PosixIO(disk)
     regions = Regions(
         settings.directory, disk, io, faults,
@@ -46,6 +48,23 @@ def open_nvme(
         keepers=WorkerThreads(KEEPER_COUNT, "nvme-keep", nice=MOVER_NICE),
         encoding=Encoding.LZ4 if settings.encoding == "lz4" else Encoding.RAW,
     )  # fmt: skip
+
+
+def _keep_capacity(directory: Directory, capacity_bytes: int) -> None:
+    """What is in force now is the default from now on: what we promised does not follow the room that others leave."""
+    said = str(capacity_bytes).encode()
+    try:
+        if directory.read(CAPACITY_FILE) == said:
+            return
+    except OSError:
+        pass  # there is none, or it is bad: it is written
+    try:
+        directory.write(CAPACITY_FILE, said)
+    except OSError as error:
+        _log.warning(
+            "the capacity could not be written down: set tiers.nvme.capacity_bytes, or the next start chooses anew",
+            extra={"capacity_bytes": capacity_bytes, "reason": str(error)},
+        )
 
 
 def _workers(movers: MoverProcesses | None, name: str, count: int) -> Workers:

@@ -66,17 +66,23 @@ async def completed(
 
 
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
-    """Blocking. What is left once the files fit the capacity. Raises OSError."""
+    """Blocking. What is left once the files fit the capacity. What goes is said before it goes. Raises OSError."""
     numbers = columns.residencies >> 32 & 0xFFFFFF
     found, counts = np.unique(numbers, return_counts=True)
-    gone = regions.fit(dict(zip(found.tolist(), counts.tolist(), strict=True)))
-    if not gone:
+    surplus = regions.surplus(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    if not surplus:
         return columns
-    stays = ~np.isin(numbers, list(gone))
+    stays = ~np.isin(numbers, [region.number for region in surplus])
     _log.warning(
-        "tiers.nvme.capacity_bytes is smaller than it was: region files were given up",
-        extra={"files": len(gone), "chunks": int((~stays).sum())},
-    )
+        "tiers.nvme.capacity_bytes is smaller than it was: region files are given up now, and what they hold",
+        extra={
+            "capacity_bytes": regions.capacity_bytes, "files": [region.path.name for region in surplus],
+            "bytes": sum(region.file_bytes for region in surplus), "chunks": int((~stays).sum()),
+        },
+    )  # fmt: skip
+    for region in surplus:
+        regions.retire(region)
+        regions.remove_file(region)
     return columns.where(stays)
 
 

@@ -247,21 +247,21 @@ class Regions:
         if region.path.name.startswith(f"region-{region.number:05d}-"):  # else another file has that name
             self._numbers.discard(region.number)
 
-    def fit(self, held: dict[int, int]) -> set[int]:
-        """The capacity may be smaller than it was: give up the files that hold the least, until the others fit.
-        ``held`` is how many chunks each region number holds. Blocking; returns the numbers given up. Raises OSError."""
-        gone: set[int] = set()
+    def surplus(self, held: dict[int, int]) -> list[Region]:
+        """The capacity may be smaller than it was: the files to give up, those that hold the least, so that the others
+        fit. ``held`` is how many chunks each region number holds."""
 
         def held_bytes(region: Region) -> int:
             return (held.get(region.number, 0) + len(region.unread)) * region.slot_bytes
 
+        surplus: list[Region] = []
+        taken = self.file_bytes + self.lost_bytes
         for region in sorted(self.by_number.values(), key=held_bytes):
-            if self.file_bytes + self.lost_bytes <= self.capacity_bytes:
+            if taken <= self.capacity_bytes:
                 break
-            self.retire(region)
-            self.remove_file(region)
-            gone.add(region.number)
-        return gone
+            surplus.append(region)
+            taken -= region.file_bytes
+        return surplus
 
     def has_budget(self, slot_bytes: int) -> bool:
         """Whether the capacity has room for a file with one slot of that size."""
