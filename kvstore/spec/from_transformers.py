@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
-from kvstore.spec.model import LayerKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.spec.configuration import UNVERIFIED, described, named
+from kvstore.spec.model import LayerKind, LayerSpec, ModelSpec, RopeSpec, check_digest
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_digests: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], str]] = weakref.WeakKeyDictionary()
 
 
 def spec_from_transformers(
@@ -30,8 +30,8 @@ def spec_from_transformers(
     if rope.kind == "default":
         rope = replace(rope, rotary_dim=head_dim)  # these families' plain rotation does not look at the partial factor
     return ModelSpec(
-        model_id=config.name_or_path or config.model_type,
-        weights_digest=weights if isinstance(weights, str) else weights_digest(weights),
+        model_id=Path(config.name_or_path).name or config.model_type,
+        weights_digest=_identity(config, weights),
         layers=_layers_of(config, head_dim),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -50,7 +50,7 @@ def _layers_of(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
     kv_heads, window = config.num_key_value_heads, getattr(config, "sliding_window", None)
     count = int(config.num_hidden_layers)
     full = LayerSpec(kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim)
-    if not window:
+    if not window or config.model_type == "llama":  # whose forward pass looks at no window
         return (full,) * count
     narrow = LayerSpec(kind=LayerKind.SLIDING_WINDOW, kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, window=window)
     if config.model_type == "mistral":
@@ -104,37 +104,34 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def weights_digest(weights: Any) -> str:
-    """BLAKE3 over every parameter and persistent buffer: name, dtype, shape, bytes; in order of name.
+    """BLAKE3 over every tensor of a state dict, or of a model's: name, dtype, shape, bytes. What
+    ``ModelSpec.from_transformers`` takes in the place of weights; the spec's own digest has the configuration, too.
+    Cost: about 4 GB/s per core. Raises: InvalidRequest."""
+    from kvstore.spec.weights import digested
 
-    Cost: about 5 GB/s per core, multi-threaded; kept per model object until one of its tensors changes in place, which
-    nobody can see of tensors that were made in inference mode: a model of these is digested each time.
-    """
-    state: Mapping[str, Any] = weights if isinstance(weights, Mapping) else weights.state_dict()
-    if any(tensor.is_inference() for tensor in state.values()):
-        return _digest(state)
-    # A state dict's entries are fresh aliases, whose own version counters stand still: look at the data's.
-    stamp = tuple((name, tensor.data_ptr(), tensor._version) for name, tensor in sorted(state.items()))
-    try:
-        known = _digests.get(weights)
-    except TypeError:
-        known = None  # a plain dict cannot be referred to weakly
-    if known is not None and known[0] == stamp:
-        return known[1]
-    digest = _digest(state)
-    try:
-        _digests[weights] = (stamp, digest)
-    except TypeError:
-        pass  # not kept: digested again next time
-    return digest
+    return digested(weights if isinstance(weights, Mapping) else weights.state_dict()).digest
 
 
-def _digest(state: Mapping[str, Any]) -> str:
-    import torch
+def _identity(config: Any, weights: Any) -> str:
+    if isinstance(weights, str):
+        check_digest(weights)
+        return named(weights, described(config))
+    if isinstance(weights, Mapping):
+        return named(weights_digest(weights), described(config))
+    if described(config) != described(weights.config):
+        raise InvalidRequest("config is not the model's: give model.config, by which its weights are computed")
+    from kvstore.spec.live import identity_of
 
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update(b"kvstore/weights/1\0")
-    for name in sorted(state):
-        tensor = state[name].detach().contiguous().cpu()
-        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+    return identity_of(weights).digest
+
+
+def refreshed(spec: ModelSpec, model: Any) -> ModelSpec:
+    """See ``ModelSpec.refreshed``."""
+    from kvstore.spec.live import identity_of
+
+    if spec.weights_digest.startswith(UNVERIFIED):
+        raise InvalidRequest(
+            f"weights_digest {spec.weights_digest[:80]!r} is a name that somebody vouches for: no bytes of the "
+            "weights are in it. Give other weights another name"
+        )
+    return replace(spec, weights_digest=identity_of(model, anew=True).digest)

@@ -201,12 +201,25 @@ class ModelSpec:
         tokenizer: Any = None,
     ) -> ModelSpec:  # fmt: skip
         """The spec of a Hugging Face model: geometry from ``config``, identity from the digest of ``weights``
-        (a model, a state dict, or a digest string), and of ``tokenizer`` when one is given (or its digest). Needs torch
-        when weights are tensors."""
+        (a model, a state dict, or ``weights_digest`` of it, or 'unverified:<name>' of who vouches for them) and of
+        ``config``, and of ``tokenizer`` when one is given (or its digest). Needs torch when weights are tensors.
+
+        Cost: every byte of the weights is read once per model object, and again when it is seen that some changed: at
+        each call a sample of every tensor is looked at. A change of very few numbers, past PyTorch's own bookkeeping
+        (through ``.data``), may be missed for a while: see ``refreshed``. Raises: InvalidRequest for a family without a
+        spec, and a model whose forward pass is not what its configuration says (adapters, quantised layers, hooks)."""
         from kvstore.spec.from_transformers import spec_from_transformers
 
         build: Callable[..., ModelSpec] = spec_from_transformers
         return build(config, weights, chunk_tokens, adapter_id, keeps_e, tokenizer)
+
+    def refreshed(self, model: Any) -> ModelSpec:
+        """The spec with the digest of the model's weights and configuration as they are now: every byte is read. For
+        who has changed a few numbers in place. Raises: InvalidRequest for an unverified spec."""
+        from kvstore.spec.from_transformers import refreshed
+
+        again: Callable[..., ModelSpec] = refreshed
+        return again(self, model)
 
     @property
     def layer_count(self) -> int:
@@ -272,15 +285,19 @@ def _check_identity(spec: ModelSpec) -> None:
         raise InvalidRequest("model_id must be a name of 1..512 characters")
     if not isinstance(spec.adapter_id, str) or len(spec.adapter_id) > 512:
         raise InvalidRequest("adapter_id must be a name of at most 512 characters")
-    digest = spec.weights_digest
+    check_digest(spec.weights_digest)
+    tokenizer = spec.tokenizer_digest
+    if not isinstance(tokenizer, str) or (tokenizer and not _is_hex(tokenizer)):
+        raise InvalidRequest(f"tokenizer_digest {tokenizer!r:.40} must be 32..128 lower-case hex digits, or empty")
+
+
+def check_digest(digest: str) -> None:
+    """Raises InvalidRequest unless it may stand as a spec's weights_digest."""
     unverified = digest.startswith("unverified:") and len(digest) > len("unverified:")
     if not (unverified or _is_hex(digest)) or len(digest) > 512:
         raise InvalidRequest(
             f"weights_digest {digest[:40]!r} must be 32..128 lower-case hex digits, or 'unverified:<name>'"
         )
-    tokenizer = spec.tokenizer_digest
-    if not isinstance(tokenizer, str) or (tokenizer and not _is_hex(tokenizer)):
-        raise InvalidRequest(f"tokenizer_digest {tokenizer!r:.40} must be 32..128 lower-case hex digits, or empty")
 
 
 def _is_hex(digest: str) -> bool:

@@ -13,7 +13,7 @@ their way. The store happens in the background once the first token is out, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,28 +21,22 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.client import Client
 from kvstore_client.engines.transformers_hidden import PromptE
+from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cache_of
+from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_runner import TransformersRunner
-from kvstore_client.fetching import LayerStream
+from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
 from kvstore_client.receipt import Receipt
 from kvstore_client.recompute import dense_planes
 
 __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of"]
 
 _log = logging.getLogger("kvstore.client")
-_UNSUPPORTED = (
-    "past_key_values",
-    "inputs_embeds",
-    "assistant_model",
-    "prompt_lookup_num_tokens",
-    "encoder_outputs",
-)
 
 
 @dataclass
@@ -83,84 +77,16 @@ class Generated:
     report: Report
 
 
-class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types
-    """A cache layer in memory of fixed capacity: no concatenation per step, and fetched bytes land in place."""
+@dataclass(frozen=True)
+class _Whose:
+    """Whose cache a call's is, from its start to its end: another thread may find that the model has changed."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, arrive: Callable[[], None]) -> None:
-        super().__init__()
-        self._k, self._v = k, v
-        self._arrive = arrive
-        self.show(0)
+    spec: ModelSpec
+    runner: TransformersRunner | None
 
-    def show(self, token_count: int) -> None:
-        """The first ``token_count`` tokens are the layer's content (or will be, once they arrive)."""
-        self.keys, self.values = self._k[:, :, :token_count], self._v[:, :, :token_count]
-        self.dtype, self.device = self._k.dtype, self._k.device
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        self._arrive()
-        start = int(self.keys.shape[-2])
-        stop = start + int(key_states.shape[-2])
-        if stop > self._k.shape[-2]:
-            self._grow(start, stop)
-        self._k[:, :, start:stop] = key_states
-        self._v[:, :, start:stop] = value_states
-        self.show(stop)
-        return self.keys, self.values
-
-    def _grow(self, start: int, stop: int) -> None:
-        for name in ("_k", "_v"):
-            old = getattr(self, name)
-            new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
-            new[:, :, :start] = old[:, :, :start]
-            setattr(self, name, new)
-
-    def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
-        return self._k[0, :, :token_count], self._v[0, :, :token_count]
-
-
-def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-    """A cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
-
-    Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim]. Give ``generate`` the prompt and at least one
-    token more. What it computes is as exact as ``kv`` is: store it with that exactness."""
-    cache = DynamicCache()
-    cache.layers = [_Layer(k[None], v[None], lambda: None) for k, v in kv]
-    for layer, (k, _) in zip(cache.layers, kv, strict=True):
-        layer.show(k.shape[1])
-    return cache
-
-
-class _Arrivals:
-    """Hands layers to the forward pass in order, pulling the stream only as far as the layer that asks."""
-
-    def __init__(self) -> None:
-        self._stream: Iterator[Any] | None = None
-        self._next = 0
-        self.on_layer: Callable[[int], None] = lambda _: None
-        self.on_last: Callable[[], None] = lambda: None
-
-    def attach(self, stream: LayerStream) -> None:
-        self._stream = iter(stream)
-
-    def until(self, layer: int) -> None:
-        while self._stream is not None and self._next <= layer:
-            item = next(self._stream, None)
-            if item is None:
-                self._end()
-                return
-            self._next = item[0] + 1
-            self.on_layer(item[0])
-
-    def finish(self) -> None:
-        """Pull the rest."""
-        self.until(1 << 30)
-
-    def _end(self) -> None:
-        self._stream = None
-        self.on_last()
+    @staticmethod
+    def of(model: Any, spec: ModelSpec) -> _Whose:
+        return _Whose(spec, TransformersRunner(model, spec=spec) if spec.keeps_e else None)
 
 
 class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
@@ -181,7 +107,10 @@ class CachedModel:
 
     ``step_tokens``: rows per prefill step, a multiple of ``chunk_tokens`` (default: one chunk). Models that are to
     share caches to the bit use the same. ``spec``: with ``keeps_e`` the prompt's E is captured, stored and fetched in
-    the place of KV, which is projected layer by layer. Raises: InvalidRequest for a model family without a spec.
+    the place of KV, which is projected layer by layer. It is compared with the model, and follows it: at each call a
+    sample of the weights is looked at, and when they changed they are digested again. One that is 'unverified:<name>'
+    vouches for the weights, also while they change. Raises: InvalidRequest for a model family without a spec, a model
+    that its configuration and weights do not describe, and a spec that is another model's.
     """
 
     def __init__(
@@ -196,19 +125,33 @@ class CachedModel:
     ) -> None:
         self.model = model
         self.client = client
-        self.spec = spec or ModelSpec.from_transformers(model.config, model, chunk_tokens)
+        if spec is not None:
+            check_spec(spec, model)
+        self._whose = _Whose.of(model, spec or ModelSpec.from_transformers(model.config, model, chunk_tokens))
         self.step_tokens = step_tokens or self.spec.chunk_tokens
         if self.step_tokens % self.spec.chunk_tokens:
             raise InvalidRequest(
                 f"step_tokens {self.step_tokens} must be a multiple of chunk_tokens {self.spec.chunk_tokens}"
             )
-        self._runner = TransformersRunner(model, spec=self.spec) if self.spec.keeps_e else None
         self._clock = clock or SystemClock()
         self._background = WorkerThreads(1, "kvstore-keep")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's, as it was at the last call."""
+        return self._whose.spec
 
     def close(self) -> None:
         """Finish storing. The client stays open."""
         self._background.close()
+
+    def refresh(self) -> None:
+        """Read every byte of the weights again. For who changed a few numbers in place: see ``ModelSpec.refreshed``."""
+        self._adopt(self.spec.refreshed(self.model))
+
+    def _adopt(self, spec: ModelSpec) -> None:
+        if spec != self.spec:
+            self._whose = _Whose.of(self.model, spec)
 
     @torch.inference_mode()
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Generated:
@@ -225,20 +168,14 @@ class CachedModel:
         return Generated(sequences, report)
 
     def _why_not(self, input_ids: torch.Tensor, options: dict[str, Any]) -> str:
-        """Why a call cannot use the cache; empty when it can."""
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            return f"batch of {tuple(input_ids.shape)}: one sequence at a time"
-        mask = options.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            return "attention_mask hides tokens"
-        used = [name for name in _UNSUPPORTED if options.get(name) is not None]
-        if used:
-            return f"{used[0]} is given"
-        for name in ("num_beams", "num_return_sequences"):
-            if (options.get(name) or getattr(self.model.generation_config, name, 1) or 1) != 1:
-                return f"{name} is not 1"
-        if options.get("use_cache") is False:
-            return "use_cache is off"
+        """Why a call cannot use the cache; empty when it can, and then ``spec`` is the model's as it is now."""
+        left = why_left(self.model, input_ids, options, self.spec.rope.kind)
+        if left:
+            return left
+        try:
+            self._adopt(followed(self.spec, self.model))
+        except InvalidRequest as error:
+            return error.message
         return ""
 
     def _generate(self, input_ids: torch.Tensor, options: dict[str, Any], first: _FirstToken, **more: Any) -> Any:
@@ -250,16 +187,17 @@ class CachedModel:
         report.prefill_s = report.ttft_s - report.lookup_s
 
     def _cached(self, input_ids: torch.Tensor, options: dict[str, Any], started_s: float) -> tuple[Report, Any]:
-        tokens = input_ids[0].cpu().numpy()
+        tokens, whose = input_ids[0].cpu().numpy(), self._whose
         try:
-            return self._attempt(input_ids, tokens, options, started_s, may_reuse=True)
+            return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=True)
         except KVStoreError as error:
             # Bytes that were announced did not come: the cache holds nothing worth keeping, compute it all.
             _log.warning("kvstore: %s; recomputing the prompt", error.message)
-            return self._attempt(input_ids, tokens, options, started_s, may_reuse=False)
+            return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=False)
 
     def _attempt(
         self,
+        whose: _Whose,
         input_ids: torch.Tensor,
         tokens: Any,
         options: dict[str, Any],
@@ -269,20 +207,20 @@ class CachedModel:
     ) -> tuple[Report, Any]:
         count = int(input_ids.shape[1])
         last_step = (count - 1) // self.step_tokens * self.step_tokens
-        arrivals = _Arrivals()
-        layers = self._layers(count + self._new_token_count(options, count), arrivals)
+        arrivals = Arrivals()
+        layers = self._layers(whose.spec, count + self._new_token_count(options, count), arrivals)
         report = Report(token_count=count)
-        prompt_e = PromptE(self._runner, self._whole(count)) if self._runner else None
+        prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
         reused = 0
         if may_reuse and last_step:
-            reused = self._reuse(tokens[:last_step], layers, prompt_e, arrivals, report, started_s)
+            reused = self._reuse(whose.spec, tokens[:last_step], layers, prompt_e, arrivals, report, started_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
         def first_token() -> None:
             self._stamp(report, started_s)
             arrivals.finish()
-            report.receipt = self._keep(tokens, layers, prompt_e, reused)
+            report.receipt = self._keep(whose.spec, tokens, layers, prompt_e, reused)
 
         with prompt_e.captured(cache) if prompt_e else nullcontext():
             for start in range(reused, last_step, self.step_tokens):
@@ -291,6 +229,8 @@ class CachedModel:
                     past_key_values=cache,
                     use_cache=True,
                 )
+            if options.get("streamer") is not None:
+                arrivals.finish()  # what fails later would begin again, and a streamer cannot take back
             sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
         return report, sequences
 
@@ -307,23 +247,23 @@ class CachedModel:
             limit = max(0, (options.get("max_length") or 0) - count)
         return int(limit) + 1
 
-    def _layers(self, capacity: int, arrivals: _Arrivals) -> list[_Layer]:
+    def _layers(self, spec: ModelSpec, capacity: int, arrivals: Arrivals) -> list[CacheLayer]:
         """Memory for the whole generation."""
-        planes = dense_planes(self.spec, capacity, self.model.device)
+        planes = dense_planes(spec, capacity, self.model.device)
         return [
-            _Layer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
+            CacheLayer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
             for layer, (k, v) in enumerate(planes)
         ]
 
     def _reuse(
-        self, tokens: Any, layers: list[_Layer], prompt_e: PromptE | None, arrivals: _Arrivals, report: Report,
-        started_s: float,
+        self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, arrivals: Arrivals,
+        report: Report, started_s: float,
     ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns how many tokens of it, whole steps, will arrive."""
         into: list[Any] = [layer.first(len(tokens)) for layer in layers]
         if prompt_e is not None:
             into = [plane[: len(tokens)] for plane in prompt_e.planes]
-        stream = self.client.fetch_layers(self.spec, tokens, into=into)
+        stream = self.client.fetch_layers(spec, tokens, into=into)
         opened_s = self._clock.monotonic()
         report.lookup_s = opened_s - started_s
         report.reason = stream.reason
@@ -350,9 +290,9 @@ class CachedModel:
         return reused
 
     def _keep(
-        self, tokens: Any, layers: list[_Layer], prompt_e: PromptE | None, reused: int
+        self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, reused: int
     ) -> Receipt | None:  # fmt: skip
-        """Store the whole steps that were computed here, in the background."""
+        """Store the whole steps that were computed here, in the background, if the model is still who computed them."""
         whole = self._whole(len(tokens))
         if prompt_e is not None:
             whole = min(whole, self._whole(prompt_e.token_count))
@@ -365,7 +305,9 @@ class CachedModel:
 
         def store() -> None:
             try:
-                receipt = self.client.store(self.spec, tokens[:whole], kv)
+                if not is_of(spec, self.model):
+                    raise InvalidRequest("the model changed while it computed the prompt")
+                receipt = self.client.store(spec, tokens[:whole], kv)
                 level = receipt.wait()
                 outcome.set_result((level, receipt.stored_token_count, receipt.reason))
             except Exception as error:  # noqa: BLE001 - a store never fails a generation

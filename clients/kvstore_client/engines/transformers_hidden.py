@@ -35,7 +35,7 @@ class PromptE:
         use the model at the same time."""
         blocks = self._runner.model.base_model.layers
         hooks = [
-            block.register_forward_pre_hook(partial(self._capture, cache, layer), with_kwargs=True)
+            block.register_forward_pre_hook(_observing(partial(self._capture, cache, layer)), with_kwargs=True)
             for layer, block in enumerate(blocks)
         ]
         try:
@@ -63,3 +63,9 @@ class PromptE:
     def arrive(self, layer: int, token_count: int, into: tuple[torch.Tensor, torch.Tensor], step_tokens: int) -> None:
         """A layer's E was fetched: its K and V, in the steps of the prefill."""
         project_into(self._runner, layer, self.planes[layer][:token_count], into, step_tokens)
+
+
+def _observing(hook: Any) -> Any:
+    """Say that it changes nothing: a model with any other hook is refused."""
+    hook.observes = True
+    return hook

@@ -1,7 +1,8 @@
 """Hugging Face transformers, one layer of any rows at a time: the ``ModelRunner`` of Llama, Mistral, Qwen2 and Qwen3.
 
-The model's own modules do the work, so that biases, norms of queries and keys, adapters and quantised weights are what
-they are in its forward pass; only attention is the caller's. Loops run over layers, never over tokens or heads.
+The model's own modules do the work, so that biases and norms of queries and keys are what they are in its forward pass
+(so are adapters and quantised weights, where somebody vouches for them by name); only attention is the caller's. Loops
+run over layers, never over tokens or heads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from kvstore_kernels import Rotary, rotary_of
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
-from kvstore.spec.from_transformers import weights_digest
+from kvstore.spec.live import identity_of
+from kvstore_client.engines.transformers_spec import check_spec, is_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -23,8 +25,8 @@ class TransformersRunner:
 
     ``spec``: default, ``ModelSpec.from_transformers`` of it, which digests the weights. Runs in inference mode, in the
     model's dtype and on its device. Raises: InvalidRequest for a family without a runner, a rotation that depends on
-    the prompt's length, and a spec that is not this model's; where the spec keeps E, which these weights will turn into
-    KV, also for other weights than it names by digest.
+    the prompt's length, and a spec that is not this model's: of another geometry, or other weights or another
+    configuration than it names by digest ('unverified:<name>' vouches for these).
     """
 
     def __init__(self, model: Any, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
@@ -36,18 +38,23 @@ class TransformersRunner:
             )
         self.model = model
         self.spec = spec or ModelSpec.from_transformers(config, model, chunk_tokens)
+        check_spec(self.spec, model)
         self._base = model.base_model
         self._layers = list(self._base.layers)
         self._head_dim = int(self._layers[0].self_attn.head_dim)
         self.rotary = _rotary_of(self._base.rotary_emb, self.spec)
-        _check_spec(self.spec, config, self._head_dim, len(self._layers))
-        if self.spec.cache_dtype != str(model.dtype).removeprefix("torch."):
-            raise InvalidRequest(f"spec.cache_dtype is {self.spec.cache_dtype}, the model's is {model.dtype}")
-        if self.spec.keeps_e:
-            _check_weights(self.spec, model)
         self.scale = float(self._layers[0].self_attn.scaling)
         self.device: torch.device = model.device
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def check(self) -> None:
+        """Raises: InvalidRequest when the model's weights are not the spec's any more: make another runner. Cost: less
+        than a millisecond."""
+        if not is_of(self.spec, self.model):
+            raise InvalidRequest(
+                f"the model's weights are not those of spec.weights_digest {self.spec.weights_digest[:80]} any more, "
+                f"but of {identity_of(self.model).digest}: make a runner of the model as it is"
+            )
 
     @torch.inference_mode()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -121,22 +128,3 @@ def _rotary_of(module: Any, spec: ModelSpec) -> Rotary:
     if not same or not torch.allclose(rotary.frequencies.cpu(), named.frequencies, rtol=2**-7):
         raise InvalidRequest(f"spec.rope ({spec.rope.kind}, rotary_dim {spec.rope.rotary_dim}) is not the model's")
     return rotary
-
-
-def _check_spec(spec: ModelSpec, config: Any, head_dim: int, layer_count: int) -> None:
-    found = (layer_count, config.num_key_value_heads, head_dim, config.hidden_size, config.vocab_size)
-    for index, layer in enumerate(spec.layers):
-        named = (spec.layer_count, layer.kv_heads, layer.k_dim, spec.hidden_size, spec.vocab_size)
-        if named != found or layer.v_dim != head_dim or spec.mla:
-            raise InvalidRequest(
-                f"spec.layers[{index}]: layers, kv_heads, head_dim, hidden_size, vocab_size are {named} in the spec "
-                f"and {found} in the model"
-            )
-
-
-def _check_weights(spec: ModelSpec, model: Any) -> None:
-    if not spec.weights_digest.startswith("unverified:") and spec.weights_digest != weights_digest(model):
-        raise InvalidRequest(
-            f"spec.weights_digest {spec.weights_digest[:16]}... is not of this model's weights: K and V projected from "
-            "its E would be another model's. Give ModelSpec.from_transformers(config, model, keeps_e=True)"
-        )

@@ -27,7 +27,7 @@ from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
 from kvstore_client.recompute.rows import STEP_ROWS, Rows, Split, drained
-from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.recompute.runner import ModelRunner, check_runner
 from kvstore_client.recompute.runs import Run, check_runs
 from kvstore_client.setting import Recompute
 
@@ -54,7 +54,8 @@ def recompute(
     ``hidden_layers``: E to hand back as well, of a prompt without runs. ``kv``: memory to merge in, as ``dense_planes``
     makes it, in which runs may already be landing.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
-    inside for 512 of them. Raises: InvalidRequest for arguments that do not fit; KVStoreError when a run does not
+    inside for 512 of them. Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
+    meanwhile; KVStoreError when a run does not
     come: then the cache is worth nothing.
     """
     known = torch.as_tensor(tokens).to(runner.device, torch.int64)
@@ -65,7 +66,10 @@ def recompute(
     if hidden_layers and runs:
         raise InvalidRequest("hidden_layers: E of a prompt that is computed alone, without runs")
     planes = kv or dense_planes(runner.spec, len(known), runner.device)
-    return _Pass(runner, known, runs, setting, planes, clock or SystemClock()).run(logit_count, tuple(hidden_layers))
+    check_runner(runner)
+    done = _Pass(runner, known, runs, setting, planes, clock or SystemClock()).run(logit_count, tuple(hidden_layers))
+    check_runner(runner)
+    return done
 
 
 class _Pass:

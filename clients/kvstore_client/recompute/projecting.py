@@ -15,7 +15,7 @@ from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.keys import Extra
 from kvstore_client.fetching import FetchedKV
 from kvstore_client.recompute.merged import dense_planes
-from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.recompute.runner import ModelRunner, check_runner
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -64,6 +64,7 @@ def fetch_projected(
 ) -> FetchedKV:  # fmt: skip
     """See ``Client.fetch_projected``."""
     spec, projector = runner.spec, projector_of(runner)
+    check_runner(runner)
     if not spec.keeps_e:
         raise InvalidRequest("fetch_projected is for specs that keep E (keeps_e=True): fetch gives KV that was kept")
     step = spec.chunk_tokens if step_tokens is None else step_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from kvstore_kernels import Rotary
@@ -43,3 +43,17 @@ class ModelRunner(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] that left the last layer to [rows, vocab_size]."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A runner that can tell whether its model is still the one that its spec names."""
+
+    def check(self) -> None:
+        """Raises: InvalidRequest when it is not. Called before a prompt is computed and after."""
+
+
+def check_runner(runner: object) -> None:
+    """Raises: InvalidRequest when the runner's model has changed, as far as it can tell."""
+    if isinstance(runner, Checked):
+        runner.check()

@@ -1,0 +1,92 @@
+"""The cache of one generation: layers in memory of fixed capacity, into which fetched bytes land."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvstore_client.fetching import LayerStream
+
+
+class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types
+    """A cache layer in memory of fixed capacity: no concatenation per step, and fetched bytes land in place."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, arrive: Callable[[], None]) -> None:
+        super().__init__()
+        self._k, self._v = k, v
+        self._arrive = arrive
+        self.show(0)
+
+    def show(self, token_count: int) -> None:
+        """The first ``token_count`` tokens are the layer's content (or will be, once they arrive)."""
+        self.keys, self.values = self._k[:, :, :token_count], self._v[:, :, :token_count]
+        self.dtype, self.device = self._k.dtype, self._k.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self._arrive()
+        start = int(self.keys.shape[-2])
+        stop = start + int(key_states.shape[-2])
+        if stop > self._k.shape[-2]:
+            self._grow(start, stop)
+        self._k[:, :, start:stop] = key_states
+        self._v[:, :, start:stop] = value_states
+        self.show(stop)
+        return self.keys, self.values
+
+    def _grow(self, start: int, stop: int) -> None:
+        for name in ("_k", "_v"):
+            old = getattr(self, name)
+            new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
+            new[:, :, :start] = old[:, :, :start]
+            setattr(self, name, new)
+
+    def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
+        return self._k[0, :, :token_count], self._v[0, :, :token_count]
+
+
+def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """A cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
+
+    Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim]. Give ``generate`` the prompt and at least one
+    token more. What it computes is as exact as ``kv`` is: store it with that exactness."""
+    cache = DynamicCache()
+    cache.layers = [CacheLayer(k[None], v[None], lambda: None) for k, v in kv]
+    for layer, (k, _) in zip(cache.layers, kv, strict=True):
+        layer.show(k.shape[1])
+    return cache
+
+
+class Arrivals:
+    """Hands layers to the forward pass in order, pulling the stream only as far as the layer that asks."""
+
+    def __init__(self) -> None:
+        self._stream: Iterator[Any] | None = None
+        self._next = 0
+        self.on_layer: Callable[[int], None] = lambda _: None
+        self.on_last: Callable[[], None] = lambda: None
+
+    def attach(self, stream: LayerStream) -> None:
+        self._stream = iter(stream)
+
+    def until(self, layer: int) -> None:
+        while self._stream is not None and self._next <= layer:
+            item = next(self._stream, None)
+            if item is None:
+                self._end()
+                return
+            self._next = item[0] + 1
+            self.on_layer(item[0])
+
+    def finish(self) -> None:
+        """Pull the rest."""
+        self.until(1 << 30)
+
+    def _end(self) -> None:
+        self._stream = None
+        self.on_last()

@@ -1,0 +1,98 @@
+"""Which calls of transformers' ``generate`` the cache serves: what is listed here. All else is transformers' alone.
+
+What the cache serves may only look at logits and tokens: K and V of the prompt are then what a plain prefill makes of
+it, and the answer is transformers'. An option that nobody has thought of is left to transformers; the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from kvstore_kernels.rotary import KINDS
+from transformers import GenerationConfig
+
+HONOURED = frozenset({
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature", "top_k",
+    "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "no_repeat_ngram_size", "bad_words_ids", "renormalize_logits", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "pad_token_id",
+    "bos_token_id", "eos_token_id", "output_scores", "output_logits", "return_dict_in_generate", "disable_compile",
+})  # fmt: skip
+"""Fields of a GenerationConfig that act on logits and tokens alone, or on the form of the answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_return_sequences": (1,), "num_beam_groups": (1,), "use_cache": (True,),
+    "output_attentions": (False,), "output_hidden_states": (False,), "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
+    "early_stopping": (False,), "guidance_scale": (1.0,), "token_healing": (False,), "is_assistant": (False,),
+    "use_mtp": (False,), "low_memory": (False,), "num_assistant_tokens": (20,),
+    "num_assistant_tokens_schedule": ("constant",), "assistant_confidence_threshold": (0.4,),
+    "assistant_lookbehind": (10,), "target_lookbehind": (10,), "assistant_ensemble_weight": (0.5,),
+    "speculation_type": ("assisted",),
+}  # fmt: skip
+"""Values of other fields that ask for nothing."""
+ARGUMENTS = frozenset({
+    "generation_config", "attention_mask", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "streamer", "tokenizer",
+})  # fmt: skip
+"""``generate``'s other arguments that see logits and tokens alone. A mask, if it hides nothing."""
+
+
+def why_left(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], rope_kind: str) -> str:
+    """Why a call is transformers' alone; empty when the cache serves it."""
+    return _why_model(model, rope_kind) or _why_option(model, options) or _why_prompt(model, input_ids, options)
+
+
+def _why_model(model: Any, rope_kind: str) -> str:
+    if rope_kind not in KINDS:
+        return f"the rotation ({rope_kind!r}) depends on the prompt's length, so that prompts share no beginning"
+    dropout = getattr(model.config, "attention_dropout", 0.0)
+    if model.training or (dropout and any(each.training for each in model.modules())):
+        return "the model is in training: call eval()"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on: K and V would be of another dtype than the model"
+    return ""
+
+
+def _why_option(model: Any, options: Mapping[str, Any]) -> str:
+    given = options.get("generation_config")
+    if given is not None and type(given) is not GenerationConfig:
+        return f"generation_config is a {type(given).__name__}"
+    for name, value in _asked(model, options):
+        if name not in HONOURED and value not in NEUTRAL.get(name, ()):
+            return f"{name} is {value!r:.60}" if name in NEUTRAL else f"{name} is given"
+    return ""
+
+
+def _asked(model: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every option and its value: the call's, else that of its configuration, else that of the model's."""
+    told = {name: value for name, value in options.items() if name not in ARGUMENTS and value is not None}
+    yield from told.items()
+    fields = _fields(model.generation_config) | _fields(options.get("generation_config"))
+    yield from ((name, value) for name, value in fields.items() if name not in told)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    found = {} if config is None else vars(config)
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and name[0] != "_" and name != "transformers_version"
+    }
+
+
+def _why_prompt(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> str:
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+        return f"batch of {tuple(input_ids.shape)}: one sequence at a time"
+    mask = options.get("attention_mask")
+    if mask is not None:
+        hides = mask.shape != input_ids.shape or not bool((mask == 1).all())
+        return "attention_mask hides tokens" if hides else ""
+    found = dict(_asked(model, options))
+    pad, stops = found.get("pad_token_id"), found.get("eos_token_id")
+    # transformers takes such tokens for padding, and hides them, when no mask is given
+    if pad is not None and pad not in (stops if isinstance(stops, list | tuple) else [stops]):
+        if bool((input_ids == pad).any()):
+            return f"the prompt holds pad_token_id {pad}, and no attention_mask says that it is none"
+    return ""

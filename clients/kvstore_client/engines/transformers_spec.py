@@ -1,0 +1,67 @@
+"""Whose cache a live model of transformers computes: its spec, which is compared with the model and follows it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+from kvstore.spec.configuration import UNVERIFIED
+from kvstore.spec.live import identity_of
+
+_log = logging.getLogger("kvstore.client")
+
+
+def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
+    """The model's spec, with what a spec may choose: name, chunk size, adapter's name, tokenizer and form. Where
+    ``like`` is unverified, so is this: nobody looks at the weights."""
+    is_vouched = like.weights_digest.startswith(UNVERIFIED)
+    weights = f"{UNVERIFIED}own" if is_vouched else model
+    own = ModelSpec.from_transformers(
+        model.config, weights, like.chunk_tokens, like.adapter_id, keeps_e=like.keeps_e,
+        tokenizer=like.tokenizer_digest,
+    )  # fmt: skip
+    dtype = str(model.dtype).removeprefix("torch.")
+    digest = like.weights_digest if is_vouched else own.weights_digest
+    return replace(own, model_id=like.model_id, weights_digest=digest, cache_dtype=dtype, hidden_dtype=dtype)
+
+
+def check_spec(spec: ModelSpec, model: Any) -> None:
+    """Raises InvalidRequest when the spec is not this model's, naming what is in the spec and in the model."""
+    own = own_spec(model, spec)
+    wrong = [each.name for each in fields(ModelSpec) if getattr(spec, each.name) != getattr(own, each.name)]
+    for name in sorted(wrong, key=lambda name: name == "weights_digest"):  # the digest differs with all else
+        ours, theirs = getattr(spec, name), getattr(own, name)
+        if name == "layers" and len(ours) == len(theirs):
+            index = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+            name, ours, theirs = f"layers[{index}]", ours[index], theirs[index]
+        raise InvalidRequest(
+            f"spec.{name} is {_told(ours)} in the spec and {_told(theirs)} in the model, which would take another "
+            "model's cache for its own. Give ModelSpec.from_transformers(model.config, model), or its refreshed(model)"
+        )
+
+
+def _told(value: Any) -> str:
+    return f"{value!r:.400}" if not isinstance(value, tuple) else f"{len(value)} of them"
+
+
+def is_of(spec: ModelSpec, model: Any) -> bool:
+    """Whether the spec still names the model's weights, by all that can be told in less than a millisecond; who gave an
+    unverified one vouches for that. Raises InvalidRequest for a model that no key can name any more."""
+    if spec.weights_digest.startswith(UNVERIFIED):
+        return spec.cache_dtype == str(model.dtype).removeprefix("torch.")
+    return identity_of(model).digest == spec.weights_digest
+
+
+def followed(spec: ModelSpec, model: Any) -> ModelSpec:
+    """The spec of the model as it is now. Cost: all weights are read when some changed. Raises: InvalidRequest for a
+    model that no key can name any more."""
+    if is_of(spec, model):
+        return spec
+    if spec.weights_digest.startswith(UNVERIFIED):
+        raise InvalidRequest(f"the model is {model.dtype} now, the spec's cache is {spec.cache_dtype}")
+    found = own_spec(model, spec)
+    _log.info("kvstore: the model has changed: its caches are %s's now", found.weights_digest[:16])
+    return found

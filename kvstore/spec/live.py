@@ -1,0 +1,106 @@
+"""Who a live model of transformers is, and whether it still is.
+
+Its identity is a digest over its tensors, its configuration, and what beside them the forward pass reads: tables that
+are in no state dict and are not what the configuration makes them (a model cast to bfloat16 has rounded rotations), and
+the precision of float32 products."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+
+from kvstore.spec.configuration import described, named
+from kvstore.spec.plain import check_global_hooks, check_plain, check_untouched, numbers_of, walked
+from kvstore.spec.weights import Watch, digested
+
+_known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
+
+
+class _Module:
+    """What one module was, without keeping it alive."""
+
+    __slots__ = ("names", "numbers", "ref")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.ref = weakref.ref(module)
+        self.names = numbers_of(module)
+        self.numbers = tuple(map(module.__dict__.get, self.names))
+
+
+class Identity:
+    """One model as it was when it was digested. Keeps neither it nor its weights alive."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises InvalidRequest for a model that its configuration and its tensors do not describe."""
+        plain = check_plain(model)
+        self._precision = torch.get_float32_matmul_precision()
+        self._configuration, self._config = described(model.config), copy.deepcopy(vars(model.config))
+        self._modules = [_Module(each) for each in walked(model)]
+        self._watch = Watch(self._tensors(model) or [])
+        state, beside = model.state_dict(), _tables(model, plain)
+        found = digested(state)
+        self._watch.learn({state[name].data_ptr(): pieces for name, pieces in found.pieces.items()})
+        if self._precision != "highest":
+            beside["float32_matmul_precision"] = self._precision
+        self.digest = named(found.digest, self._configuration, beside)
+
+    def holds(self, model: Any) -> bool:
+        """Whether the model is the same, by all that can be told in less than a millisecond. Raises InvalidRequest when
+        it is none that can be told any more."""
+        if torch.get_float32_matmul_precision() != self._precision:
+            return False
+        if vars(model.config) != self._config and described(model.config) != self._configuration:
+            return False
+        tensors = self._tensors(model)
+        return tensors is not None and self._watch.holds(tensors)
+
+    def _tensors(self, model: torch.nn.Module) -> list[torch.Tensor] | None:
+        """All tensors of the modules, or None when these are others, or have other numbers. One pass: this is half of
+        what a use costs."""
+        check_global_hooks()
+        tensors: list[torch.Tensor | None] = []
+        stack, known = [model], iter(self._modules)
+        while stack:
+            each, was = stack.pop(), next(known, None)
+            own = each.__dict__
+            if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] or "_compiled_call_impl" in own:
+                check_untouched(each)
+            if was is None or was.ref() is not each or tuple(map(own.get, was.names)) != was.numbers:
+                return None
+            tensors += own["_parameters"].values()
+            tensors += own["_buffers"].values()
+            stack += own["_modules"].values()
+        return None if next(known, None) else [tensor for tensor in tensors if tensor is not None]
+
+
+def identity_of(model: Any, *, anew: bool = False) -> Identity:
+    """The one that is known when the model is still the same, else a new one, for which all weights are read.
+    ``anew``: read them anyway."""
+    known = _known.get(model)
+    if anew or known is None or not known.holds(model):
+        known = _known[model] = Identity(model)
+    return known
+
+
+def _tables(model: torch.nn.Module, plain: torch.nn.Module) -> dict[str, str]:
+    """Digests of the buffers that are in no state dict and are not, to the bit, what the configuration makes them."""
+    found = {}
+    for prefix, each in model.named_modules():
+        names = [name for name in each._non_persistent_buffers_set if each._buffers[name] is not None]
+        if not names:
+            continue
+        fresh = type(each)(plain.config)  # on a device, as the skeleton is not
+        odd = {name: each._buffers[name] for name in names}
+        odd = {name: has for name, has in odd.items() if not _same(has, fresh._buffers.get(name))}
+        if odd:
+            found[prefix] = digested(odd).digest
+    return found
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype:
+        return one is other
+    return torch.equal(one.cpu(), other.cpu())
