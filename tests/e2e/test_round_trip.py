@@ -131,8 +131,12 @@ def test_tensors_whose_items_share_memory_are_refused(client: Client, door: str)
 
     spec, tokens = small_spec(), tokens_of(40, 8)
     client.store(spec, tokens, random_cache(spec, 40)).wait()
-    shared = torch.zeros(1, 40, 8, dtype=torch.bfloat16).expand(2, -1, -1)
-    into = [(torch.zeros(2, 40, 8, dtype=torch.bfloat16), shared)] * 2
+
+    def planes() -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.zeros(2, 40, 8, dtype=torch.bfloat16)
+        return own, torch.zeros(1, 40, 8, dtype=torch.bfloat16).expand(2, -1, -1)
+
+    into = [planes(), planes()]
     with pytest.raises(InvalidRequest, match=r"into\[0\] .* share memory"):
         if door == "transfer":
             client.start_fetch_prefix(spec, tokens, into=into).cancel(10.0)

@@ -9,6 +9,8 @@ REGION = "kvstore/arena/region.py"
 STAGING = "kvstore/arena/staging.py"
 MEMORY = "kvstore/seams/memory.py"
 MAPPING = "kvstore/seams/mapping.py"
+FENCE = "kvstore/seams/fence.py"
+T_FENCE = "tests/seams/test_fence.py"
 T_ARENA = "tests/arena/test_arena.py"
 T_MAPPING = "tests/seams/test_mapping.py"
 
@@ -25,19 +27,36 @@ MUTANTS = [
         "generation-changes-too-late",
         ARENA,
         "        self._values[placement.slot] += np.uint64(1)\n"
-        '        self._faults.reach("arena.free.bumped")\n'
-        "        for extent in placement.extents:\n"
-        "            region = self.regions[extent.region]\n"
-        "            region.mapping.forget(extent.offset, extent.byte_count)\n"
-        "            region.give_back(extent.offset, extent.byte_count)\n",
-        "        for extent in placement.extents:\n"
-        "            region = self.regions[extent.region]\n"
-        "            region.mapping.forget(extent.offset, extent.byte_count)\n"
-        "            region.give_back(extent.offset, extent.byte_count)\n"
-        '        self._faults.reach("arena.free.bumped")\n'
+        "        fence()  # and it changes before any byte does, for readers on other processors too\n"
+        '        self._faults.reach("arena.free.bumped")\n',
+        '        self._faults.reach("arena.free.bumped")\n        fence()\n'
         "        self._values[placement.slot] += np.uint64(1)\n",
         "a reader finds its generation unchanged over bytes that changed",
         (f"{T_ARENA}::test_the_generation_changes_before_the_bytes_are_given_away",),
+    ),
+    Mutant(
+        "generation-without-a-fence",
+        ARENA,
+        "        fence()  # and it changes before any byte does, for readers on other processors too\n",
+        "",
+        "on ARM a reader sees new bytes and the old generation",
+        (f"{T_FENCE}::test_a_generation_changes_before_its_bytes_may",),
+    ),
+    Mutant(
+        "copy-without-a-fence",
+        "clients/kvstore_client/prefix.py",
+        "        fence()  # the copies' loads come before the generations'\n",
+        "",
+        "on ARM the generation is read before the bytes are",
+        (f"{T_FENCE}::test_a_generation_that_changes_at_the_fence_is_seen",),
+    ),
+    Mutant(
+        "fence-that-orders-nothing",
+        FENCE,
+        "    try:\n        lock.release()\n",
+        "    try:\n        pass\n",
+        "on ARM loads and stores pass each other",
+        (f"{T_FENCE}::test_the_fence_orders_what_reorders",),
     ),
     Mutant(
         "slot-of-a-chunk-that-lives",

@@ -15,6 +15,9 @@ SCRUB = "kvstore/controller/scrub.py"
 STORING = "kvstore/controller/storing.py"
 TICKETS = "kvstore/controller/tickets.py"
 WRITEBACK = "kvstore/controller/writeback.py"
+SPACES = "kvstore/catalog/spaces.py"
+TABLE = "kvstore/catalog/table.py"
+T_NEWEST = "tests/tiers/test_nvme_newest.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
 T_TICKETS = "tests/controller/test_tickets.py"
 T_RECOVERED = "tests/tiers/test_nvme_recovered.py"
@@ -148,8 +151,8 @@ MUTANTS = [
     Mutant(
         "prefix-chunks-replaced",
         CLAIMING,
-        "        if part.kind is not CacheKind.OPAQUE:\n",
-        "        if False:\n",
+        "        if part.kind is not CacheKind.OPAQUE:\n            raise",
+        "        if False:\n            raise",
         "a digest that has one meaning for ever is given another",
         ("tests/e2e/test_bytes.py::test_routers_and_attention_caches_do_not_meet_opaque_values",),
     ),
@@ -219,5 +222,37 @@ MUTANTS = [
         "            pass\n",
         "the scrub finds rotten bytes and leaves them to be fetched",
         ("tests/controller/test_scrub.py::test_rot_in_memory_is_found_and_goes",),
+    ),
+    Mutant(
+        "older-value-after-a-newer-one",
+        CLAIMING,
+        "        await self._residency.supersede(writes, self._deadline_s)\n",
+        "        pass\n",
+        "a write whose sync failed comes back where a newer one was acknowledged",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
+    ),
+    Mutant(
+        "namespaces-without-a-limit",
+        SPACES,
+        "        if len(self.numbered) >= self._count_max:\n",
+        "        if False:\n",
+        "one client's namespaces take every number that rows have",
+        ("tests/controller/test_namespaces.py::test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on",),
+    ),
+    Mutant(
+        "looking-makes-a-namespace",
+        SPACES,
+        "        return found or Namespace(UNNUMBERED, self._name(layer), provenance, exactness)\n",
+        "        return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness), layer)\n",
+        "lookups of anything take every number that rows have",
+        ("tests/controller/test_namespaces.py::test_only_a_store_makes_a_namespace",),
+    ),
+    Mutant(
+        "columns-that-shift",
+        TABLE,
+        "            if len(column) > row:\n                del column[row:]\n",
+        "",
+        "after one growth that failed every later chunk has another's place and parent",
+        ("tests/catalog/test_catalog.py::test_columns_never_shift_against_each_other",),
     ),
 ]

@@ -12,6 +12,10 @@ RECOVERY = "kvstore/tiers/nvme/recovery.py"
 REGIONS = "kvstore/tiers/nvme/regions.py"
 SYNC = "kvstore/tiers/nvme/sync.py"
 TIER = "kvstore/tiers/nvme/tier.py"
+NEWEST = "kvstore/tiers/nvme/newest.py"
+DEVICE = "kvstore/server/device.py"
+T_NEWEST = "tests/tiers/test_nvme_newest.py"
+T_UNSEEN = "tests/tiers/test_nvme_unseen.py"
 T_CONTRACT = "tests/contracts/test_tier.py"
 T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
 T_ERRORS = "tests/tiers/test_nvme_errors.py"
@@ -154,10 +158,74 @@ MUTANTS = [
     Mutant(
         "bad-copies-come-back",
         TIER,
-        "        try:\n            await self._erase(region, slot)\n        finally:  # not before",
-        "        try:\n            pass\n        finally:  # not before",
+        "            await self._erase(region, slot)\n            self.regions.rest(region, slot)\n",
+        "            self.regions.rest(region, slot)\n",
         "a copy that failed its check is found again by the next scan",
         (f"{T_DIRECTORY}::test_a_flipped_chunk",),
+    ),
+    Mutant(
+        "unknown-slots-are-used-again",
+        TIER,
+        "            region.unerased.add(slot)\n        else:\n",
+        "            self.regions.give_back(region.number << 32 | slot)\n        else:\n",
+        "a write that failed half-way lies whole on the device, and nobody remembers that it does",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
+    ),
+    Mutant(
+        "older-write-believed",
+        NEWEST,
+        "        return self._is_damaged or self._closes(place) or self._marks.get(key, mark) != mark\n",
+        "        return self._is_damaged or self._closes(place)\n",
+        "a scan brings an older value back where a newer one was acknowledged",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
+    ),
+    Mutant(
+        "damaged-memory-of-what-is-newest",
+        NEWEST,
+        "        return self._is_damaged or self._closes(place) or self._marks.get(key, mark) != mark\n",
+        "        return self._closes(place) or self._marks.get(key, mark) != mark\n",
+        "where nobody knows any more what is newest, anything is believed",
+        (f"{T_NEWEST}::test_more_keys_than_are_remembered",),
+    ),
+    Mutant(
+        "one-of-two-writes-believed",
+        RECOVERY,
+        "row for rows in self._replaceable.values() if len({self._rows[row][1] for row in rows}) > 1 for row in rows",
+        "row for rows in self._replaceable.values() if False for row in rows",
+        "of two values of one key either is served",
+        (f"{T_NEWEST}::test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served",),
+    ),
+    Mutant(
+        "newest-is-forgotten-too-early",
+        NEWEST,
+        "        self._replace(self._marks if unseen and not self._is_damaged else {}, frozenset(closed))\n",
+        "        self._replace({}, frozenset(closed))\n",
+        "while an older write may still lie where nobody could look, which is newer is forgotten",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
+    ),
+    Mutant(
+        "files-that-do-not-open-are-forgotten",
+        RECOVERY,
+        "        if snapshot.regions is not None and number not in snapshot.regions\n",
+        "        if False\n",
+        "what lay in a file that one start could not open is gone after the next clean stop",
+        (f"{T_UNSEEN}::test_a_file_that_one_start_cannot_open_comes_back",),
+    ),
+    Mutant(
+        "unread-slots-are-used",
+        RECOVERY,
+        "            region.unread.update(refused)\n",
+        "            pass\n",
+        "one read error at a start, and an acknowledged chunk is overwritten",
+        (f"{T_UNSEEN}::test_a_header_that_one_scan_cannot_read_is_read_at_the_next_start",),
+    ),
+    Mutant(
+        "what-a-smaller-capacity-takes",
+        DEVICE,
+        "    _keep_capacity(directory, settings.capacity_bytes)\n",
+        "",
+        "the default capacity follows the free room, and deletes what was acknowledged",
+        ("tests/tiers/test_nvme_capacity.py::test_the_default_is_chosen_once",),
     ),
     Mutant(
         "quarantine-without-an-end",
