@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Mapping, Memory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
@@ -154,7 +154,7 @@ class PresenceTable:
         self._use(*self._made(SLOTS_MIN))
 
     def _made(self, slots: int) -> tuple[Mapping, Words]:
-        """An empty table. Raises Unavailable."""
+        """An empty table. Raises Unavailable, or OSError where no descriptor is left."""
         size = (HEADER_WORDS + slots + PROBE_MAX) * 8
         mapping = self._memory.read_only_to_others("kvstore-presence", size, is_moved=False)
         words: Words = mapping.bytes.view(np.uint64)
@@ -191,15 +191,14 @@ class PresenceTable:
             if self._left_out:
                 self._left_out.pop(tag, None)
                 self._mark()
-            if self._used > self._full_at:
-                self._copy(np.empty(0, np.uint64))
         elif news:
             self._left_out[tag] = news
             self._mark()
-            if self._put_count > slots_of(self._array) // _PATIENCE:
-                self._copy(np.empty(0, np.uint64))
         elif self._left_out.pop(tag, 0):
             self._mark()
+        is_due = self._put_count > slots_of(self._array) // _PATIENCE
+        if self._used > self._full_at or (self._left_out and is_due):
+            self._copy(np.empty(0, np.uint64))
 
     def _place(self, tag: int) -> int:
         """Where the tag is, or may be put; 0 where there is no room. A tag that is not there may be put where nothing
@@ -226,28 +225,33 @@ class PresenceTable:
         self._copy(tags | np.asarray(news, np.uint64))
 
     def _copy(self, more: Words) -> None:
-        """Another table takes this one's place, with these words, too. Where none is to be had they are left out."""
+        """Another table takes this one's place, with these words, too. Where none is to be had, for want of memory or
+        of a descriptor, they are left out: whoever changes the catalog goes on."""
+        self._put_count = 0
+        try:
+            self._replace(more)
+        except (KVStoreError, OSError, MemoryError) as error:
+            _log.warning("no larger presence table, so some lookups are calls", extra={"reason": str(error)})
+            self._full_at += slots_of(self._array) // 64
+            self._leave_out(more)
+            self._mark()
+
+    def _replace(self, more: Words) -> None:
+        """Raises KVStoreError, OSError or MemoryError, and has changed nothing then."""
         left = np.array([tag | news for tag, news in self._left_out.items()], np.uint64)
         words = np.concatenate([self.known(), left, more])
-        self._put_count = 0
         least = slots = max(SLOTS_MIN, 1 << int(words.size / _ROOMY - 1).bit_length() if words.size else 0)
         order, begins, places = _laid_out(words, slots)
         while (places - begins >= PROBE_MAX).any() and slots < least * _GROWTH_MAX:
             slots *= 2
             order, begins, places = _laid_out(words, slots)
         in_reach = places - begins < PROBE_MAX
-        try:
-            mapping, array = self._made(slots)
-        except Unavailable as error:
-            _log.warning("no larger presence table, so some lookups are calls", extra={"reason": error.message})
-            self._full_at += slots_of(self._array) // 64
-            self._leave_out(more)
-            self._mark()
-            return
-        self._left_out.clear()
-        self._leave_out(words[order][~in_reach])
         kept, begins = words[order][in_reach], begins[in_reach]
-        array[HEADER_WORDS + _places(begins)] = kept  # anew: what was left out is no hole on another's way
+        crowded, places = words[order][~in_reach], HEADER_WORDS + _places(begins)
+        mapping, array = self._made(slots)
+        array[places] = kept  # anew: what was left out is no hole on another's way
+        self._left_out.clear()
+        self._leave_out(crowded)
         old, retired = self.mapping, self._words
         self._used = kept.size
         self._use(mapping, array)

@@ -67,9 +67,13 @@ class Presence:
     The sidecar counts what is looked up, and is told of it by packets that it does not answer, one a second at most.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], bool], clock: Clock | None = None) -> None:
-        """``send``: a packet by the hand-off, without waiting; whether it was taken."""
+    def __init__(
+        self, send: Callable[[dict[str, Any]], bool], is_open: Callable[[], bool], clock: Clock | None = None
+    ) -> None:
+        """``send``: a packet by the hand-off, without waiting; whether it was taken. ``is_open``: whether the sidecar
+        has not closed the hand-off, as it does when it ends, however it ends."""
         self._send = send
+        self._is_open = is_open
         self._clock = clock or SystemClock()
         self._counting = threading.Lock()
         self._words: Words | None = None
@@ -111,11 +115,12 @@ class Presence:
             self.ask()
             return None
         found = find(words, tags_of(salt, b"".join(digests)))
-        if found is None:
-            if self._words is words:  # else another one has come meanwhile
-                self._words = None
-            self.ask()
-        return found
+        if found is not None and self._is_open():  # after the words: a table outlives the sidecar that wrote it
+            return found
+        if self._words is words:  # else another one has come meanwhile
+            self._words = None
+        self.ask()
+        return None
 
     def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
         """What a lookup of each chain says. None when only a call can tell. Who needs no call ``count``s it."""

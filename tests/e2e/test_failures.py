@@ -181,14 +181,21 @@ def test_a_forked_child_connects_by_itself(own_sidecar: Sidecar) -> None:
     code = f"""
 import os, sys
 from kvstore_client import connect
+from kvstore.keys import chain_digests
+from tests.server.raw import eventually
 from tests.specs import small_spec, tokens_of, random_cache
 client = connect({own_sidecar.address!r})
 spec, tokens = small_spec(), tokens_of(40)
 kv = random_cache(spec, 40)
 client.store(spec, tokens, kv).wait()
 assert client.fetch(spec, tokens).token_count == 40
+session, chain = client.connect_now(), chain_digests(tokens, 16)
+if session.presence is not None:
+    eventually(lambda: session.presence.is_there)
 child = os.fork()
 if child == 0:
+    if session.presence is not None:
+        assert session.presence.first_held(1, chain) is None, "a child looks into its parent's table"
     with open("/proc/self/maps") as maps:
         assert "memfd:kvstore-" not in maps.read(), "a child inherited the arena"
     fetched = client.fetch(spec, tokens)

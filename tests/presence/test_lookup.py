@@ -265,6 +265,29 @@ def test_a_killed_sidecar_has_nothing(own_sidecar: Sidecar) -> None:
             client.connect_now()
 
 
+def test_a_killed_sidecar_has_nothing_before_anybody_noticed(own_sidecar: Sidecar) -> None:
+    """The session's watcher may be slow to wake: what a dead sidecar's table says is not believed meanwhile."""
+    spec, tokens = small_spec(model_id="just killed"), tokens_of(2 * STEP)
+    with looking(own_sidecar) as client:
+        client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
+        client.store_segment(spec, tokens, random_cache(spec, len(tokens))).wait()
+        client.put_bytes("killed", "key", b"value").wait()
+        session = client.connect_now()
+        end, session.close = session.close, lambda: None
+        try:
+            own_sidecar.stop(kill=True)
+            assert session.is_usable, "the watcher's news would make this test of nothing"
+            match = client.lookup(spec, tokens, segments=[(0, STEP)])
+            assert (match.prefix_token_count, match.chunks[0].reason) == (0, MissReason.UNAVAILABLE)
+            assert not match.segments[0].is_whole
+            assert client.peek(spec, tokens) is None
+            assert client.exists("killed", "key") is False
+            assert client.fetch(spec, tokens_of(STEP, seed=9)).reason is MissReason.UNAVAILABLE
+        finally:
+            del session.close
+            end()
+
+
 def test_the_limit_on_tokens_holds(tmp_path: Any) -> None:
     environment = {**os.environ, "KVSTORE__LIMITS__TOKEN_COUNT_MAX": str(8 * STEP)}
     spec = small_spec(model_id="limit")

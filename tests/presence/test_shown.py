@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import resource
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from kvstore.catalog import NOWHERE, Catalog
 from kvstore.controller.residency import Residency
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.presence import unpack_news
-from kvstore.seams import BytearrayMemory, FaultPoints, TenantKeys
+from kvstore.presence import SLOTS_MIN, find, tags_of, unpack_news
+from kvstore.seams import BytearrayMemory, FaultPoints, SystemMemory, TenantKeys
 from kvstore.spec import Encoding, Exactness, MissReason, Provenance
 from kvstore.telemetry import Counters
 from tests.presence.shown import difference
@@ -67,3 +69,27 @@ def test_why_chunks_of_a_model_nobody_named_yet_went_is_shown_once_it_is_named()
     catalog.register(spec)
     assert difference(catalog) == ""
     assert catalog.presence.known().size == 2
+
+
+def test_a_chunk_is_published_whole_where_no_descriptor_is_left() -> None:
+    """The table must grow and cannot: the catalog is as it should be, and lookups are calls until it can."""
+    catalog = Catalog(4, SystemMemory())
+    space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
+    digests = [hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(SLOTS_MIN)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those that are open stay
+    try:
+        for digest in digests:
+            row = catalog.row_of(space, digest, ROOT_DIGEST, 16)
+            catalog.table.residencies[row] = 7
+            catalog.publish(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(space.index) == len(catalog.table) == len(digests)
+    assert space.byte_count == len(digests) * space.chunk_bytes(16)
+    found = find(catalog.presence.words, tags_of(space.salt, b"".join(digests)))
+    assert found is not None
+    assert not found.is_whole, "what is not there may be stored: a client calls"
+    for number in range(SLOTS_MIN):
+        catalog.depart(space, number.to_bytes(32, "little"), MissReason.EVICTED)
+    assert difference(catalog) == "", "all of it, once there is room"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -212,12 +214,14 @@ def test_a_crowd_and_its_neighbours(changes: list[tuple[bool, int, int, bool]], 
 
 
 def test_where_no_larger_table_can_be_had_nothing_is_said_to_be_missing() -> None:
+    errors = cycle((Unavailable("refused"), OSError(errno.EMFILE, "no descriptor left"), MemoryError()))
+
     class Poor(BytearrayMemory):
         is_poor = False
 
         def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Any:
             if self.is_poor:
-                raise Unavailable("no descriptor left")
+                raise next(errors)
             return super().read_only_to_others(name, byte_count, is_moved=is_moved)
 
     memory = Poor()
