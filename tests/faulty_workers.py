@@ -40,6 +40,7 @@ def cancelled(function: Job, args: tuple[object, ...]) -> Future[Any]:
     """Given up before a mover took it."""
     future: Future[Any] = Future()
     future.cancel()
+    future.set_running_or_notify_cancel()
     return future
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,14 @@ from numpy.typing import NDArray
 from kvstore.chunk import Part
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import Workers, WorkerThreads
-from kvstore.seams.scheduler import start_thread
+from kvstore.seams.jobs import NotBegun, begun, failure_of
+from kvstore.seams.scheduler import run_for, start_thread
+from kvstore.spec import Durability
 from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
+Outcome = tuple[Durability, int, str]
+"""What became of a store: how durable it is, how many of its leading tokens, and why no more."""
 _own = threading.local()
 
 
@@ -105,31 +110,66 @@ def _on_this_thread(function: Callable[..., Any], *args: object) -> Any:
 
 
 def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
-    """Raises what a copy raised, and DeadlineExceeded while one may still be running."""
-    _, late = wait(copies, timeout_s)
+    """Return when all of these have ended well. Raises what one of them raised, when none runs any more, also where the
+    caller is interrupted; DeadlineExceeded while one may still be running."""
+    try:
+        _, late = wait(copies, timeout_s)
+    except BaseException as error:
+        if not stopped(copies, timeout_s):
+            raise _still_running(timeout_s) from error
+        raise
     if late:
         for future in late:
             future.cancel()
-        raise DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
+        raise _still_running(timeout_s)
     for future in copies:
-        future.result()
+        check(future)
 
 
-def commit_beside(workers: Workers, commit: Callable[[], Any], *, waits: bool) -> Future[Any]:
+def check(copy: Future[Any]) -> None:
+    """Raises why a copy that has ended did not end well."""
+    failure = failure_of(copy)
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure, copy  # an error keeps the frames it passes
+
+
+def stopped(copies: Iterable[Future[Any]], timeout_s: float) -> bool:
+    """Give up those that have not begun, and wait for the others. False while one may still be running."""
+    return not wait([each for each in copies if not each.cancel()], timeout_s)[1]
+
+
+def _still_running(timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the copies did not finish within {timeout_s} s")
+
+
+def commit_beside(
+    workers: Workers, commit: Callable[[], Outcome], abort: Callable[[], None], *, waits: bool
+) -> Future[Outcome]:
     """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
-    be queued behind it."""
-    if not waits:
-        return workers.submit(commit)
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(commit())
-        except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
-            future.set_exception(error)
-
-    start_thread(run, "kvstore-commit-waiting")
+    be queued behind it. Where no thread takes it the store is dropped at once, and that is the outcome."""
+    future = begun(_OwnThread() if waits else workers, commit)
+    if future.done() and isinstance(refusal := failure_of(future), NotBegun):
+        abort()
+        future = Future()
+        future.set_result((Durability.NONE, 0, refusal.message))
     return future
+
+
+class _OwnThread:
+    """``Workers`` that start a thread for each call."""
+
+    count = 1
+
+    def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        start_thread(partial(run_for, future, function, *args), "kvstore-commit-waiting")
+        return future
+
+    def close(self) -> None:
+        return None
 
 
 class Copier:
@@ -139,11 +179,11 @@ class Copier:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
 
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
-        return self._workers.submit(_on_this_thread, function, *args)
+        """Begin one. Never raises: a thread that cannot be had is a copy that failed."""
+        return begun(self._workers, _on_this_thread, function, *args)
 
     def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
-        """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises what either raised, and
-        DeadlineExceeded while one may still be running."""
+        """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises as ``wait_all`` does."""
         count = self._workers.count
         halves = [work[start::count] for start in range(count) if work[start::count]]
         wait_all([self.submit(function, half) for half in halves], timeout_s)

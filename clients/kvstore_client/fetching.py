@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from kvstore.chunk import layout_of
-from kvstore.errors import DataLoss, DeadlineExceeded
+from kvstore.errors import DataLoss
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
-from kvstore_client.copying import Copier, wait_all
+from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.prefix import AnyPrefix, ChunkRun, Prefix, open_prefix, runs_of
 from kvstore_client.remote.fetching import RemoteLanding, RemotePrefix
 from kvstore_client.target import AnyTarget
@@ -43,9 +43,13 @@ def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: Fault
     bad: set[int] = set()
     if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
         landing = landing_of(prefix, target, copier, faults, bad, _nothing)
-        while landing.is_waiting and landing.advance():
-            pass
-        landing.finish(timeout_s)
+        try:
+            while landing.is_waiting and landing.advance():
+                pass
+            landing.finish(timeout_s)
+        except BaseException:
+            landing.stop(timeout_s)
+            raise
         return _settled(prefix, bad)
     cache = prefix.runs(0)
     work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(prefix.wanted.layers))]
@@ -84,8 +88,9 @@ class Landing:
         self._coming += [(part, 0, part) for part in range(1, len(prefix.wanted.hidden_layers) + 1)]
         self.layers: list[list[Future[Any]]] = [[] for _ in prefix.wanted.layers]
         self._hidden: list[Future[Any]] = []
+        here = {part: prefix.runs(part) for part in range(1 + len(prefix.wanted.hidden_layers))}
         for part, _, position in self._coming:
-            self._copy(part, position, prefix.runs(part))
+            self._copy(part, position, here[part])
 
     def _copy(self, part: int, position: int, runs: list[ChunkRun]) -> None:
         if not runs:
@@ -122,19 +127,19 @@ class Landing:
         """Whether all copies of a layer have been started."""
         return (0, position) not in {(part, number) for part, _, number in self._coming}
 
-    @property
-    def jobs(self) -> list[Future[Any]]:
-        """All copies that were started."""
-        return [future for layer in self.layers for future in layer] + self._hidden
-
-    def forget(self) -> None:
-        """Let go of the copies."""
+    def stop(self, timeout_s: float) -> None:
+        """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and let go of all of them: one that
+        failed keeps its frame, which keeps the landing and where it lands."""
+        stopped(self._jobs(), timeout_s)
         self.layers.clear()
         self._hidden.clear()
 
+    def _jobs(self) -> list[Future[Any]]:
+        return [future for layer in self.layers for future in layer] + self._hidden
+
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
-        wait_all(self.jobs, timeout_s)
+        wait_all(self._jobs(), timeout_s)
 
 
 def landing_of(
@@ -202,11 +207,7 @@ class LayerStream:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():
                     pass
-                try:
-                    for job in landing.layers[position]:
-                        job.result(self._timeout_s)
-                except TimeoutError:
-                    raise DeadlineExceeded(f"layer {layer} was not copied within {self._timeout_s} s") from None
+                wait_all(landing.layers[position], self._timeout_s)
                 self.good_token_count = prefix.settle(bad)
                 if self.good_token_count < self.token_count:
                     raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
@@ -214,9 +215,7 @@ class LayerStream:
             self._await_hidden(prefix, target, landing, bad)
             self._await_commit(prefix, landing, bad)
         finally:
-            running = [job for job in landing.jobs if not job.cancel()]
-            wait(running, self._timeout_s)
-            landing.forget()  # a copy that failed keeps its frame, which keeps the landing and where it lands
+            landing.stop(self._timeout_s)
             self.close()
 
     def _await_hidden(

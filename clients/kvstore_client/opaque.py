@@ -14,7 +14,7 @@ from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
 from kvstore.seams import Clock, FaultPoints, SystemRandom
 from kvstore.spec import Durability, ModelSpec
 from kvstore_client.connection import Connection
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.encoder import EncoderCalls
 from kvstore_client.overlap import Span, check_apart
 from kvstore_client.prefix import AnySession
@@ -86,7 +86,7 @@ class OpaqueCalls(EncoderCalls):
             store.begin(name, digests, names.whole + names.first if replace else b"")
             means = self._means()
             settle = None if durability is Durability.MEMORY else means.settle(Prompt.known(spec, digests, EXACT), ())
-            return Receipt(means.committer.submit(store.commit), settle)
+            return Receipt(commit_beside(means.committer, store.commit, store.abort, waits=False), settle)
 
         try:
             return self._connection.or_gone(run, Receipt.nothing)

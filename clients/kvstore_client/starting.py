@@ -80,7 +80,7 @@ class Means:
             store = store_of(session, source, self.copier, faults, self.timeout_s)
             store.stage(name, prompt)
             settle = None if durability is Durability.MEMORY else self.settle(prompt, source.hidden_layers)
-            return Receipt(commit_beside(self.committer, store.commit, waits=store.waits), settle)
+            return Receipt(commit_beside(self.committer, store.commit, store.abort, waits=store.waits), settle)
 
         try:
             return self.connection.or_gone(run, Receipt.nothing)

@@ -90,7 +90,7 @@ class Transfer:
         self._thread: threading.Thread | None = None
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
-        """Bring the layers in order, on a thread of its own. Raises RuntimeError where none can be had."""
+        """Bring the layers in order, on a thread of its own. Raises Unavailable where none can be had."""
         self._thread = start_thread(partial(self._bringing.run, open_stream), "kvstore-transfer")
 
     @property

@@ -10,6 +10,7 @@ from typing import Any, Self
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
 from kvstore.seams import Workers
+from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
@@ -234,6 +235,9 @@ class StoreWriter:
                 self._session.close()
             self._fail(error.message)
             return
+        except KVStoreError as error:
+            self._fail(error.message)
+            return
         whole: list[Pile] = []
         for pile, start, stop, _ in work:
             pile.there[start:stop] = True
@@ -242,7 +246,11 @@ class StoreWriter:
                 whole.append(self._piles.pop(pile.strips))
                 self._done.add(pile.strips)
         if whole:
-            self._sent.append(self._committer.submit(self._send, whole))
+            sent = begun(self._committer, self._send, whole)
+            self._sent.append(sent)
+            if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
+                self._fail(refusal.message)
+                self._free(pile.run for pile in whole)
 
     # ------------------------------------------------------------ what runs beside the caller
 
@@ -294,7 +302,8 @@ class StoreWriter:
         self._has_ended = True
         if self._session is None:
             return Receipt.nothing(self._failure)
-        return Receipt(commit_beside(self._committer, self._commit, waits=self._waits), self._settle)
+        beside = commit_beside(self._committer, self._commit, self._abort, waits=self._waits)
+        return Receipt(beside, self._settle)
 
     @property
     def _waits(self) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Protocol, TypeVar
 
+from kvstore.errors import Unavailable
 from kvstore.seams.mapping import Bytes
 from kvstore.seams.turns import be_mover
 
@@ -90,7 +91,7 @@ class WorkerThreads:
         future: Future[Result] = Future()
         context = copy_context()
         try:
-            self._pool.submit(_run, future, context.run, function, *args)
+            self._pool.submit(run_for, future, context.run, function, *args)
         except BaseException:
             if future.cancel():
                 raise
@@ -100,7 +101,7 @@ class WorkerThreads:
         self._pool.shutdown(wait=True, cancel_futures=False)
 
 
-def _run(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
+def run_for(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
     """Do what the future stands for, unless it was cancelled."""
     try:
         if future.set_running_or_notify_cancel():
@@ -118,7 +119,7 @@ class InlineWorkers:
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         future: Future[Result] = Future()
-        _run(future, function, *args)
+        run_for(future, function, *args)
         return future
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ class SeededWorkers:
 
         def run() -> None:
             del self._due[run]
-            _run(future, function, *args)
+            run_for(future, function, *args)
 
         delay_seconds = self._chance.uniform(0, self.DELAY_SECONDS_MAX)
         self._due[run] = asyncio.get_running_loop().call_later(delay_seconds, run)
@@ -159,7 +160,11 @@ class SeededWorkers:
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread for a loop that blocks in the kernel for its whole life (a socket watcher)."""
+    """A daemon thread for a loop that blocks in the kernel for its whole life (a socket watcher). Raises Unavailable
+    where none can be had."""
     thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Unavailable(f"{error}: allow this process more threads (ulimit -u), or memory for them") from error
     return thread

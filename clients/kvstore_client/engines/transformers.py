@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import Clock, SystemClock, WorkerThreads
+from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.client import Client
 from kvstore_client.engines.transformers_hidden import PromptE
@@ -301,18 +301,19 @@ class CachedModel:
         kv: list[Any] = [layer.first(whole) for layer in layers]
         if prompt_e is not None:
             kv = [plane[:whole] for plane in prompt_e.planes]
-        outcome: Future[tuple[Durability, int, str]] = Future()
 
-        def store() -> None:
+        def store() -> tuple[Durability, int, str]:
             try:
                 if not is_of(spec, self.model):
                     raise InvalidRequest("the model changed while it computed the prompt")
                 receipt = self.client.store(spec, tokens[:whole], kv)
                 level = receipt.wait()
-                outcome.set_result((level, receipt.stored_token_count, receipt.reason))
+                return level, receipt.stored_token_count, receipt.reason
             except Exception as error:  # noqa: BLE001 - a store never fails a generation
                 _log.warning("kvstore: the prompt was not kept: %s", error)
-                outcome.set_result((Durability.NONE, 0, str(error)))
+                return Durability.NONE, 0, str(error)
 
-        self._background.submit(store)
+        outcome = begun(self._background, store)
+        if outcome.done() and (refusal := failure_of(outcome)) is not None:
+            return Receipt.nothing(refusal.message)
         return Receipt(outcome)

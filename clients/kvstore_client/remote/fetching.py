@@ -227,8 +227,6 @@ class RemoteLanding:
         self._on_copied = on_copied
         wanted = prefix.wanted
         self.layers: list[list[Future[Any]]] = [[] for _ in wanted.layers]
-        self.jobs: list[Future[Any]] = []
-        """Copies that run beside: none."""
         self._stop = prefix.stop
         slabs = layout_of(wanted.spec, wanted.spec.kind, 1).slab_of_layer
         self._positions: dict[tuple[int, int], list[int]] = {}
@@ -307,8 +305,8 @@ class RemoteLanding:
         """Whether all of a layer has been copied."""
         return not any(missing for key, missing in self._missing.items() if position in self._positions.get(key, ()))
 
-    def forget(self) -> None:
-        """There is nothing to let go of."""
+    def stop(self, timeout_s: float) -> None:
+        """Nothing runs beside."""
 
     def finish(self, timeout_s: float) -> None:
         """Nothing runs beside."""

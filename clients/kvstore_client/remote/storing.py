@@ -19,7 +19,7 @@ from kvstore.spec import Durability
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
-from kvstore_client.copying import Copier, copy, plane_run, raw
+from kvstore_client.copying import Copier, check, copy, plane_run, raw
 from kvstore_client.prefix import AnySession
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import stream_timeout_s
@@ -147,6 +147,9 @@ class RemoteStore(Store):
         try:
             self._stream.result(self._limit_s)
         except grpc.RpcError as error:
+            for build in self._builds:
+                if build.done():
+                    check(build)  # to gRPC a message that could not be built is a stream without a reason
             raise self._session.translated(error) from error
         except (grpc.FutureTimeoutError, grpc.FutureCancelledError) as error:
             raise DeadlineExceeded(f"the store was not taken within {self._limit_s:.0f} s") from error

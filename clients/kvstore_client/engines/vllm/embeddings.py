@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
+from kvstore.seams.jobs import begun
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import Patience
@@ -85,7 +86,7 @@ class Fetching:
             with self._patience.watch(COPY_S_MAX):
                 return self._client.get_encoder(self._spec, identifier)
 
-        item = _Item(self._threads.submit(fetch), token_count, self._clock.monotonic())
+        item = _Item(begun(self._threads, fetch), token_count, self._clock.monotonic())
         self._items[identifier] = item
         return item
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.keys import Extra
 from kvstore.seams import Clock, SystemClock, WorkerThreads
+from kvstore.seams.jobs import NotBegun, begun
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
@@ -141,7 +142,7 @@ class SchedulerSide:
         if match is not None:
             asked.answer.set_result(match)
         else:
-            asked.answer = self._workers.submit(self._hold, asked, tracked.spec, prompt, tracked.extras)
+            asked.answer = begun(self._workers, self._hold, asked, tracked.spec, prompt, tracked.extras)
         return asked
 
     def _answer(self, name: str, asked: _Asked) -> Match | None:
@@ -149,6 +150,9 @@ class SchedulerSide:
         started_s = self._clock.monotonic()
         try:
             match = asked.answer.result(self._wait_s)
+        except NotBegun as error:
+            _log.warning("kvstore: %s; the prompt is computed", error.message)
+            match = Match(0, ())
         except TimeoutError:
             if asked.begun_s is not None and started_s - asked.begun_s > SLOW_S:
                 self._patience.end()
@@ -277,11 +281,11 @@ class SchedulerSide:
         if found is not None:
             self._release(found)
         if asked is not None and not asked.answer.cancel():
-            self._workers.submit(lambda: self._let_go(asked.answer.result()))
+            begun(self._workers, lambda: self._let_go(asked.answer.result()))
 
     def _release(self, found: _Found) -> None:
         if found.match.ticket is not None:
-            self._workers.submit(self._let_go, found.match)
+            begun(self._workers, self._let_go, found.match)
 
     def _let_go(self, match: Match) -> None:
         """On a thread of ours."""

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.version import __version__ as vllm_version
 
 from kvstore.seams import SystemClock, WorkerThreads
+from kvstore.seams.jobs import begun
 from kvstore_client.client import connect
 from kvstore_client.engines.vllm.offloaded import Offloaded, namespace_of
 from kvstore_client.engines.vllm.settings import TierSettings
@@ -102,7 +103,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
             started_s = self._clock.monotonic()
             return move(keys, rows), self._clock.monotonic() - started_s
 
-        self._running[job.job_id] = job, threads.submit(run)
+        self._running[job.job_id] = job, begun(threads, run)
 
     def _row(self, number: int) -> Any:
         address = self._memory + number * self.block_size_bytes

@@ -1,0 +1,257 @@
+"""The client's own threads fail, each job in turn: what comes is right to the bit, a miss or a typed error; and when a
+call returns nothing touches the caller's tensors, or staging that is somebody else's by then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore_client import Client, connect, copying
+from kvstore_client.copying import Copier
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import KVStoreError
+from kvstore.seams import Workers, WorkerThreads
+from kvstore.spec import Durability
+from tests.faulty_workers import WAYS, FaultyWorkers, Job, lost, refused
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 40
+WAIT_S = 20.0
+_seeds = count(1000)
+
+
+class Seen:
+    """Threads whose jobs a test can look at."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.count = workers.count
+        self.jobs: list[Future[Any]] = []
+
+    def submit(self, function: Job, /, *args: object) -> Future[Any]:
+        self.jobs.append(self._workers.submit(function, *args))
+        return self.jobs[-1]
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def assert_idle(self) -> None:
+        assert all(job.done() for job in self.jobs)
+
+
+class Rig:
+    """A client whose threads fail as they are told, and another one that looks at what it left."""
+
+    def __init__(self, address: str) -> None:
+        self.client, self.other = connect(address, timeout_s=WAIT_S), connect(address)
+        self.client._copier.close()
+        self.client._committer.close()
+        self.threads = Seen(WorkerThreads(2, "test-copy"))
+        self.copies = FaultyWorkers(self.threads)
+        self.commits = FaultyWorkers(WorkerThreads(1, "test-commit"))
+        self.client._copier, self.client._committer = Copier(self.copies), self.commits
+
+    def fresh(self) -> tuple[Any, list[Any]]:
+        """A prompt that nobody stored, and its cache."""
+        seed = next(_seeds)
+        return tokens_of(COUNT, seed), random_cache(SPEC, COUNT, seed)
+
+    def stored(self) -> tuple[Any, list[Any]]:
+        tokens, kv = self.fresh()
+        assert self.other.store(SPEC, tokens, kv).wait(WAIT_S) is Durability.MEMORY
+        return tokens, kv
+
+    def assert_right(self, tokens: Any, kv: list[Any], *, whole: bool) -> None:
+        """As another client sees it."""
+        found = self.other.fetch(SPEC, tokens, verify=True)
+        assert found.token_count == COUNT if whole else found.token_count in (0, 16, 32, COUNT)
+        assert_same(found, kv, found.token_count)
+
+    def assert_balanced(self) -> None:
+        """What was reserved and leased comes back."""
+        ends = time.monotonic() + WAIT_S
+        while True:
+            stats = self.other.stats()
+            if (stats.sessions.reservation_count, stats.sessions.lease_count) == (0, 0):
+                return
+            assert time.monotonic() < ends, stats.sessions
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.client.close()
+        self.other.close()
+
+
+@pytest.fixture
+def rig(sidecar: Sidecar) -> Iterator[Rig]:
+    rig = Rig(sidecar.address)
+    yield rig
+    rig.close()
+
+
+def assert_same(found: list[Any], kv: list[Any], token_count: int) -> None:
+    for layer, (k, v) in enumerate(found):
+        assert (bits(k)[:, :token_count] == bits(kv[layer][0])[:, :token_count]).all()
+        assert (bits(v)[:, :token_count] == bits(kv[layer][1])[:, :token_count]).all()
+
+
+def job_count(workers: FaultyWorkers, act: Callable[[], object]) -> int:
+    """How many jobs a call takes when none fails."""
+    workers.names.clear()
+    act()
+    return len(workers.names)
+
+
+def put_all(client: Client, tokens: Any, kv: list[Any]) -> tuple[Durability, int]:
+    """A store, layer by layer."""
+    with client.start_store(SPEC, tokens) as writer:
+        for layer, planes in enumerate(kv):
+            writer.put_layer(layer, planes)
+        receipt = writer.commit()
+        return receipt.wait(WAIT_S), receipt.stored_token_count
+
+
+def put_once(client: Client, tokens: Any, kv: list[Any]) -> tuple[Durability, int]:
+    receipt = client.store(SPEC, tokens, kv)
+    return receipt.wait(WAIT_S), receipt.stored_token_count
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_fetch_of_which_a_copy_fails_has_no_holes(rig: Rig, way: Any) -> None:
+    tokens, kv = rig.stored()
+    jobs = job_count(rig.copies, lambda: rig.client.fetch(SPEC, tokens))
+    assert jobs == (2 if rig.client.plane == "local" else 0), "by the remote plane the caller's own thread copies"
+    for target in range(jobs):
+        into = [tuple(np.full_like(bits(plane), 7) for plane in layer) for layer in kv]
+        rig.copies.fail(way, target)
+        try:
+            found = rig.client.fetch(SPEC, tokens, into=into)
+        except KVStoreError:
+            found = None
+        rig.threads.assert_idle()
+        assert found is None or found.token_count == 0
+        assert rig.copies.hit
+        assert_same(rig.client.fetch(SPEC, tokens), kv, COUNT)
+    rig.assert_balanced()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_layers_of_which_a_copy_fails_are_not_shown(rig: Rig, way: Any) -> None:
+    tokens, kv = rig.stored()
+    for target in range(job_count(rig.copies, lambda: list(rig.client.fetch_layers(SPEC, tokens)))):
+        rig.copies.fail(way, target)
+        shown = []
+        with pytest.raises(KVStoreError):
+            for layer, planes in rig.client.fetch_layers(SPEC, tokens):
+                shown.append(layer)
+                assert_same([planes], [kv[layer]], COUNT)
+        assert len(shown) < len(kv)
+        rig.threads.assert_idle()
+    rig.assert_balanced()
+
+
+@pytest.mark.parametrize("put", [put_once, put_all])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("whose", ["copies", "commits"])
+def test_a_store_of_which_a_job_fails_keeps_what_is_right_or_nothing(rig: Rig, whose: str, way: Any, put: Any) -> None:
+    workers: FaultyWorkers = getattr(rig, whose)
+    for target in range(job_count(workers, lambda: put(rig.client, *rig.fresh()))):
+        tokens, kv = rig.fresh()
+        workers.fail(way, target)
+        try:
+            level, kept = put(rig.client, tokens, kv)
+        except (KVStoreError, OSError, MemoryError, RuntimeError):
+            level, kept = Durability.NONE, 0
+        assert workers.hit
+        rig.threads.assert_idle()
+        rig.assert_right(tokens, kv, whole=kept == COUNT)
+        assert (level is Durability.NONE) == (kept == 0)
+        again, fine = rig.fresh()
+        assert put(rig.client, again, fine) == (Durability.MEMORY, COUNT), "the next store has staging of its own"
+        rig.assert_right(again, fine, whole=True)
+
+
+def slowly(rig: Rig) -> None:
+    """The copies that run take their time, in Python."""
+    real = rig.threads.submit
+
+    def submit(function: Job, /, *args: object) -> Future[Any]:
+        def late() -> Any:
+            time.sleep(0.2)
+            return function(*args)
+
+        return real(late)
+
+    rig.threads.submit = submit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("act", ["fetch", "store", "put"])
+def test_who_is_refused_a_thread_waits_for_the_copies_that_run(rig: Rig, act: str) -> None:
+    """They read the caller's tensors, or write to them, or to staging that would be the next store's."""
+    tokens, kv = rig.stored() if act == "fetch" else rig.fresh()
+    slowly(rig)
+    rig.copies.fail(refused, 1)
+    if act == "fetch":
+        assert rig.client.fetch(SPEC, tokens).token_count in (0, COUNT)
+    else:
+        put = put_once if act == "store" else put_all
+        put(rig.client, tokens, kv)
+    rig.threads.assert_idle()
+    rig.assert_right(tokens, kv, whole=act == "fetch")
+
+
+@pytest.mark.parametrize("act", ["fetch", "store"])
+def test_who_is_interrupted_leaves_no_copy_behind(rig: Rig, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, kv = rig.stored() if act == "fetch" else rig.fresh()
+    slowly(rig)
+    real = copying.wait
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(copying, "wait", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copying, "wait", interrupted)
+    if rig.client.plane == "remote":
+        pytest.skip("by the remote plane the caller waits for gRPC, not for copies")
+    with pytest.raises(KeyboardInterrupt):
+        if act == "fetch":
+            rig.client.fetch(SPEC, tokens)
+        else:
+            rig.client.store(SPEC, tokens, kv)
+    rig.threads.assert_idle()
+    rig.assert_right(tokens, kv, whole=act == "fetch")
+    rig.assert_balanced()
+
+
+def test_a_copy_that_hangs_is_never_a_miss_for_who_gave_the_memory(rig: Rig) -> None:
+    """It may write there later: who takes a miss puts what he computes into the same memory."""
+    if rig.client.plane == "remote":
+        pytest.skip("by the remote plane the caller's own thread copies")
+    tokens, kv = rig.stored()
+    rig.client._timeout_s = 0.2
+    rig.copies.fail(lost)
+    assert rig.client.fetch(SPEC, tokens).token_count == 0, "memory of ours is thrown away"
+    rig.copies.fail(lost)
+    with pytest.raises(KVStoreError, match="put nothing there"):
+        rig.client.fetch(SPEC, tokens, into=[tuple(np.zeros_like(bits(plane)) for plane in layer) for layer in kv])
+
+
+def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig) -> None:
+    if rig.client.plane == "remote":
+        pytest.skip("there is no staging by the remote plane")
+    session = rig.client.connect_now()
+    tokens, kv = rig.fresh()
+    rig.client._timeout_s = 0.2
+    rig.copies.fail(lost)
+    assert put_once(rig.client, tokens, kv) == (Durability.NONE, 0)
+    rig.client._timeout_s = WAIT_S
+    assert not session.is_usable
+    assert put_once(rig.client, tokens, kv) == (Durability.MEMORY, COUNT)
+    rig.assert_right(tokens, kv, whole=True)
