@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.chunk import layout_of
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, DeadlineExceeded, Internal
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import MissReason, Tier
 from kvstore_client.copying import Copier, stopped, wait_all
@@ -39,7 +39,18 @@ class FetchedKV(list[Any]):
 
 
 def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
-    """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage."""
+    """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage. Raises what a
+    copy raised; Internal where one may still be writing to the caller's tensors, which is no miss: who takes a miss
+    puts what he computes there."""
+    try:
+        return _copied(prefix, target, copier, faults, timeout_s)
+    except DeadlineExceeded as error:
+        if not target.is_callers:
+            raise
+        raise Internal(f"{error.message}: one may still write to into: put nothing there any more") from error
+
+
+def _copied(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     bad: set[int] = set()
     if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
         landing = landing_of(prefix, target, copier, faults, bad, _nothing)

@@ -163,6 +163,8 @@ class Pages:
 class PagedTarget:
     """A prefix goes into pages. Tokens whose slot is negative are left out."""
 
+    is_callers = True
+
     def __init__(self, wanted: Wanted, pages: Pages, token_count: int) -> None:
         if len(pages.slots) < token_count:
             raise InvalidRequest(f"slots names {len(pages.slots)} tokens, {token_count} are stored")

@@ -34,7 +34,7 @@ class Target:
         """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one is too short."""
         spec = wanted.spec
         self._wanted = wanted
-        self._is_callers = given is not None
+        self.is_callers = given is not None
         if given is None:
             self._layers = _owned_layers(wanted, token_count)
         else:
@@ -49,7 +49,7 @@ class Target:
     def layer(self, position: int, token_count: int) -> Any:
         """A requested layer as the caller knows it: its own tensors, or so many tokens of ours."""
         spec, planes = self._wanted.spec, self._layers[position]
-        if not self._is_callers:
+        if not self.is_callers:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
