@@ -25,6 +25,7 @@ from kvstore.seams import (
     SeededWorkers,
     SimulatedDisk,
     TenantKeys,
+    Workers,
     simulate,
 )
 from kvstore.spec import Durability, Encoding, MissReason, ModelSpec
@@ -68,6 +69,10 @@ class DeviceService(Service):
 
     # ------------------------------------------------------------ lives
 
+    def movers(self, seed: int) -> Workers:
+        """Byte movers of a life that begins: the device's by their seed, memory's at once (0)."""
+        return SeededWorkers(seed) if seed else InlineWorkers()
+
     async def start(self) -> None:
         """Raises what attaching the device raises."""
         self.lives += 1
@@ -78,12 +83,12 @@ class DeviceService(Service):
         limits = LimitSettings(leased_bytes_max=self.arena_bytes, pin_bytes_max=self.arena_bytes)
         self.controller = Controller(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=self.clock,
-            random=SeededRandom(self.lives), memory=self.memory, workers=InlineWorkers(), keys=TenantKeys(),
+            random=SeededRandom(self.lives), memory=self.memory, workers=self.movers(0), keys=TenantKeys(),
             faults=self.faults, counters=Counters(),
             policies=PolicySettings(scrub_bytes_per_s=0, canary_interval_s=0),
         )  # fmt: skip
         self.nvme = nvme_tier(
-            self.disk, HOME, self.clock, SeededWorkers(self.lives), SeededWorkers(100 + self.lives),
+            self.disk, HOME, self.clock, self.movers(self.lives), self.movers(100 + self.lives),
             capacity_bytes=self.capacity_bytes, region_bytes=self.region_bytes, encoding=self.encoding,
             faults=self.faults,
         )  # fmt: skip
