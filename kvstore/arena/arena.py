@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.arena.placement import Extent, Placement, Span
 from kvstore.arena.region import Region
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.seams import FaultPoints, Memory
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
@@ -16,12 +18,13 @@ PAGE_BYTES = 4096
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES
 """No chunk is smaller: a header page and a slab page. Bounds the number of generation slots."""
 SLOT_COUNT_MAX = 1 << 22
+_log = logging.getLogger("kvstore.arena")
 
 
 class Arena:
     """Hands out extents of shared regions, up to ``capacity_bytes``.
 
-    Raises: Unavailable when the machine refuses to share memory.
+    Raises: Unavailable or Exhausted when the machine shares no memory; once it has some it makes do with that.
     """
 
     def __init__(self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int) -> None:
@@ -36,6 +39,7 @@ class Arena:
         self._values: NDArray[np.uint64] = self.generations.bytes.view(np.uint64)
         self._values[:slot_count] = 1
         self._slots = list(range(slot_count - 1, -1, -1))
+        self._is_refused = False
         self.used_bytes = 0
         self.chunk_count = 0
 
@@ -48,12 +52,21 @@ class Arena:
         return next((each for each in self.regions if each.backed < each.byte_count), None) or self._open()
 
     def _open(self) -> Region | None:
-        """One more region, while the capacity has room for it."""
+        """One more region, while the capacity has room for it and the machine shares memory."""
         opened = sum(each.byte_count for each in self.regions)
         size = min(self.region_bytes, self.capacity_bytes - opened)
         if size <= 0:
             return None
-        mapping = self._memory.read_only_to_others(f"kvstore-region-{len(self.regions)}", size)
+        try:
+            mapping = self._memory.read_only_to_others(f"kvstore-region-{len(self.regions)}", size)
+        except KVStoreError as error:
+            if not self.regions:
+                raise
+            if not self._is_refused:
+                _log.warning("the arena grows no more", extra={"reason": error.message, "regions": len(self.regions)})
+            self._is_refused = True
+            return None
+        self._is_refused = False
         self.regions.append(Region(len(self.regions), mapping, size))
         return self.regions[-1]
 

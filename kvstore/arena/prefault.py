@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena.arena import Arena
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, KVStoreError
 from kvstore.seams import Clock, Workers
 from kvstore.seams.jobs import NotBegun, done
 
@@ -52,7 +52,7 @@ async def prefault(
             return
         try:
             region = arena.unbacked()
-        except Unavailable as error:
+        except KVStoreError as error:
             _log.warning(error.message, extra=_state(arena))
             return
         if region is None:

@@ -97,8 +97,13 @@ class LimitSettings:
     """What one session, and all together, may hold."""
 
     session_count_max: int = 64
+    connection_count_max: int = 128
+    connection_idle_s_max: Duration = 300.0
+    call_count_max: int = 512
     staging_bytes_max: Size = 512 * MIB
     staging_bytes_total_max: Size = 4 * GIB
+    staging_count_max: int = 128
+    staging_count_total_max: int = 384
     reservation_count_max: int = 256
     reservation_age_s_max: Duration = 60.0
     leased_bytes_max: Size
@@ -121,6 +126,8 @@ class LimitSettings:
             _require(value >= 0, f"limits.{name}", value, "use 0 or more")
         most = self.namespace_count_max
         _require(most <= 65536, "limits.namespace_count_max", most, "use at most 65536")
+        for name in ("connection_count_max", "connection_idle_s_max", "call_count_max"):
+            _require(getattr(self, name) >= 1, f"limits.{name}", getattr(self, name), "use 1 or more")
         _require(self.message_bytes_max >= 4096, "limits.message_bytes_max", self.message_bytes_max, "use >= 4 KiB")
 
 

@@ -90,11 +90,25 @@ class Sessions:
     def staging_bytes(self) -> int:
         return sum(session.staging_bytes for session in self._by_secret.values())
 
+    @property
+    def staging_count(self) -> int:
+        return sum(len(session.stagings) for session in self._by_secret.values())
+
     def create_staging(self, session: Session, byte_count: int) -> Staging:
         """Memory the session may write. Raises Exhausted past a limit, naming it."""
         limits = self._limits
         if byte_count <= 0 or byte_count % 4096:
             raise InvalidRequest(f"staging of {byte_count} bytes: ask for a positive multiple of 4096")
+        if len(session.stagings) >= limits.staging_count_max:
+            raise Exhausted(
+                f"this session has {len(session.stagings)} pieces of staging: close some, or raise "
+                "limits.staging_count_max"
+            )
+        if self.staging_count >= limits.staging_count_total_max:
+            raise Exhausted(
+                f"all sessions together have {self.staging_count} pieces of staging: raise "
+                "limits.staging_count_total_max"
+            )
         if session.staging_bytes + byte_count > limits.staging_bytes_max:
             raise Exhausted(
                 f"staging of this session would pass {limits.staging_bytes_max} bytes: raise limits.staging_bytes_max"

@@ -8,17 +8,19 @@ write it, and cannot shrink it under the server's copy (which would end the serv
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams.mapping import Bytes as Bytes
 from kvstore.seams.mapping import SharedMap
-from kvstore.seams.scheduler import Lender, OwnThreads
+from kvstore.seams.scheduler import MORE_DESCRIPTORS, OUT_OF_DESCRIPTORS, Lender, OwnThreads
 
 F_ADD_SEALS = 1033
 F_SEAL_SEAL = 0x01
@@ -63,7 +65,10 @@ class Memory(Protocol):
 class _MemfdMapping:
     def __init__(self, name: str, byte_count: int, seals: int, lender: Lender) -> None:
         self._lender = lender
-        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _cannot_share(byte_count, error) from error
         try:
             os.ftruncate(self.descriptor, byte_count)
             self._map = SharedMap(self.descriptor, byte_count, writable=True)
@@ -71,15 +76,12 @@ class _MemfdMapping:
                 self.descriptor, self._map.bytes, writable=bool(seals & F_SEAL_FUTURE_WRITE)
             )
             fcntl.fcntl(self.descriptor, F_ADD_SEALS, seals)
-        except Unavailable:
+        except KVStoreError:
             os.close(self.descriptor)
             raise
         except OSError as error:
             os.close(self.descriptor)
-            raise Unavailable(
-                f"cannot share {byte_count} bytes of memory ({error.strerror}); kvstore needs Linux 5.1 or newer",
-                name=name,
-            ) from error
+            raise _cannot_share(byte_count, error) from error
         self.bytes = self._map.bytes
 
     def prefault(self, offset: int, byte_count: int) -> None:
@@ -96,6 +98,14 @@ class _MemfdMapping:
         self.descriptor = -1
         self.bytes = np.empty(0, np.uint8)
         self._map.close()
+
+
+def _cannot_share(byte_count: int, error: OSError) -> KVStoreError:
+    if error.errno in OUT_OF_DESCRIPTORS:
+        return Exhausted(f"cannot share {byte_count} bytes of memory ({error.strerror}): {MORE_DESCRIPTORS}")
+    return Unavailable(
+        f"cannot share {byte_count} bytes of memory ({error.strerror}); kvstore needs Linux 5.1 or newer"
+    )
 
 
 class SystemMemory:
@@ -139,7 +149,12 @@ class BytearrayMemory:
 
 def descriptor_count() -> int:
     """How many descriptors this process has open. Raises OSError where /proc is not mounted."""
-    return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # not one is left for the listing
 
 
 def joined(arrays: Sequence[Bytes]) -> list[Bytes]:

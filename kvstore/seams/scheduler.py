@@ -4,6 +4,7 @@ never on the event loop. Simulation runs the same calls inline, or later in an o
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import threading
 from collections.abc import Callable
@@ -16,6 +17,11 @@ from kvstore.seams.mapping import Bytes
 from kvstore.seams.turns import be_mover
 
 Result = TypeVar("Result")
+
+
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+"""No open file more for this process, or this machine; none more on its way between this user's processes."""
+MORE_DESCRIPTORS = "raise the limit on open files (ulimit -n), or lower what arena.*, tiers.* and limits.* ask for"
 
 
 class Workers(Protocol):

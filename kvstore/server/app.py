@@ -25,6 +25,7 @@ from kvstore.seams import (
     WorkerThreads,
 )
 from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.server.descriptors import check_needs, raise_limit
 from kvstore.server.metrics import start_metrics
 from kvstore.server.publishing import open_publisher
 from kvstore.server.remote import RemoteDoor
@@ -53,11 +54,13 @@ def serve(loaded: LoadedSettings) -> int:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     disk = SystemDisk()
+    limit = raise_limit()
+    check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit)
     lock = prepare(settings, disk)
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
         movers.lend(lock)  # nobody else serves this state while one of them still writes for us
-        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers))
+        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers, limit))
         close_again(settings)
     except* KVStoreError as group:
         raise group.exceptions[0] from group
@@ -67,14 +70,16 @@ def serve(loaded: LoadedSettings) -> int:
     return 0
 
 
-async def _run(loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses) -> None:
+async def _run(
+    loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses, limit: int
+) -> None:
     settings = loaded.settings
     clock = SystemClock()
     workers = movers.lane("mover", MOVER_COUNT, nice=MOVER_NICE)
     background = WorkerThreads(1, "prefault", nice=MOVER_NICE)
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
-        prefaulting=background, movers=movers,
+        prefaulting=background, movers=movers, descriptor_limit=limit,
     )  # fmt: skip
     tenants = [Tenant(loaded.of_tenant(name), keys[name], world) for name in settings.tenant_names]
     stopping, loop = _told_to_stop(), asyncio.get_running_loop()

@@ -21,33 +21,36 @@ server's own.
 
 from __future__ import annotations
 
-import array
 import asyncio
-import json
 import logging
 import os
 import socket
 import struct
 from collections.abc import Set
+from contextlib import suppress
 from typing import Any
 
 from kvstore.controller import Controller, Session
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.seams import Clock
+from kvstore.server.outbox import Outbox, Unread, is_unread
+from kvstore.server.packets import (
+    COUNTED,
+    MESSAGE_CHARACTERS_MAX,
+    PACKET_BYTES_MAX,
+    REGIONS_MAX,
+    REQUESTS,
+    decode,
+    number,
+    operation_of,
+    refusal,
+)
 
 PROTOCOL_VERSION = 1
-PACKET_BYTES_MAX = 65536
-DESCRIPTORS_MAX = 64
-"""Regions per packet; the kernel's own limit is 253."""
 HELLO_TIMEOUT_S = 5.0
 """How long a connection may hold a descriptor of ours without saying who it is."""
 ACCEPT_PAUSE_S = 0.1
-COUNTED = ("lookup_calls", "lookup_hit_chunks", "lookup_miss_chunks", "fetch_calls", "fetch_miss_chunks")
-"""What clients do without a call, by our counters' names."""
-COUNTED_MAX = 1 << 32
-"""In one packet: counters are 64 bits on the wire."""
-MESSAGE_CHARACTERS_MAX = 500
-"""Refusals quote what was sent; this bounds how much of it goes back."""
+LINGER_STEP_S = 0.5
 
 _log = logging.getLogger("kvstore.handoff")
 
@@ -62,11 +65,16 @@ def peer_uid(connection: socket.socket) -> int:
 class Handoff:
     """Serves the hand-off socket. Nothing a peer does ends more than its own connection."""
 
-    def __init__(self, controller: Controller, clock: Clock, uids: Set[int]) -> None:
-        """``uids``: whose processes are served."""
+    def __init__(
+        self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, connection_count_max: int
+    ) -> None:
+        """``uids``: whose processes are served. ``connection_count_max``: with a session or without."""
         self._controller = controller
         self._clock = clock
         self._uids = uids
+        self._outbox = outbox
+        self._connection_count_max = connection_count_max
+        self._connection_count = 0
 
     async def serve(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Accept for ever; each connection is a task of ``group``."""
@@ -80,42 +88,73 @@ class Handoff:
                 await self._clock.sleep(ACCEPT_PAUSE_S)
                 continue
             connection.setblocking(False)
+            if self._connection_count >= self._connection_count_max:
+                count = f"{self._connection_count} connections to this socket"
+                self._refuse(connection, Exhausted(f"{count}: close some, or raise limits.session_count_max"))
+                self._outbox.forget(connection)
+                connection.close()
+                continue
+            self._connection_count += 1
             group.create_task(self._connection(connection))
 
     async def _connection(self, connection: socket.socket) -> None:
+        try:
+            await self._serve(connection)
+            await self._linger(connection)
+        finally:
+            self._outbox.forget(connection)
+            connection.close()
+            self._connection_count -= 1
+
+    async def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None
         try:
             await self._hello(connection)
             session = self._controller.open_session(peer_uid(connection))
-            _send(connection, *self._welcome(session))
+            self._outbox.send(connection, *self._welcome(session, connection))
             _log.info("session opened", extra={"session": session.session_id})
             await self._converse(connection, session)
         except KVStoreError as error:
-            self._controller.counters.add("sessions_refused")
-            _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
-            _send_last(connection, _refusal(error))
+            self._refuse(connection, error)
         except OSError as error:
             _log.info("hand-off connection lost", extra={"reason": str(error)})
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours ends this session, not the service
             _log.exception("hand-off failed")
         finally:
-            connection.close()
+            with suppress(OSError):  # the peer may be gone
+                connection.shutdown(socket.SHUT_RDWR)
             if session is not None:
                 await self._close(session)
+
+    def _refuse(self, connection: socket.socket, error: KVStoreError) -> None:
+        """Say why a peer is let go; it may be gone already."""
+        self._controller.counters.add("sessions_refused")
+        _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
+        try:
+            self._outbox.send(connection, refusal(error))
+        except (OSError, Unread) as reason:
+            _log.info("refusal not taken", extra={"reason": str(reason)})
+
+    async def _linger(self, connection: socket.socket) -> None:
+        """A peer that holds answers unread holds its connection, of which a tenant has so many."""
+        while is_unread(connection):
+            await self._clock.sleep(LINGER_STEP_S)
 
     async def _converse(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
             await asyncio.sleep(0)  # a peer that always has something to say holds up nobody
-            request = _decode(packet)
+            request = decode(packet)
             if request.get("op") == "looked_up":
                 self._count(request)
                 continue
             try:
-                reply, descriptors = self._answer(session, request)
+                reply, descriptors = self._answer(session, connection, request)
+            except Unread:
+                raise
             except KVStoreError as error:
-                reply, descriptors = _refusal(error), []
-            _send(connection, reply, descriptors)
+                reply, descriptors = refusal(error), []
+            self._outbox.send(connection, reply, descriptors)
 
     async def _close(self, session: Session) -> None:
         try:
@@ -136,17 +175,20 @@ class Handoff:
         # After the packet is read: closing on unread bytes would reset the peer before it sees the refusal.
         if peer_uid(connection) not in self._uids:
             raise PermissionDenied("this socket serves its own user only")
-        request = _decode(packet)
+        request = decode(packet)
         version = request.get("version")
-        if request.get("op") != "hello" or type(version) is not int or version != PROTOCOL_VERSION:  # true == 1 == 1.0
+        if (
+            operation_of(request) != "hello" or type(version) is not int or version != PROTOCOL_VERSION
+        ):  # true == 1 == 1.0
             raise InvalidRequest(
                 f"this server speaks hand-off version {PROTOCOL_VERSION}, not {version!r:.40}: "
                 "use a client of the same release"
             )
 
-    def _welcome(self, session: Session) -> tuple[dict[str, Any], list[int]]:
+    def _welcome(self, session: Session, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         arena = self._controller.arena
-        regions = arena.regions[:DESCRIPTORS_MAX]
+        regions = arena.regions[:REGIONS_MAX]
+        regions = regions[: self._outbox.room(connection, 1 + len(regions)) - 1]  # the client asks for the others
         reply = {
             "op": "welcome",
             "session": session.session_id,
@@ -158,67 +200,33 @@ class Handoff:
         }
         return reply, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
-    def _answer(self, session: Session, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _answer(
+        self, session: Session, connection: socket.socket, request: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[int]]:
         """One request of an open session. Raises the typed error that is its answer."""
-        operation = request.get("op")
+        operation, controller = operation_of(request), self._controller
         if operation == "regions":
-            regions = self._controller.arena.regions[_number(request, "have") :][:DESCRIPTORS_MAX]
+            regions = controller.arena.regions[number(request, "have") :][:REGIONS_MAX]
+            regions = regions[: self._outbox.room(connection, len(regions))]
             rows = [[region.index, region.byte_count] for region in regions]
             return {"op": "regions", "regions": rows}, [region.mapping.descriptor for region in regions]
         if operation == "staging":
-            try:
-                staging = self._controller.create_staging(session, _number(request, "bytes"))
-            except OSError as error:
-                raise Exhausted(f"no staging to be had: {error.strerror}") from error
+            byte_count = number(request, "bytes")
+            self._outbox.room(connection, 1)
+            staging = controller.create_staging(session, byte_count)
             reply = {"op": "staging", "staging_id": staging.staging_id, "bytes": staging.byte_count}
             return reply, [staging.mapping.descriptor]
         if operation == "staging_close":
-            self._controller.close_staging(session, _number(request, "staging_id"))
+            controller.close_staging(session, number(request, "staging_id"))
             return {"op": "ok"}, []
         if operation == "presence":
-            mapping, most = self._controller.catalog.presence.mapping, self._controller.limits.token_count_max
+            self._outbox.room(connection, 1)
+            mapping, most = controller.catalog.presence.mapping, controller.limits.token_count_max
             reply = {"op": "presence", "bytes": mapping.bytes.size, "token_count_max": most}
             return reply, [mapping.descriptor]
-        raise InvalidRequest(f"unknown hand-off operation {operation!r:.40}")
+        raise InvalidRequest(f"{operation} is no question of an open session")
 
     def _count(self, request: dict[str, Any]) -> None:
         for name in COUNTED:
-            number = request.get(name, 0)
-            if type(number) is int and 0 < number <= COUNTED_MAX:
-                self._controller.counters.add(name, number)
-
-
-def _decode(packet: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(packet)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("hand-off packets are JSON objects") from error
-    if not isinstance(request, dict):
-        raise InvalidRequest("hand-off packets are JSON objects")
-    return request
-
-
-def _number(request: dict[str, Any], name: str) -> int:
-    value = request.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise InvalidRequest(f"{name} must be a whole number, not {value!r:.40}")
-    return value
-
-
-def _refusal(error: KVStoreError) -> dict[str, Any]:
-    return {"op": "error", "status": error.status, "message": error.message[:MESSAGE_CHARACTERS_MAX]}
-
-
-def _send(connection: socket.socket, reply: dict[str, Any], descriptors: list[int]) -> None:
-    """One packet. Raises OSError for a peer that does not read its answers: it is disconnected, not waited for."""
-    rights = array.array("i", descriptors)
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
-    connection.sendmsg([json.dumps(reply).encode()], ancillary)
-
-
-def _send_last(connection: socket.socket, reply: dict[str, Any]) -> None:
-    """A packet to a peer that is let go: it may be gone already."""
-    try:
-        _send(connection, reply, [])
-    except OSError as error:
-        _log.info("refusal not taken", extra={"reason": str(error)})
+            if name in request and REQUESTS["looked_up"][name].allows(request[name]):
+                self._controller.counters.add(name, request[name])

@@ -14,13 +14,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena, prefault
-from kvstore.config import DEFAULT_TENANT, Settings
+from kvstore.config import DEFAULT_TENANT, LimitSettings, Settings
 from kvstore.controller import Controller
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
+from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
+from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import SocketDirectory
@@ -28,8 +30,11 @@ from kvstore.telemetry import Counters, log_as
 from kvstore.tiers.nvme import ForeignDirectory, FutureFormat
 from kvstore.v1 import cache_pb2
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire.limits import REPLY_BYTES_MAX
 
 EPOCH_BYTES = 8
+HANDSHAKE_TIMEOUT_MS = 5000
+"""How long a connection may hold a descriptor of ours without a word of HTTP/2."""
 _log = logging.getLogger("kvstore.server")
 
 
@@ -45,6 +50,8 @@ class World:
     workers: Workers
     prefaulting: Workers
     movers: MoverProcesses
+    descriptor_limit: int
+    """Open files that the process may have."""
 
 
 class Tenant:
@@ -64,7 +71,7 @@ class Tenant:
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
             is_own=self.name != DEFAULT_TENANT,
         )  # fmt: skip
-        self._server, self._health = _grpc_server(self.controller, world, settings.limits.message_bytes_max)
+        self._server, self._health = _grpc_server(self.controller, world, settings.limits)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -77,7 +84,7 @@ class Tenant:
         with log_as(self.said):
             self._listener = self.sockets.listen()
             uids = {os.geteuid(), os.geteuid() if self.uid is None else self.uid}
-            self._begin(group, Handoff(self.controller, self._world.clock, uids).serve(self._listener, group))
+            self._begin(group, self._handoff(uids).serve(self._listener, group))
             if self._server.add_insecure_port(f"unix:{self.sockets.grpc}") == 0:
                 raise Unavailable(f"cannot listen on {self.sockets.grpc}")
             await self._attach()
@@ -88,6 +95,13 @@ class Tenant:
             if self.settings.arena.prefault:
                 world = self._world
                 self._begin(group, prefault(self.controller.arena, world.prefaulting, world.clock))
+
+    def _handoff(self, uids: set[int]) -> Handoff:
+        share = int(self._world.descriptor_limit * IN_FLIGHT_SHARE) // len(self.settings.tenant_names)
+        most = self.settings.limits.session_count_max + HELLO_COUNT_MAX
+        return Handoff(
+            self.controller, self._world.clock, uids, outbox=Outbox(share), connection_count_max=most
+        )  # fmt: skip
 
     def _begin(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(group.create_task(work))
@@ -160,10 +174,17 @@ def _controller(settings: Settings, keys: TenantKeys, world: World) -> Controlle
     )
 
 
-def _grpc_server(controller: Controller, world: World, message_bytes_max: int) -> tuple[Any, Any]:
-    server = grpc.aio.server(
-        options=[("grpc.max_receive_message_length", message_bytes_max), ("grpc.so_reuseport", 0)],
-    )
+def _grpc_server(controller: Controller, world: World, limits: LimitSettings) -> tuple[Any, Any]:
+    """A server of this tenant's own: its connections and calls are counted by themselves."""
+    options = [
+        ("grpc.max_receive_message_length", limits.message_bytes_max),
+        ("grpc.max_send_message_length", REPLY_BYTES_MAX),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", limits.connection_count_max),
+        ("grpc.max_connection_idle_ms", int(limits.connection_idle_s_max * 1000)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.call_count_max)
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), controller.counters)

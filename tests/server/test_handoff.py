@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
-import sys
+import resource
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from contextlib import suppress
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.server.descriptors import HELLO_COUNT_MAX
 from tests.server.raw import Handoff, Raw, eventually
 
 MIB = 1 << 20
@@ -132,28 +132,36 @@ def test_sessions_past_the_limit_are_refused_until_one_ends() -> None:
 
 def test_a_flood_of_silent_connections_does_not_end_the_service() -> None:
     """More connections than the server may have descriptors."""
-    script = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
-        "from kvstore_ops.cli import main; sys.argv = ['kvstore', *sys.argv[1:]]; main()"
-    )
-    with Sidecar("--capacity", "16 MiB") as own:
-        own.stop()
-        command = [sys.executable, "-c", script, "serve", "--state-directory", str(own.directory)]
-        command += ["--socket-directory", str(own.directory / "run"), "--capacity", "16 MiB"]
-        with (own.directory / "log").open("a") as log:
-            own.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert own.process.stdout is not None
-        assert "ready" in own.process.stdout.readline()
-        flood = []
+    environment = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "4"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as own:
+        count = len(os.listdir(f"/proc/{own.pid}/fd"))
+        resource.prlimit(own.pid, resource.RLIMIT_NOFILE, (count + 10, count + 10))
+        flood = [Handoff(own.directory) for _ in range(30)]
         try:
-            for _ in range(60):
-                flood.append(Handoff(own.directory))
             eventually(lambda: "cannot accept" in (own.directory / "log").read_text())
         finally:
             for each in flood:
                 each.close()
         with Raw(own) as raw:
             assert raw.stats().sessions.session_count == 1
+
+
+def test_connections_past_the_limit_are_refused_until_one_goes() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__SESSION_COUNT_MAX": "4"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as own, Raw(own) as session:
+        silent = [Handoff(own.directory) for _ in range(4 + HELLO_COUNT_MAX)]
+        reply, _ = silent[-1].receive()
+        assert (reply["status"], "limits.session_count_max" in reply["message"]) == ("RESOURCE_EXHAUSTED", True)
+        assert session.stats().sessions.session_count == 1
+        for each in silent:
+            each.close()
+        eventually(lambda: is_open(own))
+
+
+def is_open(own: Sidecar) -> bool:
+    """Whether a session is to be had."""
+    with Handoff(own.directory) as door:
+        return bool(door.exchange(op="hello", version=1)[0]["op"] == "welcome")
 
 
 def test_a_connection_without_hello_is_let_go(sidecar: Sidecar) -> None:

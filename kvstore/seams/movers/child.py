@@ -92,17 +92,21 @@ class _Mover:
 
     def _order_map(self, descriptors: Sequence[int], number: int, byte_count: int, writable: bool, told: bool) -> None:
         try:
+            if not descriptors:
+                raise Unavailable("this process has no open file more to take it with")
             self._keep(number, SharedMap(descriptors[0], byte_count, writable=writable))
             answer = b"mapped"
         except Unavailable as error:
             answer = error.message.encode()
         finally:
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
         if told:
             self._control.send(answer)
 
     def _order_file(self, descriptors: Sequence[int], number: int) -> None:
-        self._keep(number, descriptors[0])
+        if descriptors:  # else the kernel had no room for one more here: the jobs that name it say so
+            self._keep(number, descriptors[0])
 
     def _keep(self, number: int, thing: SharedMap | int) -> None:
         with self._arrived:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import itertools
 import os
@@ -24,13 +25,14 @@ from kvstore.seams.jobs import NotBegun
 from kvstore.seams.mapping import Bytes
 from kvstore.seams.movers import child
 from kvstore.seams.movers.crossing import Failure, File, NotLent, Packer, number_of, pack_order, unpack
-from kvstore.seams.scheduler import Result, WorkerThreads
+from kvstore.seams.scheduler import MORE_DESCRIPTORS, OUT_OF_DESCRIPTORS, Result, WorkerThreads
 
 JOB_BYTES_MAX = 1 << 16
 """A job whose arguments take more (thousands of tiny strips) is done by a thread of the service instead."""
 AHEAD = 2
 """Jobs per thread that have left the service: one that is done, one that is there when it ends."""
 ORDER_TIMEOUT_S = 5.0
+NOT_PASSED = (*OUT_OF_DESCRIPTORS, errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM)
 LAST_ANSWER_TIMEOUT_S = 3.0
 END_TIMEOUT_S = 1.0
 
@@ -93,10 +95,7 @@ class MoverProcesses:
         this returns a writable one is mapped everywhere: it can be sealed."""
         with self._lock:
             number = next(self._numbers)
-            self._order([descriptor], "map", number, memory.size, writable, writable)
-            if writable:
-                for control in self._controls:
-                    self._hear(control)
+            self._pass(descriptor, number, "map", memory.size, writable, writable, is_answered=writable)
             self._packer.add_map(number, memory)
             return number
 
@@ -104,26 +103,49 @@ class MoverProcesses:
         """No job names it any more."""
         with self._lock:
             self._packer.drop_map(number)
-            self._order([], "drop", number)
+            self._order("drop", number)
 
     def lend(self, descriptor: int) -> int:
         """What jobs name an open file by: the descriptor itself, in this process. The movers keep it open, and its lock
         held, until it is taken back."""
         with self._lock:
             number = next(self._numbers)
-            self._order([descriptor], "file", number)
+            self._pass(descriptor, number, "file")
             self._packer.add_file(number, descriptor)
             return File(descriptor)
 
     def take_back(self, descriptor: int) -> None:
         """Before the descriptor is closed here; no job names it any more."""
         with self._lock:
-            self._order([], "drop", self._packer.drop_file(descriptor))
+            self._order("drop", self._packer.drop_file(descriptor))
 
-    def _order(self, descriptors: list[int], *order: object) -> None:
-        packet = pack_order(*order)
+    def _pass(self, descriptor: int, number: int, order: str, *rest: object, is_answered: bool = False) -> None:
+        """Give every mover a descriptor, or none of them. Raises Unavailable where the kernel passes no more of
+        them now, or a mover cannot map what it was given: the movers are as they were then."""
+        packet = pack_order(order, number, *rest)
+        told: list[socket.socket] = []
+        refusal: Unavailable | None = None
         for control in self._controls:
-            self._tell(control, packet, descriptors)
+            try:
+                socket.send_fds(control, [packet], [descriptor])
+                told.append(control)
+            except OSError as error:
+                if error.errno not in NOT_PASSED:
+                    raise self._given_up(f"takes no orders ({error})") from error
+                refusal = Unavailable(f"byte movers cannot be lent memory or files now ({error}): {MORE_DESCRIPTORS}")
+                break
+        answers = [self._heard(control) for control in told] if is_answered else []
+        wrong = next((answer for answer in answers if answer != b"mapped"), None)
+        if wrong is not None:
+            refusal = Unavailable(f"a byte mover cannot map memory: {wrong.decode()}")
+        if refusal is not None:
+            for control in told:
+                self._tell(control, pack_order("drop", number), [])
+            raise refusal
+
+    def _order(self, *order: object) -> None:
+        for control in self._controls:
+            self._tell(control, pack_order(*order), [])
 
     def _tell(self, control: socket.socket, packet: bytes, descriptors: list[int]) -> None:
         try:
@@ -131,13 +153,14 @@ class MoverProcesses:
         except OSError as error:
             raise self._given_up(f"takes no orders ({error})") from error
 
-    def _hear(self, control: socket.socket) -> None:
+    def _heard(self, control: socket.socket) -> bytes:
         try:
             answer = control.recv(4096)
         except OSError as error:
             raise self._given_up(f"does not answer ({error})") from error
-        if answer != b"mapped":
-            raise self._given_up(f"cannot map memory: {answer.decode() or 'it ended'}")
+        if not answer:
+            raise self._given_up("ended")
+        return answer
 
     def _given_up(self, reason: str) -> Unavailable:
         """One that does not do as it is told, or of which nobody knows whether it did, is none: they end, and the

@@ -101,6 +101,8 @@ class Regions:
             return self._lender.lend(descriptor)
         except BaseException:
             self._disk.close(descriptor)
+            if flags & os.O_CREAT:
+                self._disk.remove(path)  # else its name is taken for the next one
             raise
 
     def _opened(self, path: Path, flags: int) -> int:
