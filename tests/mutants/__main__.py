@@ -46,7 +46,7 @@ async def _run(names: Sequence[str], jobs: int) -> list[Outcome]:
 
 
 def main() -> int:
-    """0 when every mutant that could be tried was noticed."""
+    """0 when every mutant that could be tried was noticed, 2 when none could be."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Weaken lines, and see who notices.")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="this mutant; may be repeated")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tried at once")
@@ -60,6 +60,9 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted; the copies are gone", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.json:
         options.json.write_text(as_json(outcomes), encoding="utf-8")
     print("\n" + "\n".join(line(each) for each in outcomes) + "\n\n" + summary(outcomes))
