@@ -6,6 +6,9 @@ from tests.mutants.mutant import Mutant
 
 GATHERING = "clients/kvstore_client/gathering.py"
 KNOWN = "clients/kvstore_client/segments/known.py"
+COPYING = "clients/kvstore_client/copying.py"
+FETCHING = "clients/kvstore_client/fetching.py"
+T_THREADS = "tests/e2e/test_failing_threads.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/prefix.py"
 PRESENCE = "kvstore/presence.py"
@@ -144,5 +147,37 @@ MUTANTS = [
         "        pass\n",
         "vLLM attends to blocks that never came",
         ("tests/engines/test_vllm.py::test_a_load_that_fails_is_told_and_not_tried_again",),
+    ),
+    Mutant(
+        "copies-that-failed-unseen",
+        COPYING,
+        "    for future in copies:\n        check(future)\n",
+        "",
+        "a fetch has holes where a copy found no thread",
+        (f"{T_THREADS}::test_a_fetch_of_which_a_copy_fails_has_no_holes",),
+    ),
+    Mutant(
+        "copies-left-running",
+        COPYING,
+        "    return not wait([each for each in copies if not each.cancel()], timeout_s)[1]\n",
+        "    return True\n",
+        "a copy writes into tensors, or staging, that its caller has back",
+        (f"{T_THREADS}::test_who_is_interrupted_leaves_no_copy_behind",),
+    ),
+    Mutant(
+        "copy-that-hangs-is-a-miss",
+        FETCHING,
+        "        if not target.is_callers:\n",
+        "        if True:\n",
+        "an engine computes into its pages what a late copy then writes over",
+        (f"{T_THREADS}::test_a_copy_that_hangs_is_never_a_miss_for_who_gave_the_memory",),
+    ),
+    Mutant(
+        "table-of-a-dead-sidecar",
+        "clients/kvstore_client/presence.py",
+        "        if found is not None and self._is_open():",
+        "        if found is not None:",
+        "a sidecar that ended still says what it has",
+        ("tests/presence/test_lookup.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
     ),
 ]

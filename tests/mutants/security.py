@@ -15,6 +15,9 @@ DOOR = "kvstore/remote/door.py"
 REMOTE_SETTINGS = "kvstore/config/remote.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
+DESCRIPTORS = "kvstore/server/descriptors.py"
+OUTBOX = "kvstore/server/outbox.py"
+T_DESCRIPTORS = "tests/server/test_descriptors.py"
 T_SESSIONS = "tests/security/test_sessions.py"
 T_TENANTS = "tests/security/test_tenants.py"
 T_REMOTE = "tests/e2e/test_remote.py"
@@ -75,8 +78,8 @@ MUTANTS = [
     Mutant(
         "another-version-at-the-hand-off",
         HANDOFF,
-        "or type(version) is not int or version != PROTOCOL_VERSION:",
-        "or type(version) is not int:",
+        "or type(version) is not int or version != PROTOCOL_VERSION\n",
+        "or type(version) is not int\n",
         "two releases misunderstand each other's packets",
         ("tests/server/test_handoff.py::test_another_version_is_refused_in_words",),
     ),
@@ -210,5 +213,37 @@ MUTANTS = [
         "        if False:\n",
         "a watcher believes that it watches a tenant whose events it does not see",
         ("tests/e2e/test_watch.py::test_another_tenant_is_refused_and_ones_own_is_not",),
+    ),
+    Mutant(
+        "answers-that-nobody-reads",
+        OUTBOX,
+        "        if sent.reply_count >= REPLIES_AHEAD:\n",
+        "        if False:\n",
+        "one client's unread answers take the descriptors that all clients need",
+        (f"{T_DESCRIPTORS}::test_answers_that_nobody_reads_cost_nobody_else_a_session_or_memory",),
+    ),
+    Mutant(
+        "soft-limit-as-it-was",
+        DESCRIPTORS,
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))\n",
+        "    pass\n",
+        "the server runs out of open files while it may have more",
+        (f"{T_DESCRIPTORS}::test_the_soft_limit_is_raised_and_more_regions_than_it_had_are_served",),
+    ),
+    Mutant(
+        "settings-that-need-too-many-files",
+        DESCRIPTORS,
+        "    if total <= limit:\n",
+        "    if True:\n",
+        "a server starts that will run out of open files",
+        (f"{T_DESCRIPTORS}::test_what_all_tenants_need_is_counted",),
+    ),
+    Mutant(
+        "numbers-of-any-size",
+        "kvstore/server/packets.py",
+        "        return type(value) is int and 0 <= value <= self.most\n",
+        "        return type(value) is int and 0 <= value\n",
+        "a number in a packet overflows what it is added to",
+        ("tests/server/test_packets.py::test_a_number_beyond_its_limit_is_refused_by_name",),
     ),
 ]
