@@ -8,18 +8,24 @@ import string
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.server.secrets import read_private
 
 TOKEN_CHARACTERS_MIN = 16
+FILE_BYTES_MAX = 1 << 20
 HASHED = "sha256:"
 SCHEME = "Bearer "
 
 
 def read_tokens(path: Path, setting: str) -> list[bytes]:
-    """The digests of a file's tokens. Raises InvalidRequest naming the setting, and never the token."""
+    """The digests of a file's tokens. Raises InvalidRequest naming the setting, and never the token, for a file that
+    cannot be read, or that others may read or write."""
+    data = read_private(path.expanduser(), setting, FILE_BYTES_MAX + 1, "one token per line")
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidRequest(f"{setting} = {path}: it has more than {FILE_BYTES_MAX} bytes")
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{setting} = {path}: cannot be read: {error}") from error
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{setting} = {path}: it is no text: {error.reason}") from error
     found = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -51,7 +57,7 @@ class Tokens:
         """``setting`` is where they come from. Raises InvalidRequest when a token is another tenant's already."""
         for digest in digests:
             for known, owner in self._known:
-                if digest == known and owner != tenant:
+                if owner != tenant and hmac.compare_digest(digest, known):
                     raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
             self._known.append((digest, tenant))
 

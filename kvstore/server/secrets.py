@@ -40,6 +40,20 @@ def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
 
 def _read(path: Path, setting: str) -> bytes:
     """The text of a secret, without the white space around it."""
+    text = read_private(path, setting, SECRET_BYTES_MAX + 1, "32 or more random characters").strip()
+    if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:
+        raise _wrong(
+            setting, path, f"it holds {len(text)} characters and a secret has {SECRET_BYTES_MIN} to "
+            f"{SECRET_BYTES_MAX}: write another, as openssl rand -hex 32 makes them",
+        )  # fmt: skip
+    return text
+
+
+def read_private(path: Path, setting: str, byte_count_max: int, what: str) -> bytes:
+    """A file that only this user may read or write, up to so many bytes of it. ``what`` it should hold.
+
+    Raises: InvalidRequest naming the setting, and never what is in it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -47,21 +61,15 @@ def _read(path: Path, setting: str) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _wrong(setting, path, "it is no file: name one with 32 or more random characters")
+            raise _wrong(setting, path, f"it is no file: name one with {what}")
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise _wrong(setting, path, f"others may read or write it (mode {mode:04o}): run chmod 600 on it")
         if status.st_uid not in (0, os.geteuid()):
             raise _wrong(setting, path, f"it belongs to user {status.st_uid}: run chown {os.geteuid()} on it")
-        text = os.read(descriptor, SECRET_BYTES_MAX + 1).strip()
+        return os.read(descriptor, byte_count_max)
     finally:
         os.close(descriptor)
-    if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:
-        raise _wrong(
-            setting, path, f"it holds {len(text)} characters and a secret has {SECRET_BYTES_MIN} to "
-            f"{SECRET_BYTES_MAX}: write another, as openssl rand -hex 32 makes them",
-        )  # fmt: skip
-    return text
 
 
 def _wrong(setting: str, path: Path, remedy: str) -> InvalidRequest:

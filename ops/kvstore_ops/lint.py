@@ -28,6 +28,8 @@ SEAMED_CALLS = {
     "loop.create_task",
 }
 HOSTILE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "tarfile"}
+CHECKING_ROOMS = ("kvstore/remote/", "kvstore/server/")
+SECRET_NAMES = {"authorization", "digest", "given", "mac", "password", "secret", "secrets", "token", "tokens"}
 HOSTILE_CALLS = {"torch.load", "yaml.load", "eval", "exec"}
 
 # Layers of the service, outermost first. A room imports only from layers below its own.
@@ -67,6 +69,8 @@ def check_source(path: str, text: str) -> list[Finding]:
     lines = text.splitlines()
     seamed = path.startswith(("kvstore/", "clients/")) and not path.startswith("kvstore/seams/")
     found = list(_hostile(path, tree))
+    if path.startswith(CHECKING_ROOMS):
+        found += _secrets(path, tree)
     if seamed:
         found += _seams(path, tree)
     if path.startswith(("kvstore/", "clients/")):
@@ -123,6 +127,15 @@ def _hostile(path: str, tree: ast.AST) -> Iterator[Finding]:
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 yield Finding(path, node.value.lineno, "allow_pickle: it can run code from the bytes it reads")
+
+
+def _secrets(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """Where callers are told apart, ``==`` would tell by its time how much of a secret was right."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(isinstance(each, ast.Eq | ast.NotEq) for each in node.ops):
+            names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
+            if secrets := {name for name in names if set(name.split("_")) & SECRET_NAMES}:  # constants are none
+                yield Finding(path, node.lineno, f"compares {min(secrets)} by ==: use hmac.compare_digest")
 
 
 def _room(module: str) -> str:

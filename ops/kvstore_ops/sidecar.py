@@ -50,6 +50,7 @@ class Sidecar:
         if self.plane == "local":
             return self.environment
         tokens = self.directory / "tokens"
+        tokens.touch(0o600)
         tokens.write_text(TOKEN)
         own = {"KVSTORE__REMOTE__ADDRESS": self.tcp_address, "KVSTORE__REMOTE__TOKEN_FILE": str(tokens)}
         return {**(os.environ if self.environment is None else self.environment), **own}

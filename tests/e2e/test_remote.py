@@ -26,6 +26,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 from kvstore.wire.data import data_message, split_message
 from tests.e2e.test_failures import CHUNKS, large_cache, large_spec, until
+from tests.security.tenancy import write_private
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -175,6 +176,7 @@ def test_what_is_no_address_is_said(address: str) -> None:
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "/nonexistent"}, "remote.token_file"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "short"}, "at least 16"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "empty"}, "no token"),
+        ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "shown"}, "chmod 600"),
         ({"ADDRESS": "127.0.0.1:0", "CERTIFICATE_FILE": "short"}, "remote.key_file"),
         ({"ADDRESS": "127.0.0.1:0", "TOKEN_FILE": "good", "CERTIFICATE_FILE": "short", "KEY_FILE": "short"}, "PEM"),
         (
@@ -187,7 +189,8 @@ def test_what_is_no_address_is_said(address: str) -> None:
 )
 def test_a_start_that_would_be_unsafe_is_refused(tmp_path: Path, settings: dict[str, str], words: str) -> None:
     for name, text in (("short", "secret\n"), ("empty", "# nothing\n"), ("good", TOKEN + "\n")):
-        (tmp_path / name).write_text(text)
+        write_private(tmp_path / name, text)
+    Path(write_private(tmp_path / "shown", TOKEN)).chmod(0o644)
     own = {
         f"KVSTORE__REMOTE__{name}": str(tmp_path / value) if (tmp_path / value).is_file() else value
         for name, value in settings.items()
@@ -200,7 +203,8 @@ def test_a_start_that_would_be_unsafe_is_refused(tmp_path: Path, settings: dict[
 def test_a_hashed_token_is_as_good(tmp_path: Path) -> None:
     import hashlib
 
-    (tmp_path / "tokens").write_text(f"# ours\nsha256:{hashlib.sha256(TOKEN.encode()).hexdigest()}  # the engine's\n")
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    write_private(tmp_path / "tokens", f"# ours\nsha256:{digest}  # the engine's\n")
     own = {"KVSTORE__REMOTE__ADDRESS": "127.0.0.1:0", "KVSTORE__REMOTE__TOKEN_FILE": str(tmp_path / "tokens")}
     sidecar = Sidecar("--capacity", "16 MiB", environment={**os.environ, **own})
     with sidecar:

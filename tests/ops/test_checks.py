@@ -25,6 +25,8 @@ BAD = {
     "eval": "kvstore/x.py|eval('1')\n",
     "one way": "kvstore/catalog/x.py|from kvstore.controller import Controller\n",
     "server's rooms": "clients/kvstore_client/x.py|import kvstore.controller\n",
+    "compares digest by ==": "kvstore/remote/x.py|if digest == given: pass\n",
+    "compares secret by ==": "kvstore/server/x.py|x = session.secret != other\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
     "at most 60": "kvstore/x.py|def f():\n" + "    x = 1\n" * 61,
 }
@@ -40,6 +42,8 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/seams/clock.py", "import time\ntime.sleep(1)\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore.controller import Controller\n") == []
     assert lint.check_source("ops/x.py", "import time\n") == []
+    assert lint.check_source("kvstore/remote/x.py", "parent == ROOT_DIGEST or spec == other\n") == []
+    assert lint.check_source("kvstore/catalog/x.py", "digest == other\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore import __version__, controller\n") == []
     assert lint.check_source("kvstore/server/x.py", "group.create_task(f())\n") == []
     assert lint.check_source("ops/x.py", "np.load('x', allow_pickle=False)\n") == []

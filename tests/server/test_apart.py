@@ -16,6 +16,7 @@ from kvstore.server import remote
 from kvstore.server.app import _stop
 from kvstore.server.remote import RemoteDoor
 from kvstore.server.tenant import Tenant
+from tests.security.tenancy import write_private
 
 TOKEN = "a token of sixteen or more".replace(" ", "-")
 
@@ -64,7 +65,7 @@ async def test_a_remote_plane_that_does_not_come_back_is_tried_again_and_ends_no
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(remote, "RESTART_PAUSE_S", 0.01)
-    (tmp_path / "tokens").write_text(TOKEN + "\n")
+    write_private(tmp_path / "tokens", TOKEN)
     flags = {"remote.address": "127.0.0.1:0", "remote.token_file": str(tmp_path / "tokens")}
     settings = load(None, {"XDG_STATE_HOME": str(tmp_path)}, flags).settings
     door = RemoteDoor(settings, {"default": settings}, SystemClock())

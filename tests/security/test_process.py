@@ -1,0 +1,126 @@
+"""What others on the host can learn of the service's processes and files: nothing."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.remote import tokens
+from kvstore.remote.tokens import Tokens, read_tokens
+from tests.security.tenancy import write_private
+from tests.server.confined import confined
+from tests.server.raw import eventually
+from tests.specs import random_cache, small_spec, tokens_of
+
+PEEK = """
+import ctypes, os, sys
+for right in range(64):
+    ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP: what runs after exec has no rights but its user's
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def ordinary(*command: str) -> subprocess.Popen[bytes]:
+    """A process of this user without the rights of root."""
+    return subprocess.Popen([sys.executable, "-c", PEEK, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def peek(pid: int, name: str) -> bytes:
+    """What another process of the same user reads of a process."""
+    with ordinary("/bin/cat", f"/proc/{pid}/{name}") as reader:
+        return reader.communicate(timeout=30)[0]
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar started by somebody whose files anybody may read."""
+    tokens_file = write_private(tmp_path_factory.mktemp("tokens") / "tokens", "a-token-of-some-length")
+    own = {"KVSTORE__REMOTE__ADDRESS": "127.0.0.1:0", "KVSTORE__REMOTE__TOKEN_FILE": tokens_file}
+    before = os.umask(0)
+    try:
+        with confined(2048, 2048, "--capacity", "16 MiB", nvme="16 MiB", **own) as (sidecar, line):
+            os.umask(before)
+            assert "ready" in line
+            yield sidecar
+    finally:
+        os.umask(before)
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_memory_and_secrets_of_its_processes_are_closed_to_others_of_the_same_user(careless: Sidecar) -> None:
+    with ordinary("/bin/sleep", "60") as open_to_all:
+        eventually(lambda: bool(peek(open_to_all.pid, "maps")))
+        open_to_all.kill()
+    pids = [careless.pid, *children(careless.pid)]
+    assert len(pids) >= 4, "the server, its byte movers and the remote plane"
+    for pid in pids:
+        assert peek(pid, "environ") == b"", pid
+        assert peek(pid, "maps") == b"", pid
+
+
+def test_its_files_are_its_own_whatever_the_umask_was(careless: Sidecar) -> None:
+    spec = small_spec()
+    with connect(careless.socket_address) as client:
+        client.store(spec, tokens_of(160), random_cache(spec, 160)).wait(20)
+    made = [path for path in careless.directory.rglob("*") if path.name != "log"]
+    assert {"lock", "run", "nvme", "kvstore.sock", "data.sock"} <= {path.name for path in made}
+    assert any(path.suffix == ".kvs" for path in made)
+    for path in made:
+        assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
+def test_a_token_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = Path(write_private(tmp_path / "tokens", "a-token-of-some-length"))
+    assert len(read_tokens(path, "remote.token_file")) == 1
+    path.chmod(mode)
+    with pytest.raises(InvalidRequest, match=r"remote\.token_file.*chmod 600") as caught:
+        read_tokens(path, "remote.token_file")
+    assert "a-token" not in caught.value.message
+
+
+def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "binary").write_bytes(b"\xff" * 40)
+    (tmp_path / "binary").chmod(0o600)
+    long = write_private(tmp_path / "long", "a-token-of-some-length\n" * 60_000)
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", tmp_path / "binary", Path(long)):
+        with pytest.raises(InvalidRequest, match=r"remote\.token_file"):
+            read_tokens(path, "remote.token_file")
+
+
+@pytest.mark.parametrize("given", ["the-first-of-the-tokens", "the-last-of-the-tokens", "none-of-them-all"])
+def test_every_token_is_compared_in_constant_time_whatever_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """``==`` would tell by its time how many bytes were right."""
+    known = Tokens()
+    for tenant, text in (("a", "the-first-of-the-tokens"), ("b", "the-last-of-the-tokens")):
+        known.add(tenant, read_tokens(Path(write_private(tmp_path / tenant, text)), "t"), "t")
+    compared: list[Any] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(tokens, "hmac", type("counted", (), {"compare_digest": staticmethod(compare)}))
+    if given.startswith("none"):
+        with pytest.raises(Unauthenticated):
+            known.tenant(f"Bearer {given}")
+    else:
+        assert known.tenant(f"Bearer {given}") == ("a" if "first" in given else "b")
+    assert len(compared) == 2
