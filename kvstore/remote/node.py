@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 
 from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
+from kvstore.remote.inbox import TENANT_MESSAGES, Inbox
 from kvstore.remote.session import Session
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
@@ -30,6 +31,7 @@ class Node:
         self._regions: dict[int, Bytes] = {}
         self._growing = asyncio.Lock()
         self._sessions: dict[bytes, Session] = {}
+        self.inbox = Inbox(TENANT_MESSAGES, "tenant")
         self.models: dict[bytes, ModelSpec] = {}
         self.generations = np.empty(0, np.uint64)
         options = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))

@@ -24,7 +24,7 @@ _NOT_READING = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATE
 
 class Receiving:
     """One stream. While the sidecar copies a message's bytes out of staging, the next one is received: at most two
-    segments of staging are in use."""
+    segments of staging are in use. A message is in this process's memory while it has room in the inboxes."""
 
     def __init__(self, node: Node, session: Session, stall_s: float) -> None:
         self._node = node
@@ -37,12 +37,18 @@ class Receiving:
         the ones that were sent, DeadlineExceeded for a writer that stalls, and what the sidecar refuses."""
         byte_count = 0
         try:
-            while (message := await self._next(context)) is not None:
-                byte_count += await self._take(message)
+            while (staged := await self._staged(context)) is not None:
+                byte_count += await self._fill(*staged)
             await self._filled()
         finally:
             await self._settle()
         return byte_count
+
+    async def _staged(self, context: Any) -> tuple[rpb.StoreBytesRequest, Segment, int] | None:
+        """The next message's fields, and its bytes in staging. None at the end."""
+        async with self._session.inbox.room(self._stall_s), self._node.inbox.room(self._stall_s):
+            message = await self._next(context)
+            return None if message is None else await self._take(message)
 
     async def _next(self, context: Any) -> bytes | None:
         try:
@@ -54,7 +60,7 @@ class Receiving:
             ) from None
         return None if message is grpc.aio.EOF else message
 
-    async def _take(self, message: bytes) -> int:
+    async def _take(self, message: bytes) -> tuple[rpb.StoreBytesRequest, Segment, int]:
         fields, data = split_message(rpb.StoreBytesRequest, message)
         if sum(run.byte_count for run in fields.runs) != data.size or not data.size:
             raise InvalidRequest(f"the runs of a message must be its {data.size} bytes of data")
@@ -62,6 +68,10 @@ class Receiving:
             raise DataLoss("the bytes of a message are not the ones that were sent: store again")
         segment = await self._session.take_segment(-(-data.size // SEGMENT_BYTES) * SEGMENT_BYTES)
         np.copyto(segment.bytes[: data.size], data)
+        return fields, segment, int(data.size)
+
+    async def _fill(self, fields: rpb.StoreBytesRequest, segment: Segment, byte_count: int) -> int:
+        """Have the sidecar fill from staging, once it is done with the message before."""
         try:
             await self._filled()
         except BaseException:
@@ -77,7 +87,7 @@ class Receiving:
             place += run.byte_count
         call = self._node.store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
         self._filling = (call, segment)
-        return int(data.size)
+        return byte_count
 
     async def _filled(self) -> None:
         """Wait for the fill before."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import Unavailable, from_status
+from kvstore.remote.inbox import SESSION_MESSAGES, Inbox
 from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.wire import METADATA_SESSION
 
@@ -39,6 +40,7 @@ class Session:
         self.session_id = 0
         self.server_pid = 0
         self.stream_count = 0
+        self.inbox = Inbox(SESSION_MESSAGES, "session")
         self.is_open = True
 
     @staticmethod

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from kvstore.keys import chain_digests, fingerprint
+from kvstore.remote.inbox import SESSION_MESSAGES
 from kvstore.spec import Durability, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
@@ -443,6 +445,18 @@ def test_bad_store_streams_are_refused(remote: Sidecar) -> None:
         ).byte_count == len(data)
         assert status(lambda: [peer.call("stream_unary", "StoreBytes", iter([good]), timeout=10)]) == "INVALID_ARGUMENT"
     until(lambda: left(remote) == (0,) * 7)
+
+
+def test_more_streams_than_messages_have_room_store_all_that_they_bring(remote: Sidecar) -> None:
+    """They take turns."""
+    prompts = [(tokens_of(40, 900 + number), random_cache(SPEC, 40, number)) for number in range(SESSION_MESSAGES * 3)]
+    with connect(remote.address) as client, ThreadPoolExecutor(len(prompts)) as threads:
+        receipts = list(threads.map(lambda each: client.store(SPEC, *each), prompts))
+        assert [receipt.wait(30.0) for receipt in receipts] == [Durability.MEMORY] * len(prompts)
+        for tokens, kv in prompts:
+            fetched = client.fetch(SPEC, tokens)
+            assert fetched.token_count == 40
+            assert all((bits(k) == ours[0]).all() for (k, _), ours in zip(fetched, kv, strict=True))
 
 
 @pytest.mark.parametrize(
