@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import WorkerThreads
+from kvstore.seams.jobs import begun
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1alpha import admin_pb2
 from kvstore_client.awaiting import ended
@@ -32,7 +33,7 @@ async def connect_async(
     """Like ``connect``, for asyncio."""
     threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
     try:
-        future = threads.submit(lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
+        future = begun(threads, lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
         return AsyncClient(await asyncio.wrap_future(future), threads)
     except BaseException:
         threads.close()
@@ -55,7 +56,7 @@ class AsyncClient:
         if awaited is not None:
             found: Result = await awaited(self, function.__self__, *args, **options)  # type: ignore[attr-defined]  # bound
             return found
-        future = self._threads.submit(lambda: function(*args, **options))
+        future = begun(self._threads, lambda: function(*args, **options))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -67,10 +68,7 @@ class AsyncClient:
         for whoever has its bytes."""
         found = None if future.cancelled() or future.exception() is not None else future.result()
         if isinstance(found, Match) and found.ticket:
-            try:
-                self._threads.submit(self.client.release_ticket, found.ticket)
-            except RuntimeError:
-                return  # the client is being closed
+            begun(self._threads, self.client.release_ticket, found.ticket)  # unless the client is being closed
 
     async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
         """See ``Client.lookup``."""

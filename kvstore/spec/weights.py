@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
 from kvstore.seams import WorkerThreads
+from kvstore.seams.jobs import begun
 
 DOMAIN = b"kvstore/weights/2\0"
 PIECE_BYTES = 256 << 10
@@ -47,7 +48,7 @@ def digested(state: Mapping[str, Any]) -> Digested:
     names = sorted(state)
     threads = WorkerThreads(min(THREADS, os.cpu_count() or 1), "kvstore-digest")
     try:
-        pieces = [each.result() for each in [threads.submit(lambda name=name: _pieces(state[name])) for name in names]]
+        pieces = [each.result() for each in [begun(threads, lambda name=name: _pieces(state[name])) for name in names]]
     finally:
         threads.close()
     hasher = blake3(DOMAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kvstore.arena import Arena, Placement, Staging, prefault
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SystemMemory
 from kvstore.seams.memory import POISON, Mapping
+from tests.faulty_workers import FaultyWorkers, cancelled, refused
 
 PAGE = 4096
 
@@ -116,6 +118,16 @@ async def test_prefault_stops_when_memory_is_short_and_the_arena_still_serves() 
     assert arena.prefaulted_bytes == 32 << 20
     for _ in range(2):
         assert arena.allocate((PAGE, 30 << 20)) is not None
+
+
+@pytest.mark.parametrize("way", [refused, cancelled], ids=lambda way: way.__name__)
+async def test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves(way: Any) -> None:
+    arena = Arena(BytearrayMemory(), FaultPoints(), capacity_bytes=64 << 20, region_bytes=64 << 20)
+    workers = FaultyWorkers()
+    workers.fail(way, 1)
+    await prefault(arena, workers, ManualClock(), lambda: 1 << 40)
+    assert (arena.prefaulted_bytes, len(workers.names)) == (16 << 20, 2)
+    assert arena.allocate([1 << 20]) is not None
 
 
 async def test_prefault_ends_without_an_error_when_the_machine_shares_no_more_memory() -> None:

@@ -3,6 +3,7 @@ call returns nothing touches the caller's tensors, or staging that is somebody e
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,10 +16,11 @@ from kvstore_client import Client, connect, copying
 from kvstore_client.copying import Copier
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.spec import Durability
 from tests.faulty_workers import WAYS, FaultyWorkers, Job, lost, refused
+from tests.seams.test_jobs import no_more_threads
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -255,3 +257,70 @@ def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig) -> None:
     assert not session.is_usable
     assert put_once(rig.client, tokens, kv) == (Durability.MEMORY, COUNT)
     rig.assert_right(tokens, kv, whole=True)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_values_of_which_a_job_fails_are_whole_or_nothing(rig: Rig, way: Any) -> None:
+    data = np.random.default_rng(next(_seeds)).integers(0, 256, 9 << 20, np.uint8)  # three chunks
+
+    def put(key: str) -> bool:
+        return rig.client.put_bytes("threads", key, data, durability=Durability.MEMORY).wait(WAIT_S) > Durability.NONE
+
+    def get(client: Client, key: str) -> Any:
+        return client.get_bytes("threads", key, verify=True)
+
+    for workers in (rig.copies, rig.commits):
+        for target in range(job_count(workers, lambda: put(f"clean {way.__name__}"))):
+            key = f"{way.__name__} {id(workers)} {target}"
+            workers.fail(way, target)
+            try:
+                is_kept = put(key)
+            except (KVStoreError, OSError, MemoryError, RuntimeError):
+                is_kept = False
+            rig.threads.assert_idle()
+            found = get(rig.other, key)
+            assert (found is not None) == is_kept
+            assert found is None or (found == data).all()
+    assert put("whole")
+    for target in range(job_count(rig.copies, lambda: get(rig.client, "whole"))):
+        rig.copies.fail(way, target)
+        try:
+            found = get(rig.client, "whole")
+        except KVStoreError:
+            found = None
+        rig.threads.assert_idle()
+        assert found is None or (found == data).all()
+    assert (get(rig.client, "whole") == data).all()
+
+
+def test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error(
+    rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, kv = rig.stored()
+    held = rig.client.lookup(SPEC, tokens, hold=True)
+    assert held.ticket is not None
+    fresh, cache = rig.fresh()
+    writers = [rig.client.start_store(SPEC, fresh, shards=2)]
+    writers.append(rig.client.join_store(writers[0].ticket, 1))
+    for writer, heads in zip(writers, [(0, 1), (1, 2)], strict=True):
+        for layer, (k, v) in enumerate(cache):
+            writer.put_layer(layer, (k[slice(*heads)], v[slice(*heads)]), heads=heads)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(Unavailable, match="thread"):
+            rig.client.start_fetch(held.ticket)
+        with pytest.raises(Unavailable, match="thread"):
+            rig.client.watch()
+        with pytest.raises(KVStoreError):
+            connect(sidecar.address, timeout_s=2.0)
+        absent = connect(sidecar.address, timeout_s=2.0, required=False)
+        assert absent.fetch(SPEC, tokens).token_count == 0
+        receipt = writers[0].commit()
+        assert receipt.wait(WAIT_S) is Durability.NONE
+        assert "thread" in receipt.reason
+    writers[1].abort()
+    absent.close()
+    rig.client.release_ticket(held.ticket)
+    rig.assert_right(fresh, cache, whole=False)
+    rig.assert_balanced()
+    assert_same(rig.client.fetch(SPEC, tokens), kv, COUNT)

@@ -13,6 +13,7 @@ from kvstore_client.engines.vllm.embeddings import ITEM_COUNT_MAX, WAIT_S_MAX, F
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.seams import ManualClock
+from tests.faulty_workers import FaultyWorkers, cancelled, refused
 from tests.specs import small_spec
 
 SPEC = small_spec(model_id="seeing", layers=())
@@ -51,6 +52,17 @@ def kept(client: Client) -> Any:
     embeddings = torch.randn(8, 32).to(torch.bfloat16)
     client.put_encoder(SPEC, "cat", embeddings).wait(10)
     return embeddings
+
+
+@pytest.mark.parametrize("way", [refused, cancelled], ids=lambda way: way.__name__)
+def test_an_item_that_no_thread_fetches_is_encoded(client: Client, kept: Any, way: Any) -> None:
+    threads = FaultyWorkers()
+    fetching = Fetching(client, SPEC, threads=threads)
+    threads.fail(way)
+    assert fetching.are_settled("a", [("cat", 8)])
+    assert not fetching.has("cat")
+    assert fetching.are_settled("b", [("cat", 8)])
+    assert fetching.has("cat"), "the next request asks again"
 
 
 def test_a_request_waits_for_what_is_on_its_way(client: Client, kept: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
-from kvstore.seams.jobs import begun
+from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import Patience
@@ -142,11 +142,11 @@ class Fetching:
 
 
 def _arrived(arrival: Future[Any]) -> Any:
-    try:
-        return arrival.result()
-    except KVStoreError as error:
-        _log.warning("kvstore: %s; the item is encoded", error.message)
+    failure = failure_of(arrival)
+    if failure is not None:
+        _log.warning("kvstore: %s; the item is encoded", failure.message)
         return None
+    return arrival.result()
 
 
 class Keeping:

@@ -1,0 +1,156 @@
+"""Every place that hands work to movers, threads or lanes, and the test that has that work fail. A place that is not in
+the list makes this test fail: work that nobody saw fail is work whose failure nobody handles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOTS = ("kvstore", "clients", "kernels")
+CALLS = {
+    "begun", "done", "commit_beside", "submit", "run_in_executor", "to_thread", "wrap_future", "start_thread",
+    "Thread", "Timer", "Process", "ThreadPoolExecutor", "ProcessPoolExecutor", "fork", "run_read",
+}  # fmt: skip
+BY_RECEIVER = {"_copier.split", "copier.split", "self._run"}
+"""Calls whose name alone does not tell: the client's copies, and the device's jobs."""
+FROM_HERE = ("begun", "done")
+"""Functions of ``kvstore.seams.jobs``: other things have these names, too."""
+
+MOVERS = "tests/seams/test_movers.py::test_movers"
+JOBS = "tests/seams/test_jobs.py::test_a_refusal_is_how_the_job_ended"
+THREADS = "tests/seams/test_jobs.py::test_a_call_that_found_no_thread_never_runs"
+STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served"
+DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
+PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
+FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
+LAYERS = "tests/e2e/test_failing_threads.py::test_layers_of_which_a_copy_fails_are_not_shown"
+STORE = "tests/e2e/test_failing_threads.py::test_a_store_of_which_a_job_fails_keeps_what_is_right_or_nothing"
+VALUES = "tests/e2e/test_failing_threads.py::test_values_of_which_a_job_fails_are_whole_or_nothing"
+NO_THREAD = "tests/e2e/test_failing_threads.py::test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error"
+ENCODER = "tests/engines/test_vllm_embeddings.py::test_an_item_that_no_thread_fetches_is_encoded"
+PROCESS = "tests/e2e/test_remote.py::test_the_remote_planes_process_ends_with_the_sidecar"
+
+SITES = {
+    ("kvstore/seams/jobs.py", "begun"): JOBS,
+    ("kvstore/seams/jobs.py", "done"): JOBS,
+    (
+        "kvstore/seams/jobs.py",
+        "given_up",
+    ): "tests/seams/test_jobs.py::test_jobs_that_are_given_up_do_not_run_afterwards",
+    ("kvstore/seams/scheduler.py", "WorkerThreads.__init__"): THREADS,
+    ("kvstore/seams/scheduler.py", "WorkerThreads.submit"): THREADS,
+    ("kvstore/seams/scheduler.py", "start_thread"): NO_THREAD,
+    ("kvstore/seams/movers/child.py", "_Mover._order_lane"): MOVERS,
+    ("kvstore/seams/movers/processes.py", "MoverProcesses._start"): MOVERS,
+    ("kvstore/seams/movers/processes.py", "Lane._submit_here"): MOVERS,
+    ("kvstore/remote/__main__.py", "_serve"): PROCESS,
+    ("kvstore/arena/prefault.py", "prefault"): PREFAULT,
+    ("kvstore/controller/storing.py", "Storing._start"): STORES,
+    ("kvstore/controller/promotion.py", "Promotion._finish"): DEVICE,
+    ("kvstore/controller/scrub.py", "Scrub._is_intact"): DEVICE,
+    ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
+    ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
+    ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,
+    ("kvstore/tiers/nvme/sync.py", "GroupSync.wait"): DEVICE,
+    **{
+        ("kvstore/tiers/nvme/tier.py", f"NvmeTier.{name}"): DEVICE
+        for name in ("__init__", "_run", "run_read", "_encoded", "_erase", "_fill", "_find_room", "open", "renew")
+    },
+    ("kvstore/tiers/nvme/erasures.py", "Erasures.note"): DEVICE,
+    ("kvstore/tiers/nvme/erasures.py", "Erasures.tidy"): DEVICE,
+    ("clients/kvstore_client/copying.py", "commit_beside"): STORE,
+    ("clients/kvstore_client/copying.py", "_OwnThread.submit"): NO_THREAD,
+    ("clients/kvstore_client/copying.py", "Copier.submit"): FETCH,
+    ("clients/kvstore_client/copying.py", "Copier.split"): FETCH,
+    ("clients/kvstore_client/fetching.py", "_copied"): FETCH,
+    ("clients/kvstore_client/fetching.py", "Landing._copy"): LAYERS,
+    ("clients/kvstore_client/starting.py", "Means.keep.run"): STORE,
+    ("clients/kvstore_client/storing.py", "Store._copy_batch"): STORE,
+    ("clients/kvstore_client/writer.py", "StoreWriter._copy"): STORE,
+    ("clients/kvstore_client/writer.py", "StoreWriter.commit"): STORE,
+    ("clients/kvstore_client/remote/storing.py", "RemoteStore._outgoing"): STORE,
+    ("clients/kvstore_client/opaque.py", "OpaqueCalls.put_pieces.run"): VALUES,
+    ("clients/kvstore_client/reading.py", "Reader._copy"): VALUES,
+    ("clients/kvstore_client/session.py", "Session.__init__"): NO_THREAD,
+    ("clients/kvstore_client/remote/session.py", "RemoteSession.__init__"): NO_THREAD,
+    ("clients/kvstore_client/returns.py", "Returns.start"): NO_THREAD,
+    ("clients/kvstore_client/feed.py", "Feed.__init__"): NO_THREAD,
+    ("clients/kvstore_client/transfer.py", "Transfer.start"): NO_THREAD,
+    ("clients/kvstore_client/engines/vllm/embeddings.py", "Fetching._ask"): ENCODER,
+}
+MOVES_NO_BYTES = {
+    (
+        "kvstore/tiers/nvme/tier.py",
+        "NvmeTier.scan",
+    ): "for tests of the tier's contract: nothing of the service calls it",
+    ("kvstore/spec/weights.py", "digested"): "raises what a job raised; a digest of less is no digest",
+    ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
+    ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",
+    ("clients/kvstore_client/aio.py", "AsyncClient._drop"): "a ticket that is not released expires",
+    ("clients/kvstore_client/aio.py", "AsyncClient.aclose"): "raises where no thread can be had",
+    ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
+    ("clients/kvstore_client/engines/vllm/scheduler.py", "SchedulerSide._ask"): "a look-up: refused, it is a miss",
+    (
+        "clients/kvstore_client/engines/vllm/scheduler.py",
+        "SchedulerSide._forget",
+    ): "a ticket that is not released expires",
+    (
+        "clients/kvstore_client/engines/vllm/scheduler.py",
+        "SchedulerSide._release",
+    ): "a ticket that is not released expires",
+    (
+        "clients/kvstore_client/engines/vllm/tier.py",
+        "KVStoreTier._submit",
+    ): "whole calls: a job that failed moved no block",
+}
+"""Whole calls beside an engine's thread, or nothing that is stored: no test of theirs here, and why."""
+
+
+def sites() -> Iterator[tuple[tuple[str, str], str]]:
+    """((file, function), call) of each place."""
+    for root in ROOTS:
+        for file in sorted((ROOT / root).rglob("*.py")):
+            text = file.read_text()
+            tree = ast.parse(text)
+            path = str(file.relative_to(ROOT))
+            yield from ((site, call) for site, call in _in(tree, path, ()) if "jobs import" in text or _counts(call))
+
+
+def _counts(call: str) -> bool:
+    return call.split("(")[0].split(".")[-1] not in FROM_HERE
+
+
+def _in(node: ast.AST, path: str, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, str], str]]:
+    for child in ast.iter_child_nodes(node):
+        is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        inner = (*names, child.name) if is_named else names  # type: ignore[attr-defined]
+        if isinstance(child, ast.Call):
+            called = ast.unparse(child.func)
+            name = called.rsplit(".", 1)[-1]
+            is_job = name in CALLS and not (name in FROM_HERE and "." in called)
+            if is_job or any(called.endswith(each) for each in BY_RECEIVER):
+                yield (path, ".".join(names)), ast.unparse(child)
+        yield from _in(child, path, inner)
+
+
+def test_every_submission_is_in_the_list_and_every_entry_is_a_submission() -> None:
+    assert {site for site, _ in sites()} == {*SITES, *MOVES_NO_BYTES}
+
+
+def test_only_the_seam_submits() -> None:
+    """A ``submit`` anywhere else could raise between two jobs."""
+    seams = {path for path, _ in SITES if path.startswith("kvstore/seams/")}
+    seams |= {"clients/kvstore_client/copying.py"}
+    for (path, function), call in sites():
+        if ".submit(" in call.split("(")[0] + "(" and path not in seams:
+            assert "_copier.submit(" in call, f"{path}: {function}: use kvstore.seams.jobs: {call}"
+
+
+@pytest.mark.parametrize("test", sorted(set(SITES.values())), ids=lambda test: test.rsplit("::", 1)[-1])
+def test_the_tests_that_are_named_are_there(test: str) -> None:
+    path, name = test.split("::")
+    assert f"def {name}(" in (ROOT / path).read_text()
