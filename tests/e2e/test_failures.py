@@ -13,7 +13,7 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import Unavailable
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Durability, LayerSpec, MissReason, ModelSpec
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -58,10 +58,11 @@ def fetch_in_thread(client: Client, tokens: Any) -> tuple[threading.Thread, list
     return thread, results
 
 
-def assert_right_or_missing(fetched: Any, kv: list[Any]) -> None:
+def assert_right_or_missing(fetched: Any, kv: list[Any], token_count: int | None = None) -> None:
+    count = fetched.token_count if token_count is None else token_count
     for layer, (k, v) in enumerate(fetched):
-        assert (bits(k) == kv[layer][0][:, : fetched.token_count]).all()
-        assert (bits(v) == kv[layer][1][:, : fetched.token_count]).all()
+        assert (bits(k) == kv[layer][0][:, :count]).all()
+        assert (bits(v) == kv[layer][1][:, :count]).all()
 
 
 def test_use_after_free_is_a_miss() -> None:
@@ -83,6 +84,32 @@ def test_use_after_free_is_a_miss() -> None:
             assert fetched.token_count < tokens.size
             assert fetched.reason is MissReason.STALE
             assert_right_or_missing(fetched, kv)
+            layers_are_lost(client, other)
+
+
+def layers_are_lost(client: Client, other: Client) -> None:
+    """The same of a stream of layers: one whose chunks were lost under its copy is not shown."""
+    tokens, kv = large_cache(5)
+    other.store(large_spec(), tokens, kv).wait()
+    shown: list[int] = []
+    errors: list[BaseException] = []
+
+    def stream() -> None:
+        try:
+            for layer, planes in client.fetch_layers(large_spec(), tokens):
+                assert_right_or_missing([planes], [kv[layer]], tokens.size)
+                shown.append(layer)
+        except DataLoss as error:
+            errors.append(error)
+
+    pause = Pause(client)
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert pause.reached.wait(10.0)
+    assert other.store(large_spec(), *large_cache(6, 14)).wait(10.0) is Durability.MEMORY
+    pause.go.set()
+    thread.join(20.0)
+    assert (shown, [str(error) for error in errors]) == ([], ["a chunk was lost while layer 0 was copied"])
 
 
 def test_a_leased_chunk_is_not_evicted(local_sidecar: Sidecar) -> None:
