@@ -6,6 +6,10 @@ A word is written by one store, so a reader meets the old one or the new one, an
 is never taken out of a table: its news become 0, unknown, and another chunk may take its place. A table that is too
 full is copied into a larger one and marked as retired, which readers look at after they read.
 
+Words of another kind say which lengths the partial chunks of a parent have: 12 of them in the place of the news, under
+a tag that is mixed with which 12 they are (``lengths_tag``). A client computes the names that its tokens have at these
+lengths, and looks for them as for any chunk.
+
 A tag is not a name: beside a million chunks, one absent chunk in two billion is taken for one that is there. Then a
 fetch, which compares names in full, brings less than the lookup said.
 """
@@ -33,6 +37,9 @@ RETIRED, PARTIAL = 1, 2
 """Flags: another table took this one's place; some chunks found no word, so that what is not there may be stored."""
 NEWS_MASK, STATE_MASK, TAILS = 0xFFF, 0x3, 0x800
 """Of a word; and within the news, where the state is, and that partial chunks hang on this one."""
+LENGTHS_PER_WORD = 12
+TAIL_TOKENS_MAX = 1024
+"""The partial chunks of models with larger chunks are told of by calls: they would take too many words."""
 TAG_MASK = (1 << 64) - 1 - NEWS_MASK
 _TAG_SHIFT = 12
 _TOP_BIT = 1 << 63
@@ -98,6 +105,28 @@ def tags_of(salt: int, digests: bytes) -> Words:
     mixed &= np.uint64(TAG_MASK)
     mixed |= np.uint64(_TOP_BIT)
     return mixed
+
+
+def lengths_tag(salt: int, parent: bytes, group: int) -> int:
+    """The tag of the word that says which of LENGTHS_PER_WORD lengths the partial chunks after ``parent`` have."""
+    return tag_of(salt ^ (group + 1) * _SPREAD & _ALL_BITS, parent)
+
+
+@lru_cache(maxsize=256)
+def lengths_tags(salt: int, parent: bytes, chunk_tokens: int) -> Words:
+    """The tags of all such words of one parent. Kept, above all for the root."""
+    groups = range(-(-chunk_tokens // LENGTHS_PER_WORD))
+    return np.array([lengths_tag(salt, parent, group) for group in groups], np.uint64)
+
+
+def lengths_news(bits: int, group: int) -> int:
+    """What such a word says: of ``bits``, where bit n stands for n tokens, the group's."""
+    return bits >> group * LENGTHS_PER_WORD & NEWS_MASK
+
+
+def lengths_bits(news: NDArray[np.uint64]) -> int:
+    """What all such words of one parent say together."""
+    return sum(int(each) << group * LENGTHS_PER_WORD for group, each in enumerate(news.tolist()) if each)
 
 
 def slots_of(words: Words) -> int:

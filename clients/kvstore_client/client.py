@@ -28,7 +28,7 @@ from kvstore_client.remote.place import TLS, Place, place_of
 from kvstore_client.segments.calls import SegmentCalls
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.starting import Means
-from kvstore_client.tails import first_held, longest_tail, open_longest
+from kvstore_client.tails import first_held, longest_tail, open_longest, peeked_tail
 from kvstore_client.target import Places, given_places, target_of
 from kvstore_client.transfer import Held, pack_ticket
 from kvstore_client.transferring import TransferCalls
@@ -139,7 +139,11 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         if seen is None:
             return None
         step, count = spec.chunk_tokens, prompt.token_count
-        return Match(min(seen.hit_count * step, count), chunk_matches(seen.runs, step, 0, count))
+        prefix = min(seen.hit_count * step, count)
+        tail = peeked_tail(session.presence, name, prompt, prefix, seen)
+        if tail is None or (tail and hold):
+            return None
+        return Match(prefix + tail, chunk_matches(seen.runs, step, 0, count))
 
     def _lookup(self, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]]) -> Match:
         step, count = prompt.spec.chunk_tokens, prompt.token_count

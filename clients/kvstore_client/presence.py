@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.presence import NEWS_MASK, STATE_MASK, TAILS, Found, Words, find, pack_news, tags_of, unpack_news
+from kvstore.presence import (
+    NEWS_MASK,
+    STATE_MASK,
+    TAILS,
+    Found,
+    Words,
+    find,
+    lengths_bits,
+    lengths_tags,
+    pack_news,
+    tags_of,
+    unpack_news,
+)
 from kvstore.seams import Clock, SystemClock
 from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.spec import ChunkState, MissReason
@@ -77,7 +89,7 @@ class Presence:
         self._clock = clock or SystemClock()
         self._counting = threading.Lock()
         self._words: Words | None = None
-        self._token_count_max = 0
+        self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()
         self._told_s = self._asked_s = -math.inf
         self._is_closed = False
@@ -98,6 +110,7 @@ class Presence:
                 _log.warning("kvstore: lookups are calls: %r", error)
                 return
         self._token_count_max = int(reply["token_count_max"])
+        self._tail_tokens_max = int(reply.get("tail_tokens_max", 0))  # an earlier release's table has none
         self._words = mapping.bytes.view(np.uint64)
         self._asked_s = -math.inf
         if self._is_closed:
@@ -138,17 +151,33 @@ class Presence:
         return answers
 
     def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
-        """What the first of these chains, and the segments behind it, are said to be; counted. None where only a call
-        can tell, where it has something to hold, and where a partial chunk may go on with the first chain."""
+        """What the first of these chains, and the segments behind it, are said to be, with the lengths of the partial
+        chunks that may go on with the first; counted. None where only a call can tell, and where it has something to
+        hold."""
         seen = self.look_up(chains)
         if seen is None or (readers and seen[0].hit_count):
             return None
         if seen[0].has_tails and seen[0].hit_count < len(chains[0].digests):
-            return None
+            lengths = self._tail_lengths(chains[0], seen[0].hit_count)
+            if lengths is None:
+                return None
+            seen[0] = seen[0]._replace(tail_lengths=lengths)
         hits = sum(each.hit_count for each in seen)
         misses = sum(len(each.digests) for each in chains) - hits
         self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
         return seen[0]._replace(segments=seen[1:])
+
+    def _tail_lengths(self, chain: Chain, hit_count: int) -> bytes | None:
+        """Which lengths the partial chunks after the last hit have. None when only a call can tell."""
+        words = self._words
+        if words is None or chain.chunk_tokens > self._tail_tokens_max:
+            return None
+        parent = chain.digests[hit_count - 1] if hit_count else ROOT_DIGEST
+        found = find(words, lengths_tags(chain.salt, parent, chain.chunk_tokens))
+        if found is None or not found.is_whole:
+            return None
+        bits = lengths_bits(found.news)
+        return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
     def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
         """Which chunks are there, each by itself; counted. None when only a call can tell."""

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvstore.keys import ROOT_DIGEST
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.prefix import AnyPrefix, AnySession, open_prefix
+from kvstore_client.presence import Answer, Presence
 from kvstore_client.prompt import Prompt
 from kvstore_client.wanted import Wanted
 
@@ -86,6 +87,21 @@ def first_held(
     request = pb.LookupRequest(query=prompt.query(name, (), hidden_layers), tail_digests=b"".join(digests))
     reply: pb.LookupResponse = session.call(session.cache.Lookup, request, timeout_s)
     return reply.tail_found
+
+
+def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer) -> int | None:
+    """How many tokens the longest partial chunk after the prefix has, by what shows in shared memory; 0: there is none.
+    None when only a call can tell."""
+    needs_call = False
+
+    def held(digests: Sequence[bytes]) -> int:
+        nonlocal needs_call
+        found = presence.first_held(prompt.chain(name, ()).salt, digests)
+        needs_call |= found is None
+        return found or 0
+
+    tail = longest_tail(prompt, prefix, seen.hit_count, seen, held)
+    return None if needs_call else tail[0] if tail else 0
 
 
 def superseded(prompt: Prompt, beside: Iterable[pb.TailsBeside]) -> bytes:

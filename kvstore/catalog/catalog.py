@@ -187,7 +187,9 @@ class Catalog:
         self.spaces.show(namespace, digest)
         if namespace.is_tail(table.token_counts[row]):
             parent = parent_digest(table, row)
-            if namespace.tails.add(parent, row, table.token_counts):
+            is_first = namespace.tails.add(parent, row, table.token_counts)
+            self.spaces.show_tail(namespace, parent, table.token_counts[row])
+            if is_first:
                 self.spaces.show(namespace, parent)
 
     def moved(self, row: int, tier: Tier) -> None:
@@ -225,7 +227,9 @@ class Catalog:
         self.depart(namespace, digest, reason)
         if namespace.is_tail(table.token_counts[row]):
             parent = parent_digest(table, row)
-            if namespace.tails.remove(parent, row, table.token_counts):
+            is_last = namespace.tails.remove(parent, row, table.token_counts)
+            self.spaces.show_tail(namespace, parent, table.token_counts[row])
+            if is_last:
                 self.spaces.show(namespace, parent)
         namespace.ghosts[digest] = row
         self.forget_ghost(row)

@@ -11,7 +11,16 @@ from kvstore.catalog.namespace import Namespace, SpaceKey
 from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
-from kvstore.presence import PresenceTable, pack_news, tag_of, tags_of
+from kvstore.presence import (
+    LENGTHS_PER_WORD,
+    TAIL_TOKENS_MAX,
+    PresenceTable,
+    lengths_news,
+    lengths_tag,
+    pack_news,
+    tag_of,
+    tags_of,
+)
 from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
 
 ADOPTED_EVENTS_MAX = 1024
@@ -155,6 +164,13 @@ class Spaces:
         if space.is_looked_up:
             self.presence.put(tag_of(space.salt, digest), self.news(space, digest))
 
+    def show_tail(self, space: Namespace, parent: bytes, token_count: int) -> None:
+        """A partial chunk of so many tokens came or went: let clients see which lengths there are."""
+        if space.is_looked_up and space.spec.chunk_tokens <= TAIL_TOKENS_MAX:
+            group = token_count // LENGTHS_PER_WORD
+            bits = space.tails.bits(parent, self._table.token_counts)
+            self.presence.put(lengths_tag(space.salt, parent, group), lengths_news(bits, group))
+
     def news(self, space: Namespace, digest: bytes) -> int:
         """What a lookup says of a chunk whose chain hit so far, as the presence table has it."""
         has_tails = digest in space.tails
@@ -179,6 +195,9 @@ class Spaces:
             self.presence.put_all(tags_of(space.salt, b"".join(space.index)), news)
         for digest in (*space.tails, *space.departures):
             self.show(space, digest)
+        for parent in space.tails:
+            for token_count in range(0, space.spec.chunk_tokens, LENGTHS_PER_WORD):
+                self.show_tail(space, parent, token_count)
 
 
 def parent_digest(table: ChunkTable, row: int) -> bytes:

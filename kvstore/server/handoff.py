@@ -14,7 +14,7 @@ server's own.
     > {"op": "staging_close", "staging_id": 9}
     < {"op": "ok"}
     > {"op": "presence"}
-    < {"op": "presence", "bytes": n, "token_count_max": n}        + [presence table]
+    < {"op": "presence", "bytes": n, "token_count_max": n, "tail_tokens_max": n}   + [presence table]
     > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
 """
@@ -32,6 +32,7 @@ from typing import Any
 
 from kvstore.controller import Controller, Session
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
 from kvstore.server.outbox import Outbox, Unread, is_unread
 from kvstore.server.packets import (
@@ -222,7 +223,10 @@ class Handoff:
         if operation == "presence":
             self._outbox.room(connection, 1)
             mapping, most = controller.catalog.presence.mapping, controller.limits.token_count_max
-            reply = {"op": "presence", "bytes": mapping.bytes.size, "token_count_max": most}
+            reply = {
+                "op": "presence", "bytes": mapping.bytes.size, "token_count_max": most,
+                "tail_tokens_max": TAIL_TOKENS_MAX,
+            }  # fmt: skip
             return reply, [mapping.descriptor]
         raise InvalidRequest(f"{operation} is no question of an open session")
 

@@ -69,7 +69,7 @@ REPLIES: Mapping[str, Mapping[str, Shape]] = {
     "regions": {"regions": Rows(REGIONS_MAX)},
     "staging": {"staging_id": Number(), "bytes": Number()},
     "ok": {},
-    "presence": {"bytes": Number(), "token_count_max": Number()},
+    "presence": {"bytes": Number(), "token_count_max": Number(), "tail_tokens_max": Number()},
     "error": {"status": Text(32), "message": Text(MESSAGE_CHARACTERS_MAX)},
 }  # fmt: skip
 

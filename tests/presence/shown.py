@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from kvstore_client.presence import Answer, answer_of
 
 from kvstore.catalog import Catalog, Namespace
+from kvstore.catalog.spaces import parent_digest
 from kvstore.controller import LookupResult
 from kvstore.keys import ROOT_DIGEST
-from kvstore.presence import NEWS_MASK, TAG_MASK, find, tag_of, tags_of, unpack_news
+from kvstore.presence import LENGTHS_PER_WORD, NEWS_MASK, TAG_MASK, find, lengths_tag, tag_of, tags_of, unpack_news
 
 
 def difference(catalog: Catalog) -> str:
@@ -19,6 +20,11 @@ def difference(catalog: Catalog) -> str:
         if space.is_looked_up:
             for digest in {*space.index, *space.pending, *space.departures, *space.tails}:
                 expected[tag_of(space.salt, digest)] = catalog.spaces.news(space, digest)
+            for row in space.index.values():
+                count = catalog.table.token_counts[row]
+                if space.is_tail(count):
+                    tag = lengths_tag(space.salt, parent_digest(catalog.table, row), count // LENGTHS_PER_WORD)
+                    expected[tag] = expected.get(tag, 0) | 1 << count % LENGTHS_PER_WORD
     words = catalog.presence.known().tolist()
     shown = {word & TAG_MASK: word & NEWS_MASK for word in words}
     if len(shown) != len(words):

@@ -118,13 +118,28 @@ def test_a_store_in_flight_is_pending(client: Client) -> None:
 
 
 def test_ragged_tails_are_found(client: Client) -> None:
-    """A partial chunk that another prompt ended with: only a call tells how long it is."""
+    """A partial chunk that another prompt ended with, after a chunk and after the root, without a call."""
     spec, tokens = small_spec(model_id="tails"), tokens_of(4 * STEP)
     short = tokens_of(60, seed=3)
     for part in (tokens[: 2 * STEP + 7], short[:5]):
         client.store(spec, part, random_cache(spec, len(part))).wait()
     assert agreed(client, spec, tokens).prefix_token_count == 2 * STEP + 7
     with no_calls(client):
+        assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP + 7
+        assert client.lookup(spec, tokens[: 2 * STEP + 6]).prefix_token_count == 2 * STEP
+        assert client.lookup(spec, short).prefix_token_count == 5
+        assert client.lookup(spec, tokens_of(60, seed=4)).chunks[0].reason is MissReason.COLD
+        assert client.peek(spec, tokens).prefix_token_count == 2 * STEP + 7
+        assert client.peek(spec, short).prefix_token_count == 5
+        assert client.peek(spec, short, hold=True) is None, "there is something to hold"
+        assert client.peek(spec, tokens_of(60, seed=4), hold=True).prefix_token_count == 0
+    presence = client.connect_now().presence
+    told, presence._tail_tokens_max = presence._tail_tokens_max, 0  # an earlier release's table tells no lengths
+    try:
+        assert client.peek(spec, tokens) is None
+        assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP + 7
+    finally:
+        presence._tail_tokens_max = told
         assert client.lookup(spec, tokens[: 2 * STEP]).prefix_token_count == 2 * STEP
         assert client.lookup(spec, tokens[: 2 * STEP + 7]).prefix_token_count == 2 * STEP + 7
     assert agreed(client, spec, short).prefix_token_count == 5, "of the root, too"
