@@ -45,7 +45,7 @@ MUTANTS = [
         "        answers = [self._heard(control) for control in told] if is_answered else []\n",
         "        answers: list[bytes] = []\n",
         "the arena is sealed before all movers can write to it",
-        of("memory_that_is_sealed_for_everybody_else_is_written_by_movers"),
+        of("memory_is_sealed_when_movers_that_are_late_have_it"),
     ),
     Mutant(
         "movers-that-ended-are-waited-for",

@@ -18,6 +18,8 @@ DIRECTORY = "kvstore/tiers/nvme/directory.py"
 DESCRIPTORS = "kvstore/server/descriptors.py"
 OUTBOX = "kvstore/server/outbox.py"
 T_DESCRIPTORS = "tests/server/test_descriptors.py"
+APP = "kvstore/server/app.py"
+T_PROCESS = "tests/security/test_process.py"
 T_SESSIONS = "tests/security/test_sessions.py"
 T_TENANTS = "tests/security/test_tenants.py"
 T_REMOTE = "tests/e2e/test_remote.py"
@@ -150,7 +152,7 @@ MUTANTS = [
     Mutant(
         "token-of-two-tenants",
         TOKENS,
-        "                if digest == known and owner != tenant:\n",
+        "                if owner != tenant and hmac.compare_digest(digest, known):\n",
         "                if False:\n",
         "a token of one tenant opens another's door",
         (f"{T_TENANTS}::test_a_start_that_would_mix_tenants_is_refused",),
@@ -219,8 +221,8 @@ MUTANTS = [
         OUTBOX,
         "        if sent.reply_count >= REPLIES_AHEAD:\n",
         "        if False:\n",
-        "one client's unread answers take the descriptors that all clients need",
-        (f"{T_DESCRIPTORS}::test_answers_that_nobody_reads_cost_nobody_else_a_session_or_memory",),
+        "one client's unread answers take memory, and the descriptors that all clients need",
+        ("tests/server/test_handoff.py::test_a_client_is_sent_a_few_answers_ahead_of_what_it_reads",),
     ),
     Mutant(
         "soft-limit-as-it-was",
@@ -245,5 +247,45 @@ MUTANTS = [
         "        return type(value) is int and 0 <= value\n",
         "a number in a packet overflows what it is added to",
         ("tests/server/test_packets.py::test_a_number_beyond_its_limit_is_refused_by_name",),
+    ),
+    Mutant(
+        "descriptors-that-nobody-reads",
+        OUTBOX,
+        "        if sum(each.descriptor_count for each in self._sent.values()) + wanted <= self._most:\n",
+        "        if True:\n",
+        "a few clients' unread answers take the descriptors that the kernel lets a user have on their way",
+        (f"{T_DESCRIPTORS}::test_answers_that_nobody_reads_cost_nobody_else_a_session_or_memory",),
+    ),
+    Mutant(
+        "token-compared-by-its-bytes",
+        TOKENS,
+        "            if hmac.compare_digest(digest, given):\n",
+        "            if digest == given:\n",
+        "the time that a refusal takes says how much of a token was right",
+        (f"{T_PROCESS}::test_every_token_is_compared_in_constant_time_whatever_was_found",),
+    ),
+    Mutant(
+        "processes-that-others-may-read",
+        APP,
+        "    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)\n",
+        "    pass\n",
+        "any process of the same user reads every tenant's secret and cache",
+        (f"{T_PROCESS}::test_memory_and_secrets_of_its_processes_are_closed_to_others_of_the_same_user",),
+    ),
+    Mutant(
+        "remote-plane-that-others-may-read",
+        "kvstore/remote/__main__.py",
+        "PR_SET_DUMPABLE, 0, 0, 0, 0)",
+        "PR_SET_DUMPABLE, 1, 0, 0, 0)",
+        "any process of the same user reads tokens and caches",
+        (f"{T_PROCESS}::test_memory_and_secrets_of_its_processes_are_closed_to_others_of_the_same_user",),
+    ),
+    Mutant(
+        "files-that-others-may-read",
+        APP,
+        "    os.umask(0o077)\n",
+        "",
+        "what is stored is read by everybody on the machine",
+        (f"{T_PROCESS}::test_its_files_are_its_own_whatever_the_umask_was",),
     ),
 ]

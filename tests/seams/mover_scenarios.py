@@ -122,6 +122,27 @@ def memory_that_is_sealed_for_everybody_else_is_written_by_movers(movers: MoverP
     target.close()
 
 
+def memory_is_sealed_when_movers_that_are_late_have_it(movers: MoverProcesses, _: Path) -> None:
+    """Once it is sealed nobody can map it to write any more."""
+    for pid in movers.pids:
+        os.kill(pid, signal.SIGSTOP)
+    going_on = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGCONT) for pid in movers.pids])
+    going_on.start()
+    memory = SystemMemory(movers)
+    target = memory.read_only_to_others("target", 4096)
+    going_on.join()
+    source = memory.writable_by_others("source", 4096)
+    source.bytes[:] = 21
+
+    async def scenario(lane: Lane) -> None:
+        assert await done(lane, double, source.bytes, target.bytes) in movers.pids
+        assert (target.bytes == 42).all()
+
+    run(movers, scenario)
+    source.close()
+    target.close()
+
+
 def memory_of_this_process_alone_is_worked_on_here(movers: MoverProcesses, _: Path) -> None:
     shared = SystemMemory(movers).writable_by_others("source", 4096)
     shared.bytes[:] = 4
@@ -388,6 +409,7 @@ def meet(_memory: np.ndarray) -> int:
 
 SCENARIOS = (
     memory_that_is_sealed_for_everybody_else_is_written_by_movers,
+    memory_is_sealed_when_movers_that_are_late_have_it,
     memory_of_this_process_alone_is_worked_on_here,
     what_is_taken_back_is_let_go_by_the_movers,
     a_number_is_never_taken_for_a_later_file,

@@ -175,6 +175,18 @@ def babble(door: Handoff) -> None:
         door.send(b'{"op": "nonsense"}')
 
 
+def test_a_client_is_sent_a_few_answers_ahead_of_what_it_reads(own_sidecar: Sidecar) -> None:
+    """Small ones, too, of which the kernel would keep hundreds."""
+    with Raw(own_sidecar) as hasty:
+        for _ in range(64):
+            hasty.send(b'{"op": "staging_close", "staging_id": 1}')
+        answers = 0
+        with suppress(ConnectionError):
+            while hasty.receive()[0]:
+                answers += 1
+        assert 1 <= answers <= 16
+
+
 def test_a_client_that_does_not_read_is_disconnected(own_sidecar: Sidecar) -> None:
     with Raw(own_sidecar) as witness:
         deaf = Raw(own_sidecar)
