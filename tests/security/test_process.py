@@ -81,6 +81,8 @@ def test_its_files_are_its_own_whatever_the_umask_was(careless: Sidecar) -> None
     assert any(path.suffix == ".kvs" for path in made)
     for path in made:
         assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
+    for pid in (careless.pid, *children(careless.pid)):  # what libraries make, too, and sockets before they are ours
+        assert "Umask:\t0077\n" in Path(f"/proc/{pid}/status").read_text()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
