@@ -17,8 +17,6 @@ from kvstore.wire import METADATA_ERROR
 from kvstore_client.presence import Presence
 from kvstore_client.returns import UNANSWERED, Returns
 
-RELEASE_TIMEOUT_S = 10.0
-
 
 class Calls:
     """A session's stubs and what every call carries."""
@@ -30,6 +28,7 @@ class Calls:
     metadata: tuple[tuple[str, Any], ...]
     session_id: int
     server_pid: int
+    _is_begun = False
     presence: Presence | None = None
     """Where lookups need no call."""
 
@@ -40,9 +39,19 @@ class Calls:
         self.staging: Any = None
         self.returns = Returns(self.ended)
 
-    def _start_returns(self) -> None:
+    def _ending(self) -> Callable[[], object]:
+        """What ends the session, without it."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        """A session that nobody has any more, neither a client nor what one gave, is ended."""
+        if self._is_begun and self.is_usable:
+            self.returns.soon(self._ending())
+
+    def _start_returns(self, timeout_s: float) -> None:
         """Once the session is there."""
-        self.returns.start(partial(_release, self.cache.Release, self.metadata))
+        self._is_begun = True
+        self.returns.start(partial(_release, self.cache.Release, self.metadata, timeout_s))
 
     @property
     def is_usable(self) -> bool:
@@ -98,5 +107,5 @@ def _called(method: Any, request: Any, timeout_s: float, metadata: Any) -> Any:
         raise Unavailable("the sidecar is gone") from error  # the channel was closed under the call
 
 
-def _release(method: Any, metadata: Any, lease_ids: list[int]) -> None:
-    _called(method, pb.ReleaseRequest(lease_ids=lease_ids), RELEASE_TIMEOUT_S, metadata)
+def _release(method: Any, metadata: Any, timeout_s: float, lease_ids: list[int]) -> None:
+    _called(method, pb.ReleaseRequest(lease_ids=lease_ids), timeout_s, metadata)

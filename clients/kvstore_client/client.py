@@ -14,7 +14,7 @@ from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore_client.connection import Connection
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, is_drained
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all
 from kvstore_client.match import Match, chunk_matches, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
@@ -379,11 +379,13 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         return {name: self._connection.counters[name] for name in _COUNTERS}
 
     def close(self) -> None:
-        """Finish what is being committed, end the session. Idempotent."""
+        """Finish what is being committed, as long as a call may take, and end the session. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._pid == os.getpid():
+            if not is_drained(self._committer, self._timeout_s):
+                self._connection.close()  # what still waits for the sidecar ends now
             self._committer.close()
             self._copier.close()
         self._connection.close()

@@ -172,6 +172,11 @@ class _OwnThread:
         return None
 
 
+def is_drained(workers: Workers, timeout_s: float) -> bool:
+    """Wait until one thread has done what it was given so far. False when that takes longer."""
+    return not wait([workers.submit(int)], timeout_s).not_done
+
+
 class Copier:
     """Runs batches of copies on at most two threads."""
 

@@ -14,6 +14,8 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +75,14 @@ class Session(Calls):
             raise
         self._bound_sends()
         if "presence" in welcome.get("offers", ()):
-            self.presence = Presence(self._send_now, self._is_open)
+            self.presence = Presence(partial(_send_now, self._socket), partial(_is_open, self._socket))
             self.presence.ask()
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
-        self._start_returns()
+        self._start_returns(timeout_s)
         _live.add(self)
-        start_thread(self._watch, "kvstore-watch")
+        start_thread(partial(_watch, weakref.ref(self), self._socket), "kvstore-watch")
 
     @staticmethod
     def _connect(path: Path, timeout_s: float) -> socket.socket:
@@ -99,8 +101,10 @@ class Session(Calls):
 
     # ------------------------------------------------------------ hand-off
 
-    def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        data, ancillary, _, _ = self._socket.recvmsg(
+    @staticmethod
+    def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+        """The next packet, and the descriptors that came with it. Raises OSError, and Unavailable at the end."""
+        data, ancillary, _, _ = connection.recvmsg(
             PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC
         )
         descriptors: list[int] = []
@@ -116,7 +120,7 @@ class Session(Calls):
     def _exchange_now(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         try:
             self._socket.send(json.dumps(request).encode())
-            return _unless_error(*self._receive())
+            return _unless_error(*self.receive(self._socket))
         except OSError as error:
             raise Unavailable(f"the hand-off failed: {error}") from error
 
@@ -149,34 +153,14 @@ class Session(Calls):
         self.close()  # an answer that comes later would be taken for the next question's
         raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
 
-    def _send_now(self, packet: dict[str, Any]) -> bool:
-        """What wants no answer. False when the sidecar cannot take it now."""
-        try:
-            return self._socket.send(json.dumps(packet).encode(), socket.MSG_DONTWAIT) > 0
-        except OSError:
-            return False
-
-    def _is_open(self) -> bool:
-        """Whether the sidecar's end of the hand-off is open. Cost: about a microsecond."""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def _watch(self) -> None:
-        try:
-            while True:
-                reply = self._receive()
-                if reply[0].get("op") == "presence" and self.presence is not None:
-                    self.presence.take(*reply)
-                    continue
-                with self._arrived:
-                    self._replies.append(reply)
-                    self._arrived.notify_all()
-        except (OSError, KVStoreError, ValueError):
-            self.close()
+    def take(self, reply: dict[str, Any], descriptors: list[int]) -> None:
+        """A packet came."""
+        if reply.get("op") == "presence" and self.presence is not None:
+            self.presence.take(reply, descriptors)
+            return
+        with self._arrived:
+            self._replies.append((reply, descriptors))
+            self._arrived.notify_all()
 
     # ------------------------------------------------------------ memory
 
@@ -227,20 +211,67 @@ class Session(Calls):
         if self.presence is not None:
             self.presence.tell()
             self.presence.close()
-        self.ended.set()
+        self._ending()()
         self.returns.close()
         with self._arrived:
+            for _, descriptors in self._replies:
+                with closing_all(descriptors):
+                    pass  # nobody waits for this answer any more
+            self._replies.clear()
             self._arrived.notify_all()
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was first
-        self._socket.close()
         self._maps.clear()
         self._regions.clear()
         self.staging = None
         self.generations = np.empty(0, np.uint64)
-        self.channel.close()
+
+    def _ending(self) -> Callable[[], object]:
+        return partial(_end, self.ended, self._socket, self.channel)
+
+
+def _end(ended: threading.Event, connection: socket.socket, channel: Any) -> None:
+    ended.set()
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end was first
+    connection.close()
+    channel.close()
+
+
+def _send_now(connection: socket.socket, packet: dict[str, Any]) -> bool:
+    """What wants no answer. False when the sidecar cannot take it now."""
+    try:
+        return connection.send(json.dumps(packet).encode(), socket.MSG_DONTWAIT) > 0
+    except OSError:
+        return False
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the sidecar's end of the hand-off is open. Cost: about a microsecond."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _watch(session_of: weakref.ref[Session], connection: socket.socket) -> None:
+    """Take packets until either end closes. The thread that does this does not keep the session alive."""
+    session: Session | None = None
+    try:
+        while True:
+            reply, descriptors = Session.receive(connection)
+            session = session_of()
+            if session is None:
+                with closing_all(descriptors):
+                    return
+            session.take(reply, descriptors)
+            session = None
+    except (OSError, KVStoreError, ValueError):
+        session = session or session_of()
+        if session is not None:
+            session.close()
 
 
 def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 from kvstore_client import Client, connect
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.spec import Durability
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -143,3 +148,96 @@ def test_what_is_dropped_gives_back_what_it_held(stored: Sidecar, abandon: Calla
 def used(client: Client) -> tuple[int, int, int]:
     """(threads, descriptors, bytes of staging in use) of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd")), client.connect_now().staging.used_bytes
+
+
+def test_a_client_that_is_dropped_ends_its_session(stored: Sidecar) -> None:
+    """Not before what it gave is dropped, too."""
+    with connect(stored.address) as judge:
+        sessions = judge.stats().sessions.session_count
+        threads = threading.active_count()
+        streams = [connect(stored.address).fetch_layers(SPEC, TOKENS) for _ in range(TIMES)]
+        gc.collect()
+        assert judge.stats().sessions.session_count == sessions + TIMES
+        assert [layer for layer, _ in streams[0]] == [0, 1]
+        streams.clear()
+        gc.collect()
+        eventually(lambda: judge.stats().sessions.session_count == sessions)
+        eventually(lambda: threading.active_count() <= threads)
+
+
+def test_what_is_dropped_while_the_sidecar_stands_still_is_given_back_later(plane: str) -> None:
+    """By the same session: longer than a call may take, and no call is forgotten."""
+    with Sidecar("--capacity", "8 MiB", plane=plane) as sidecar:
+        with connect(sidecar.address) as judge, connect(sidecar.address, timeout_s=0.5) as client:
+            judge.store(SPEC, TOKENS, CACHE).wait(20.0)
+            stream, writer, other = client.fetch_layers(SPEC, TOKENS), client.start_store(SPEC, fresh()), fresh()
+            writer.put_layer(0, tuple(plane[:, :5] for plane in CACHE[0]))
+            aborted = client.start_store(SPEC, other)
+            aborted.put_layer(0, tuple(plane[:, :5] for plane in CACHE[0]))
+            ticket = client.lookup(SPEC, TOKENS, hold=True).ticket
+            os.kill(sidecar.pid, signal.SIGSTOP)
+            try:
+                client.release_ticket(ticket)
+                aborted.abort()
+                del stream, writer
+                gc.collect()
+                time.sleep(2.0)
+            finally:
+                os.kill(sidecar.pid, signal.SIGCONT)
+            eventually(lambda: not any(held(judge).values()), 20.0)
+            eventually(lambda: used(client)[2] == 0)
+            assert client.statistics()["sessions"] == 1
+
+
+def test_a_client_is_closed_in_time_whatever_it_has_to_commit(plane: str) -> None:
+    with Sidecar("--capacity", "8 MiB", plane=plane) as sidecar:
+        client, go = connect(sidecar.address, timeout_s=2.0), threading.Event()
+        client._committer.submit(go.wait, 30.0)
+        receipts = [client.store(SPEC, fresh(), CACHE) for _ in range(20)]
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            go.set()
+            client.close()
+            assert time.monotonic() - began_s < 20.0, "each of them waited for a sidecar that stands still"
+            assert {each.wait(0.0) for each in receipts} == {Durability.NONE}
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+
+
+FORK = """
+import gc, os, sys
+import numpy as np
+from kvstore_client import Durability, connect
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, fresh
+client = connect(sys.argv[1])
+stream, writer, watch = client.fetch_layers(SPEC, TOKENS), client.start_store(SPEC, TOKENS[::-1].copy()), client.watch()
+transfer = client.start_fetch(writer.ticket)
+writer.put_layer(0, CACHE[0])
+child = os.fork()
+if child == 0:
+    del stream, writer, watch, transfer, client
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert [layer for layer, _ in stream] == [0, 1]
+writer.put_layer(1, CACHE[1])
+assert writer.commit().wait(20.0) is Durability.MEMORY
+transfer.wait(20.0)
+assert next(watch).token_count == SPEC.chunk_tokens
+assert client.statistics()["sessions"] == 1
+print("good", flush=True)
+# and here the process ends, with everything as it is
+left = client.fetch_layers(SPEC, TOKENS), client.start_store(SPEC, fresh()), client.watch()
+left[1].put_layer(0, CACHE[0])
+"""
+
+
+def test_a_fork_gives_back_nothing_of_its_parents(stored: Sidecar) -> None:
+    command = [sys.executable, "-c", FORK, stored.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    with connect(stored.address) as judge:
+        eventually(lambda: not any(held(judge).values()))

@@ -24,7 +24,6 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import stream_timeout_s
-from kvstore_client.returns import Returns
 from kvstore_client.wanted import Wanted
 
 _log = logging.getLogger("kvstore.client")
@@ -86,9 +85,9 @@ class RemotePrefix:
     """A prefix on its way. ``close`` ends the stream, and the lease with it."""
 
     def __init__(
-        self, returns: Returns, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any
+        self, session: RemoteSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any
     ) -> None:  # fmt: skip
-        self._returns = returns
+        self._session = session  # it lasts as long as its last prefix
         self._stream = stream
         self._is_closed = False
         self.wanted = wanted
@@ -185,13 +184,13 @@ class RemotePrefix:
 
     def abandon(self) -> None:
         """As ``cancel``, from a destructor."""
-        self._returns.soon(self._stream.cancel)
+        self._session.returns.soon(self._stream.cancel)
 
     def close(self) -> None:
         """End the stream, and the lease with it. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._returns.soon(self._stream.cancel)
+            self._session.returns.soon(self._stream.cancel)
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way
 
@@ -329,4 +328,4 @@ def open_remote(
         raise session.translated(error) from error
     except (StopIteration, ValueError, KVStoreError) as error:
         raise Unavailable("the sidecar is gone, or speaks another release's protocol") from error
-    return RemotePrefix(session.returns, wanted, fields.head, digests, stream)
+    return RemotePrefix(session, wanted, fields.head, digests, stream)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -73,7 +76,7 @@ class RemoteSession(Calls):
         self._welcome: rpb.ConnectResponse | None = None
         self._failure: KVStoreError = Unavailable(f"{address} closed the session")
         self._stream = connect(rpb.ConnectRequest(version=PROTOCOL_VERSION), metadata=bearer)
-        start_thread(self._watch, "kvstore-watch")
+        start_thread(partial(_watch, weakref.ref(self), self._stream), "kvstore-watch")
         if not self._opened.wait(timeout_s):
             self.close()
             raise DeadlineExceeded(f"{address} did not open a session within {timeout_s} s")
@@ -84,15 +87,16 @@ class RemoteSession(Calls):
         self.session_id, self.server_pid = self._welcome.session_id, self._welcome.server_pid
         self.staging = PrivatePool()
         self.message_bytes = int(self._welcome.message_bytes)
-        self._start_returns()
+        self._start_returns(timeout_s)
 
-    def _watch(self) -> None:
-        """Lives as long as the session's stream."""
-        try:
-            for message in self._stream:
-                self._welcome = self._welcome or message
-                self._opened.set()
-        except grpc.RpcError as error:
+    def greeted(self, welcome: rpb.ConnectResponse) -> None:
+        """The session is open."""
+        self._welcome = self._welcome or welcome
+        self._opened.set()
+
+    def lost(self, error: grpc.RpcError | None) -> None:
+        """Its stream has ended."""
+        if error is not None:
             found = self.translated(error)
             if isinstance(found, Unavailable):
                 found = Unavailable(
@@ -100,17 +104,40 @@ class RemoteSession(Calls):
                     "see that tls= is what it expects"
                 )
             self._failure = found
-        except ValueError:
-            pass  # the channel was closed before the stream began
-        finally:
-            self.close()
-            self._opened.set()
+        self.close()
+        self._opened.set()
 
     def close(self) -> None:
         """End the session. Idempotent."""
         if self.ended.is_set() or self.pid != os.getpid():
             return
-        self.ended.set()
-        self._stream.cancel()
-        self.channel.close()
+        self._ending()()
         self.returns.close()
+
+    def _ending(self) -> Callable[[], object]:
+        return partial(_end, self.ended, self._stream, self.channel)
+
+
+def _end(ended: threading.Event, stream: Any, channel: Any) -> None:
+    ended.set()
+    stream.cancel()
+    channel.close()
+
+
+def _watch(session_of: weakref.ref[RemoteSession], stream: Any) -> None:
+    """Wait for the end of the session's stream. The thread that does this does not keep the session alive."""
+    failure: grpc.RpcError | None = None
+    try:
+        for message in stream:
+            session = session_of()
+            if session is not None:
+                session.greeted(message)
+            session = None
+    except grpc.RpcError as error:
+        failure = error
+    except ValueError:
+        pass  # the channel was closed before the stream began
+    finally:
+        session = session_of()
+        if session is not None:
+            session.lost(failure)
