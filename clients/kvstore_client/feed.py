@@ -56,7 +56,8 @@ def _read(stream: Any, asked: _Asked, translated: Callable[[grpc.RpcError], KVSt
             try:
                 message = next(stream)
             except grpc.RpcError as failure:
-                error = translated(failure)
+                was_ended_here = failure.code() is grpc.StatusCode.CANCELLED
+                error = Unavailable(GONE) if was_ended_here else translated(failure)
             except (StopIteration, ValueError):
                 error = Unavailable(GONE)
         if error is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from kvstore_client import AsyncClient, EventKind, connect, connect_async
+from kvstore_client import AsyncClient, EventKind, Match, connect, connect_async
 from kvstore_client.aio import CALLS_AT_ONCE
 from kvstore_ops.sidecar import Sidecar
 
@@ -87,6 +88,28 @@ async def test_awaited_waits_say_what_the_others_say(sidecar: Sidecar) -> None:
         two = await client.start_store(SPEC, tokens_of(COUNT, 2003), shards=2)
         with pytest.raises(DeadlineExceeded, match=r"did not finish within 0\.2 s"):
             await client.wait(two.commit(), 0.2)
+
+
+async def test_a_lookup_that_was_cancelled_holds_nothing(sidecar: Sidecar) -> None:
+    """Its ticket is in no hand when it comes."""
+    with connect(sidecar.address) as judge:
+        judge.store(SPEC, TOKENS, CACHE).wait(20.0)
+        async with await connect_async(sidecar.address) as client:
+            has_it, go = threading.Event(), threading.Event()
+
+            def late() -> Match:
+                match = client.client.lookup(SPEC, TOKENS, hold=True)
+                has_it.set()
+                assert go.wait(20.0)
+                return match
+
+            running = asyncio.ensure_future(client.call(late))
+            assert await asyncio.to_thread(has_it.wait, 20.0)
+            assert held(judge)["tickets"] == 1
+            running.cancel()
+            await asyncio.wait({running}, timeout=20.0)
+            go.set()
+            await asyncio.to_thread(eventually, lambda: held(judge)["tickets"] == 0, 20.0)
 
 
 async def holding(client: AsyncClient) -> None:

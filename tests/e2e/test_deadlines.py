@@ -10,6 +10,7 @@ import enum
 import inspect
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -33,8 +34,9 @@ from kvstore_client import (
 from kvstore_client.watching import AsyncWatch
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.seams import WorkerThreads
+from tests.e2e.test_watch import store
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -391,18 +393,65 @@ def test_every_call_ends_in_time_when_the_sidecar_stands_still(plane: str) -> No
             eventually(lambda: judge.stats().sessions.session_count == 1, 30.0)
 
 
-def stand_still(sidecar: Sidecar, attempts: list[Attempt]) -> None:
+def stand_still(sidecar: Sidecar, attempts: list[Attempt], bound_s: float = BOUND_S) -> None:
     """Make the attempts while the sidecar is stopped."""
     os.kill(sidecar.pid, signal.SIGSTOP)
     try:
         for attempt in attempts:
             attempt.thread.start()
-        until_s = time.monotonic() + BOUND_S
+        until_s = time.monotonic() + bound_s
         for attempt in attempts:
             attempt.thread.join(max(0.0, until_s - time.monotonic()))
         hanging = [attempt.name for attempt in attempts if attempt.thread.is_alive()]
-        slowest = sorted(((round(each.took_s, 1), each.name) for each in attempts), reverse=True)[:8]
-        print(slowest)
     finally:
         os.kill(sidecar.pid, signal.SIGCONT)
-    assert not hanging, f"these did not end within {BOUND_S} s of a timeout of {TIMEOUT_S} s: {hanging}"
+    assert not hanging, f"these did not end within {bound_s} s of a timeout of {TIMEOUT_S} s: {hanging}"
+
+
+def test_those_who_wait_for_a_connection_wait_once() -> None:
+    """Not one after the other, each as long as a call may take."""
+    with Sidecar("--capacity", "8 MiB") as sidecar:
+        client = connect(sidecar.address, required=False, timeout_s=TIMEOUT_S)
+        attempts = [Attempt(str(number), lambda: client.lookup(SPEC, TOKENS)) for number in range(40)]
+        stand_still(sidecar, attempts)
+        assert max(each.took_s for each in attempts) < 20 * TIMEOUT_S
+        client.close()
+
+
+def test_a_hand_off_whose_queue_is_full_is_not_waited_for() -> None:
+    with Sidecar("--capacity", "8 MiB") as sidecar, connect(sidecar.address, timeout_s=TIMEOUT_S) as client:
+        session = client.connect_now()
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            while session._socket.send(b'{"op": "looked_up"}', socket.MSG_DONTWAIT):
+                pass
+        except BlockingIOError:
+            pass
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        attempts = [Attempt("create_staging", lambda: session.create_staging(1 << 20))]
+        stand_still(sidecar, attempts)
+        assert attempts[0].problem is None
+
+
+def test_a_sidecar_that_stands_still_is_no_watch() -> None:
+    with Sidecar("--capacity", "8 MiB") as sidecar, connect(sidecar.address, timeout_s=TIMEOUT_S) as client:
+        watch, problems = client.watch(), []
+
+        def raising(call: Act) -> Act:
+            def act() -> None:
+                with pytest.raises((DeadlineExceeded, Unavailable)) as raised:
+                    call()
+                problems.append(raised.value)
+
+            return act
+
+        attempts = [Attempt("watch", raising(client.watch)), Attempt("next", raising(lambda: next(watch)))]
+        stand_still(sidecar, attempts, 12 * TIMEOUT_S)
+        assert [each.problem for each in attempts] == [None, None]
+        assert {type(each) for each in problems} == {DeadlineExceeded, Unavailable}
+        with pytest.raises(Unavailable, match="watch again"):
+            next(watch)
+        with client.watch() as again:
+            store(client, 16, 5)
+            assert next(again).token_count == 16

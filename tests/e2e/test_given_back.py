@@ -150,6 +150,17 @@ def used(client: Client) -> tuple[int, int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd")), client.connect_now().staging.used_bytes
 
 
+def test_a_transfer_that_is_dropped_waits_for_no_writer(stored: Sidecar) -> None:
+    with connect(stored.address) as client, connect(stored.address) as judge:
+        with client.start_store(SPEC, fresh()) as writer:
+            transfer = client.start_fetch(writer.ticket)
+            eventually(lambda: judge.stats().sessions.stream_count == 1)
+            del transfer
+            gc.collect()
+            eventually(lambda: judge.stats().sessions.stream_count == 0)
+            eventually(lambda: not any(each.name == "kvstore-transfer" for each in threading.enumerate()))
+
+
 def test_a_client_that_is_dropped_ends_its_session(stored: Sidecar) -> None:
     """Not before what it gave is dropped, too."""
     with connect(stored.address) as judge:
@@ -191,7 +202,7 @@ def test_what_is_dropped_while_the_sidecar_stands_still_is_given_back_later(plan
 
 def test_a_client_is_closed_in_time_whatever_it_has_to_commit(plane: str) -> None:
     with Sidecar("--capacity", "8 MiB", plane=plane) as sidecar:
-        client, go = connect(sidecar.address, timeout_s=2.0), threading.Event()
+        client, go = connect(sidecar.address, timeout_s=1.0), threading.Event()
         client._committer.submit(go.wait, 30.0)
         receipts = [client.store(SPEC, fresh(), CACHE) for _ in range(20)]
         os.kill(sidecar.pid, signal.SIGSTOP)

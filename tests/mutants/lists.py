@@ -16,6 +16,7 @@ from tests.mutants import (
     security,
     spec,
     storing,
+    waits,
 )
 from tests.mutants.mutant import Mutant
 
@@ -30,6 +31,7 @@ MUTANTS: list[Mutant] = [
     *nvme.MUTANTS,
     *movers.MUTANTS,
     *client.MUTANTS,
+    *waits.MUTANTS,
     *remote.MUTANTS,
     *security.MUTANTS,
     *recompute.MUTANTS,

@@ -1,0 +1,191 @@
+"""No wait is for ever, what is dropped is given back, and what must come first does on every processor."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+AIO = "clients/kvstore_client/aio.py"
+ARENA = "kvstore/arena/arena.py"
+CALLS = "clients/kvstore_client/calls.py"
+CLIENT = "clients/kvstore_client/client.py"
+CONNECTION = "clients/kvstore_client/connection.py"
+FEED = "clients/kvstore_client/feed.py"
+FENCE = "kvstore/seams/fence.py"
+PREFIX = "clients/kvstore_client/prefix.py"
+PRESENCE = "kvstore/presence.py"
+RETURNS = "clients/kvstore_client/returns.py"
+SESSION = "clients/kvstore_client/session.py"
+STORING = "clients/kvstore_client/storing.py"
+TRANSFER = "clients/kvstore_client/transfer.py"
+WATCHING = "clients/kvstore_client/watching.py"
+WRITER = "clients/kvstore_client/writer.py"
+T_ASYNC = "tests/e2e/test_async.py"
+T_BACK = "tests/e2e/test_given_back.py"
+T_DEADLINES = "tests/e2e/test_deadlines.py"
+T_FENCE = "tests/seams/test_fence.py"
+DROPPED = f"{T_BACK}::test_what_is_dropped_gives_back_what_it_held"
+LATER = f"{T_BACK}::test_what_is_dropped_while_the_sidecar_stands_still_is_given_back_later"
+NO_WATCH = f"{T_DEADLINES}::test_a_sidecar_that_stands_still_is_no_watch"
+
+MUTANTS = [
+    Mutant(
+        "watch-without-a-deadline",
+        WATCHING,
+        "            first: pb.WatchResponse = asked.result(self.timeout_s)\n",
+        "            first: pb.WatchResponse = asked.result()\n",
+        "to watch a sidecar that stands still is never to return",
+        (NO_WATCH,),
+    ),
+    Mutant(
+        "events-without-a-deadline",
+        WATCHING,
+        "            if not wait([self.pending()], self.timeout_s).done and not self._is_closed:\n",
+        "            if not wait([self.pending()]).done and not self._is_closed:\n",
+        "who iterates the events of a sidecar that stands still is never told",
+        (NO_WATCH,),
+    ),
+    Mutant(
+        "connections-one-after-the-other",
+        CONNECTION,
+        "                self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S\n                raise\n",
+        "                raise\n",
+        "the fortieth thread waits forty times as long as a call may take",
+        (f"{T_DEADLINES}::test_those_who_wait_for_a_connection_wait_once",),
+    ),
+    Mutant(
+        "hand-off-that-takes-nothing",
+        SESSION,
+        "        self._bound_sends()\n",
+        "        self._socket.settimeout(None)\n",
+        "a question to a sidecar whose queue is full is never sent, and never given up",
+        (f"{T_DEADLINES}::test_a_hand_off_whose_queue_is_full_is_not_waited_for",),
+    ),
+    Mutant(
+        "close-waits-for-every-commit",
+        CLIENT,
+        "                self._connection.close()  # what still waits for the sidecar ends now\n",
+        "                pass\n",
+        "an engine that stops waits for each of its stores in turn",
+        (f"{T_BACK}::test_a_client_is_closed_in_time_whatever_it_has_to_commit[local]",),
+    ),
+    Mutant(
+        "waits-that-take-threads",
+        AIO,
+        '        awaited = _AWAITED.get(getattr(function, "__func__", None))\n',
+        "        awaited = None\n",
+        "eight who wait keep those whom they wait for from a thread",
+        (f"{T_ASYNC}::test_waits_leave_the_threads_to_those_they_wait_for[local]",),
+    ),
+    Mutant(
+        "ticket-of-a-cancelled-lookup",
+        AIO,
+        "            future.add_done_callback(self._drop)\n",
+        "",
+        "chunks are held for a ticket that nobody has",
+        (f"{T_ASYNC}::test_a_lookup_that_was_cancelled_holds_nothing[local]",),
+    ),
+    Mutant(
+        "stream-that-is-dropped",
+        PREFIX,
+        "    __del__ = close  # a stream that nobody iterates, a fetch that failed half way\n",
+        "",
+        "the lease of a stream that nobody iterates lasts as long as the session",
+        (f"{DROPPED}[local-not_iterated]",),
+    ),
+    Mutant(
+        "writer-that-is-dropped",
+        WRITER,
+        "            self._session.returns.soon(dropping(*end))\n",
+        "            del end\n",
+        "the reservation and the staging of a writer that is dropped are not given back",
+        (f"{DROPPED}[local-writer_with_pieces]",),
+    ),
+    Mutant(
+        "staging-of-a-dropped-store",
+        STORING,
+        "        for run in runs:\n            pool.give_back(run)\n\n    return drop\n",
+        "\n    return drop\n",
+        "staging shrinks with every store that was given up",
+        (f"{DROPPED}[local-writer_with_pieces]",),
+    ),
+    Mutant(
+        "watch-that-is-dropped",
+        FEED,
+        "        self._returns.soon(self._stream.cancel)\n",
+        "        pass\n",
+        "a watch that is dropped goes on in the sidecar, and its thread here",
+        (f"{DROPPED}[local-watch]",),
+    ),
+    Mutant(
+        "transfer-that-is-dropped",
+        TRANSFER,
+        "            stream.abandon()\n",
+        "            pass\n",
+        "a transfer that is dropped waits for its writer for 90 s",
+        (f"{T_BACK}::test_a_transfer_that_is_dropped_waits_for_no_writer[local]",),
+    ),
+    Mutant(
+        "client-that-is-dropped",
+        CALLS,
+        "            self.returns.soon(self._ending())\n",
+        "            pass\n",
+        "a client that is dropped keeps its session until the process ends",
+        (f"{T_BACK}::test_a_client_that_is_dropped_ends_its_session[local]",),
+    ),
+    Mutant(
+        "lease-that-the-sidecar-did-not-hear-of",
+        RETURNS,
+        "            ended.wait(RETRY_S)\n            continue\n",
+        "            return\n",
+        "what is given back while the sidecar stands still is held on",
+        (f"{LATER}[local]",),
+    ),
+    Mutant(
+        "abort-that-the-sidecar-did-not-hear-of",
+        CALLS,
+        "            self.returns.soon(call)\n",
+        "",
+        "a store that is aborted while the sidecar stands still keeps its staging",
+        (f"{LATER}[local]",),
+    ),
+    Mutant(
+        "fence-that-orders-nothing",
+        FENCE,
+        "        lock.acquire()\n        lock.release()\n    lock.acquire()\n",
+        "        lock.acquire()\n        lock.release()\n",
+        "on ARM a generation is read before the bytes that it is to judge",
+        (f"{T_FENCE}::test_the_fence_orders_what_reorders",),
+    ),
+    Mutant(
+        "copies-without-a-fence",
+        PREFIX,
+        "        fence()  # the copies' loads come before the generations'\n",
+        "",
+        "on ARM a generation is read before the bytes that it is to judge",
+        (f"{T_FENCE}::test_a_generation_that_changes_at_the_fence_is_seen",),
+    ),
+    Mutant(
+        "freed-without-a-fence",
+        ARENA,
+        "        fence()  # and it changes before any byte does, for readers on other processors too\n",
+        "",
+        "on ARM the next chunk's bytes are seen beside the old generation",
+        (f"{T_FENCE}::test_a_generation_changes_before_its_bytes_may",),
+    ),
+    Mutant(
+        "flags-without-a-fence",
+        PRESENCE,
+        "    fence()\n    flags = int(words[0])",
+        "    flags = int(words[0])",
+        "on ARM a table is believed that was retired before its words were read",
+        (f"{T_FENCE}::test_a_tables_flags_are_read_after_its_words",),
+    ),
+    Mutant(
+        "retired-without-a-fence",
+        PRESENCE,
+        "        fence()\n        retired[0] = RETIRED\n",
+        "        retired[0] = RETIRED\n",
+        "on ARM a table is retired before the next one is whole",
+        (f"{T_FENCE}::test_a_tables_words_are_written_before_its_flags",),
+    ),
+]
