@@ -5,12 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 AIO = "clients/kvstore_client/aio.py"
-ARENA = "kvstore/arena/arena.py"
 CALLS = "clients/kvstore_client/calls.py"
 CLIENT = "clients/kvstore_client/client.py"
 CONNECTION = "clients/kvstore_client/connection.py"
 FEED = "clients/kvstore_client/feed.py"
-FENCE = "kvstore/seams/fence.py"
 PREFIX = "clients/kvstore_client/prefix.py"
 PRESENCE = "kvstore/presence.py"
 RETURNS = "clients/kvstore_client/returns.py"
@@ -147,30 +145,6 @@ MUTANTS = [
         "",
         "a store that is aborted while the sidecar stands still keeps its staging",
         (f"{LATER}[local]",),
-    ),
-    Mutant(
-        "fence-that-orders-nothing",
-        FENCE,
-        "        lock.acquire()\n        lock.release()\n    lock.acquire()\n",
-        "        lock.acquire()\n        lock.release()\n",
-        "on ARM a generation is read before the bytes that it is to judge",
-        (f"{T_FENCE}::test_the_fence_orders_what_reorders",),
-    ),
-    Mutant(
-        "copies-without-a-fence",
-        PREFIX,
-        "        fence()  # the copies' loads come before the generations'\n",
-        "",
-        "on ARM a generation is read before the bytes that it is to judge",
-        (f"{T_FENCE}::test_a_generation_that_changes_at_the_fence_is_seen",),
-    ),
-    Mutant(
-        "freed-without-a-fence",
-        ARENA,
-        "        fence()  # and it changes before any byte does, for readers on other processors too\n",
-        "",
-        "on ARM the next chunk's bytes are seen beside the old generation",
-        (f"{T_FENCE}::test_a_generation_changes_before_its_bytes_may",),
     ),
     Mutant(
         "flags-without-a-fence",
