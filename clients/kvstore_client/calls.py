@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,25 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.presence import Presence
 from kvstore_client.returns import UNANSWERED, Returns
+
+_calls: weakref.WeakSet[Any] = weakref.WeakSet()
+_sessions: weakref.WeakSet[Calls] = weakref.WeakSet()
+_inherited: list[Any] = []
+
+
+def noted(call: Any) -> Any:
+    """A stream, or a call whose answer is waited for elsewhere: as it is, and a forked child keeps it."""
+    _calls.add(call)
+    return call
+
+
+def _after_fork_in_child() -> None:
+    """Keep what gRPC has given: its destructors take locks, and the threads that held them are not here."""
+    _inherited.extend(_calls)
+    _inherited.extend(session.channel for session in _sessions)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Calls:
@@ -51,6 +71,7 @@ class Calls:
     def _start_returns(self, timeout_s: float) -> None:
         """Once the session is there."""
         self._is_begun = True
+        _sessions.add(self)
         self.returns.start(partial(_release, self.cache.Release, self.metadata, timeout_s))
 
     @property
@@ -73,7 +94,7 @@ class Calls:
     def begin(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call whose answer is waited for elsewhere: gRPC's future of it. Raises Unavailable."""
         try:
-            return method.future(request, timeout=timeout_s, metadata=self.metadata)
+            return noted(method.future(request, timeout=timeout_s, metadata=self.metadata))
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
 

@@ -18,6 +18,7 @@ from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.calls import noted
 from kvstore_client.remote.fetching import RemotePrefix, open_remote
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.session import Session
@@ -355,7 +356,7 @@ def open_prefix(
     if isinstance(session, RemoteSession):
         return open_remote(session, wanted, request, digests, timeout_s)
     try:
-        stream = session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata)
+        stream = noted(session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata))
         response = next(stream)
     except grpc.RpcError as error:
         raise session.translated(error) from error

@@ -12,6 +12,7 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.spec import EventKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.awaiting import ended
+from kvstore_client.calls import noted
 from kvstore_client.feed import GONE, Feed
 from kvstore_client.prefix import AnySession
 
@@ -46,7 +47,7 @@ class Watch:
         self.timeout_s = timeout_s
         self._is_closed = False
         try:
-            stream = session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata)
+            stream = noted(session.cache.Watch(pb.WatchRequest(tenant=tenant), metadata=session.metadata))
         except ValueError as error:
             raise Unavailable(GONE) from error  # the channel was closed meanwhile
         self._feed = Feed(stream, session.translated, session.returns)

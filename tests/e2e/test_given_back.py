@@ -217,16 +217,17 @@ def test_a_client_is_closed_in_time_whatever_it_has_to_commit(plane: str) -> Non
 
 
 FORK = """
-import gc, os, sys
-import numpy as np
+import gc, os, signal, sys
 from kvstore_client import Durability, connect
-from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, fresh
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS, fresh, tokens_of
 client = connect(sys.argv[1])
-stream, writer, watch = client.fetch_layers(SPEC, TOKENS), client.start_store(SPEC, TOKENS[::-1].copy()), client.watch()
+stream, watch = client.fetch_layers(SPEC, TOKENS), client.watch()
+writer = client.start_store(SPEC, tokens_of(COUNT, os.getpid()))
 transfer = client.start_fetch(writer.ticket)
 writer.put_layer(0, CACHE[0])
 child = os.fork()
 if child == 0:
+    signal.alarm(30)  # a child that hangs is not waited for
     del stream, writer, watch, transfer, client
     gc.collect()
     os._exit(0)

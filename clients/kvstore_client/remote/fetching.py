@@ -22,6 +22,7 @@ from kvstore.spec import CacheKind, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
+from kvstore_client.calls import noted
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import stream_timeout_s
 from kvstore_client.wanted import Wanted
@@ -322,7 +323,7 @@ def open_remote(
     request = rpb.FetchBytesRequest(fetch=fetch, head_first=wanted.head_start, head_count=count)
     limit_s = stream_timeout_s(timeout_s, wanted.byte_count(len(digests) * wanted.spec.chunk_tokens))
     try:
-        stream = session.fetch_bytes(request, timeout=limit_s, metadata=session.metadata)
+        stream = noted(session.fetch_bytes(request, timeout=limit_s, metadata=session.metadata))
         fields, _ = split_message(rpb.FetchBytesResponse, next(stream))
     except grpc.RpcError as error:
         raise session.translated(error) from error

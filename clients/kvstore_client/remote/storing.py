@@ -19,6 +19,7 @@ from kvstore.spec import Durability
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, data_prefix
 from kvstore_client.arrays import fresh_message
+from kvstore_client.calls import noted
 from kvstore_client.copying import Copier, check, copy, plane_run, raw
 from kvstore_client.prefix import AnySession
 from kvstore_client.remote.session import RemoteSession
@@ -78,8 +79,8 @@ class RemoteStore(Store):
         """Returns when nothing reads the caller's tensors any more. Raises the typed error of a failed stream."""
         self._limit_s = stream_timeout_s(self._timeout_s, byte_count)
         try:
-            self._stream = session.store_bytes.future(
-                self._outgoing(messages), timeout=self._limit_s, metadata=session.metadata
+            self._stream = noted(
+                session.store_bytes.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.metadata)
             )
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
