@@ -174,7 +174,7 @@ class _OwnThread:
 
 def is_drained(workers: Workers, timeout_s: float) -> bool:
     """Wait until one thread has done what it was given so far. False when that takes longer."""
-    return not wait([workers.submit(int)], timeout_s).not_done
+    return not wait([begun(workers, int)], timeout_s).not_done
 
 
 class Copier:
