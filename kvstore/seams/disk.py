@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -58,7 +59,8 @@ class Disk(Protocol):
         """Take the file's exclusive lock. False when another process holds it for so long. Blocks."""
 
     def make_directory(self, path: Path) -> None:
-        """Create ``path`` with its parents; the leaf is 0700. Raises Unavailable naming the path."""
+        """Create ``path`` with its parents; the leaf is 0700. The machine's disk keeps them from then on. Raises
+        Unavailable naming the path."""
 
     def remove(self, path: Path) -> None:
         """Remove a file; absent is fine."""
@@ -135,10 +137,21 @@ class SystemDisk:
 
     def make_directory(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
+            missing = [each for each in path.parents if not each.is_dir()]
+            for parent in reversed(missing):
+                self._make(parent, 0o777)
+            self._make(path, 0o700)
         except OSError as error:
             raise Unavailable(f"cannot create directory {path}: {error.strerror}", path=str(path)) from error
+
+    def _make(self, path: Path, mode: int) -> None:
+        """A directory whose name a power cut does not take. Where the one above is not ours to open, the file system's
+        own journal has to do."""
+        is_new = not path.exists()
+        path.mkdir(mode=mode, exist_ok=True)
+        if is_new:
+            with suppress(PermissionError):
+                self.sync_directory(path.parent)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

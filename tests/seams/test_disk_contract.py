@@ -207,3 +207,18 @@ def test_a_directory_is_made_with_its_parents_and_only_where_it_can_be(disk: Dis
 def test_there_is_room_on_a_file_system_of_some_kind(disk: Disk, home: Path) -> None:
     assert disk.free_bytes(home) > 0
     assert disk.file_system(home)
+
+
+def test_a_new_directory_is_synced_where_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one of several; and what is there already costs nothing."""
+    fsync, synced = os.fsync, []
+
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    for _ in range(2):
+        SystemDisk().make_directory(tmp_path / "a" / "b" / "c")
+        assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    assert (tmp_path / "a" / "b" / "c").stat().st_mode & 0o777 == 0o700

@@ -14,7 +14,18 @@ from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Internal, Inva
 from kvstore.spec import Durability, Exactness, MissReason, StoreState
 from tests.presence.shown import answer, is_the_same
 from tests.sim.life import DEADLINE_S, Life
-from tests.sim.models import NARROW, SPECS, WIDE, Chain, body
+from tests.sim.models import (
+    KEYS,
+    NARROW,
+    SPECS,
+    VALUE_LAYOUT,
+    WIDE,
+    Chain,
+    body,
+    value_body,
+    value_name,
+    value_query,
+)
 from tests.sim.oracle import row_of, told
 
 STEP_COUNT, DEPTH_MAX = 3, 4
@@ -77,12 +88,14 @@ class Client:
 
     def _drawn(self) -> tuple[str, float, OpCall]:
         chance, chain = self._chance, self._known.pick(self._chance)
-        fresh = self._known.fresh(chance)
+        fresh, key = self._known.fresh(chance), chance.choice(KEYS)
         ops: list[tuple[int, str, float, OpCall]] = [
             (8, f"store {fresh}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(fresh)),
             (4, f"store {chain}", 2.5 + 2 * DEADLINE_S + SETTLE_S, lambda: self._store(chain)),
             (12, f"fetch {chain}", 2 * DEADLINE_S + 0.1, lambda: self.fetch(chain)),
             (4, f"lookup {chain}", 0.0001, lambda: self._lookup(chain)),
+            (6, f"put {key}", 2 * DEADLINE_S + SETTLE_S + 2.5, lambda: self.put_value(key)),
+            (5, f"get {key}", 2 * DEADLINE_S + 0.1, lambda: self.get_value(key)),
             (2, f"settle {chain}", SETTLE_S + 0.1, lambda: self._settle(chain)),
             (3, "release", 0.0001, self._release),
             (1, f"pin {chain}", 0.0001, lambda: self._pin(chain)),
@@ -240,7 +253,8 @@ class Client:
         self._trace.check(result.reason is not MissReason.NONE, f"{chain} misses for no reason")
         if result.reason not in (MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT):
             names = [chain.name(count, layer) for layer in chain.layers]
-            gone = any(name not in self._life.oracle.must for name in names) or self._life.nvme is None
+            oracle = self._life.oracle
+            gone = any(name not in oracle.must or name in oracle.hidden for name in names) or self._life.nvme is None
             self._trace.check(gone, f"{chain} misses chunk {count}, which was acknowledged: {result.reason.name}")
 
     async def _arrived(self, chain: Chain, result: FetchResult) -> set[int]:
@@ -297,6 +311,58 @@ class Client:
 
     def _is_here(self, chunk: Resident) -> bool:
         return int(self._life.arena._values[chunk.placement.slot]) == chunk.placement.generation
+
+    # ------------------------------------------------------------ values
+
+    async def put_value(self, key: str) -> str:
+        """In the place of what the key holds; some are given up half way."""
+        chance, session, oracle = self._chance, self.session, self._life.oracle
+        name, query = value_name(key), value_query(key)
+        oracle.is_replaced(name)
+        request = ReserveRequest(query, query.digests, replaces=query.digests)
+        result = await self._controller.reserve(session, request)
+        if list(result.states) != [StoreState.WANTED]:
+            await self._controller.abort(session, result.reservation_id)
+            return "no room"
+        version = oracle.replaced(self._life, name)
+        if chance.random() < 0.1:
+            await self._controller.abort(session, result.reservation_id)
+            return f"version {version} aborted"
+        staging = self._controller.create_staging(session, VALUE_LAYOUT.body_bytes)
+        staging.mapping.bytes[: VALUE_LAYOUT.body_bytes] = value_body(name, version)
+        fill = Fill(0, 0, VALUE_LAYOUT.strip_count, staging.staging_id, 0)
+        try:
+            await self._controller.commit(session, result.reservation_id, [fill])
+        finally:
+            if session.is_open:
+                await self._close_staging(session, staging.staging_id)
+        if chance.random() < 0.4:
+            return f"version {version}"
+        settled = await self._controller.settle(query, chance.choice((0.1, SETTLE_S)))
+        if settled.durability is Durability.LOCAL:
+            oracle.claimed_local(self._life, [name])
+        return f"version {version} {settled.durability.name}"
+
+    async def get_value(self, key: str) -> str:
+        oracle, name = self._life.oracle, value_name(key)
+        oldest = oracle.oldest.get(name, 0)
+        result = self._controller.fetch(self.session, value_query(key))
+        lost = False
+        async for news in self._controller.arrivals(result, None):
+            lost |= any(arrival.lost for arrival in news)
+        said = result.reason.name
+        if result.chunks and not lost:
+            chunk = result.chunks[0]
+            place = chunk.placement.slot, chunk.placement.generation
+            if self._is_here(chunk) and place not in oracle.tainted:
+                said = f"version {oracle.served(name, oldest, chunk.placement.pieces[1:])}"
+        elif not result.chunks and result.reason not in (
+            MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT,
+        ):  # fmt: skip
+            there = name in oracle.must and name not in oracle.hidden and self._life.nvme is not None
+            self._trace.check(not there, f"{key} was acknowledged and misses: {said}")
+        self._controller.release(self.session, [result.lease_id])
+        return said
 
     # ------------------------------------------------------------ the rest
 

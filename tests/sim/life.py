@@ -20,7 +20,7 @@ from kvstore.spec import Encoding
 from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from tests.sim.disk import DIRECTORY, ProcessDisk
-from tests.sim.models import SPECS
+from tests.sim.models import SPECS, VALUES
 from tests.sim.movers import Movers
 from tests.sim.oracle import Oracle
 from tests.sim.trace import SimulationFailure, Trace
@@ -44,6 +44,7 @@ class Setup:
     canary_interval_s: float = 0.0
     lease_age_s_max: float = 60.0
     group_bytes: int = 4 << 20
+    newest_count_max: int = 4096
 
     @staticmethod
     def drawn(chance: random.Random) -> Setup:
@@ -61,6 +62,7 @@ class Setup:
             canary_interval_s=chance.choice((0.0, 3.0)),
             lease_age_s_max=chance.choice((2.0, 60.0)),
             group_bytes=chance.choice((1, 4 << 20)),
+            newest_count_max=chance.choice((4096, 4096, 2)),
         )
 
 
@@ -117,10 +119,9 @@ class Life:
         except (KVStoreError, OSError) as error:
             self.trace.add("service", f"runs without its device: {error}")
             self.trace.check(self.disk.injected, f"the device was refused: {error}")
-        for spec in SPECS:
+        for spec in (*SPECS, VALUES):
             self.controller.register_model(spec)
-        if self.nvme is not None:
-            self.oracle.recovered(self, had_errors=self.disk.injected > 0)
+        self.oracle.recovered(self)
         self.disk.is_serving = True
         self._running = asyncio.get_running_loop().create_task(self.controller.run())
         self._running.add_done_callback(self._ran)
@@ -133,6 +134,7 @@ class Life:
             DIRECTORY, self.disk, io, self.faults,
             capacity_bytes=setup.device_bytes, region_bytes=setup.region_bytes,
         )  # fmt: skip
+        self.oracle.watch_room(regions)
         return NvmeTier(
             directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers,
             keepers=self.keepers, clock=LoopClock(), faults=self.faults, encoding=setup.encoding,

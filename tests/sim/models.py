@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from blake3 import blake3
+from kvstore_client.value import Key, namespace_spec
 
 from kvstore import keys
 from kvstore.chunk import ChunkLayout, layout_of
@@ -22,6 +24,9 @@ WIDE = small_spec(
 )
 """28 KiB chunks; tails of 8 tokens take 16."""
 SPECS = (NARROW, WIDE)
+VALUES = replace(namespace_spec("values"), chunk_tokens=8)
+"""12 KiB chunks, one of which is a value that others take the place of."""
+KEYS = tuple(f"key {number}" for number in range(4))
 Name = tuple[bytes, bytes]
 """(namespace, chain digest) of a chunk."""
 
@@ -79,6 +84,33 @@ def _digests(spec: ModelSpec, path: tuple[int, ...], tail: int) -> tuple[list[by
 
 def space_name(spec: ModelSpec, layer: int | None) -> bytes:
     return keys.fingerprint(spec, spec.kind if layer is None else CacheKind.E, layer)
+
+
+def value_query(key: str) -> ChainQuery:
+    return ChainQuery(keys.fingerprint(VALUES, VALUES.kind), [Key.of(key).whole])
+
+
+def value_name(key: str) -> Name:
+    return space_name(VALUES, None), Key.of(key).whole
+
+
+VALUE_NAMES = frozenset(map(value_name, KEYS))
+VALUE_LAYOUT = layout_of(VALUES, VALUES.kind, VALUES.chunk_tokens)
+
+
+def value_body(name: Name, version: int) -> Bytes:
+    """What a version of a value holds, which begins with its number."""
+    said = blake3(b"".join(name) + version.to_bytes(8)).digest(64)
+    whole = np.resize(np.frombuffer(said, np.uint8), VALUE_LAYOUT.body_bytes).copy()
+    whole[:8] = np.frombuffer(version.to_bytes(8), np.uint8)
+    return whole
+
+
+def version_of(name: Name, found: Sequence[Bytes]) -> int | None:
+    """Which version of a value these slabs are; None: they are none."""
+    whole = np.concatenate(found)
+    version = int.from_bytes(whole[:8].tobytes())
+    return version if (whole == value_body(name, version)).all() else None
 
 
 @lru_cache(maxsize=8192)

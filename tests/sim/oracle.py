@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,11 @@ import numpy as np
 from kvstore.catalog import NOWHERE
 from kvstore.controller.promotion import Loading
 from kvstore.errors import DataLoss
+from kvstore.seams.memory import Bytes
 from kvstore.spec import Exactness, MissReason, Provenance
-from tests.sim.models import SPECS, Chain, Name, body
+from kvstore.tiers.nvme import Regions
+from kvstore.tiers.nvme.slots import Region
+from tests.sim.models import SPECS, VALUE_NAMES, Chain, Name, body, version_of
 from tests.sim.trace import Trace
 
 if TYPE_CHECKING:
@@ -43,6 +46,14 @@ class Oracle:
         self.tainted: set[Place] = set()
         self.gone: set[Place] = set()
         """Placements that a quarantine took from under their readers."""
+        self.hidden: set[Name] = set()
+        """What was promised and this process cannot see, for it could not read where it lies."""
+        self.closed: set[Name] = set()
+        """Values that were hidden once while more keys than the service remembers took the place of others."""
+        self.oldest: dict[Name, int] = {}
+        """The version of a value before which none may be served any more."""
+        self._oldest_on_device: dict[Name, int] = {}
+        self._versions = 0
         self.totals: Counter[str] = Counter()
         self._owners: dict[Place, Name] = {}
         self._cause = ""
@@ -63,6 +74,8 @@ class Oracle:
 
     def withdraw(self, name: Name) -> None:
         place = self.must.pop(name, None)
+        self.hidden.discard(name)
+        self.closed.discard(name)
         if place is not None:
             self._owners.pop(place, None)
 
@@ -173,24 +186,76 @@ class Oracle:
 
     # ------------------------------------------------------------ after a start
 
-    def recovered(self, life: Life, *, had_errors: bool) -> None:
-        """Whatever was promised is visible. Where reads were made to fail meanwhile, what they hid is let go."""
+    def recovered(self, life: Life) -> None:
+        """Whatever was promised is visible, or lies where the service knows that it could not read."""
         self.tainted.clear()
         self.gone.clear()
+        self.hidden.clear()
+        if life.nvme is None:
+            return  # nothing that this process is told can be written down: see ``replaced``
+        self.oldest = dict(self._oldest_on_device)
         for name in list(self.must):
             row = row_of(life, name)
             if row is not None and life.table.residencies[row] != NOWHERE:
                 continue
-            self.trace.check(had_errors, f"{told(name)} at {self.must[name]} was acknowledged and is not there")
-            self.totals["unreadable"] += 1
+            number, slot = self.must[name]
+            region = life.nvme.regions.by_number.get(number)
+            unseen = slot in region.unread if region is not None else bool(life.nvme.regions.away)
+            if not unseen and name in self.closed:
+                self.withdraw(name)
+                continue
+            said = f"{told(name)} at {self.must[name]} was acknowledged and is not there"
+            self.trace.check(unseen and life.disk.injected, said)
+            self.totals["hidden"] += 1
+            self.hidden.add(name)
+            if name in VALUE_NAMES and life.setup.newest_count_max < len(VALUE_NAMES):
+                self.closed.add(name)
+
+    def watch_room(self, regions: Regions) -> None:
+        """What an operator's smaller capacity takes is no promise any more."""
+        surplus = regions.surplus
+
+        def on_surplus(held: dict[int, int]) -> list[Region]:
+            files = surplus(held)
+            gone = {region.number for region in files}
+            for name in [name for name, (number, _) in self.must.items() if number in gone]:
+                self.withdraw(name)
+            self.trace.add("oracle", f"gives up regions {sorted(gone)}")
+            self.totals["regions_given_up"] += len(gone)
+            return files
+
+        regions.surplus = on_surplus  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------ values
+
+    def is_replaced(self, name: Name) -> None:
+        """Somebody begins to store a value. What is hidden under its name is given up by that, whatever comes of it."""
+        if name in self.hidden:
             self.withdraw(name)
+
+    def replaced(self, life: Life, name: Name) -> int:
+        """A store was claimed: no version older than this is served from now on. Where there is no device that could
+        know of it, that holds for this process."""
+        self._versions += 1
+        self.oldest[name] = self._versions
+        if life.nvme is not None:
+            self._oldest_on_device[name] = self._versions
+        return self._versions
+
+    def served(self, name: Name, oldest: int, found: Sequence[Bytes]) -> int:
+        """A reader who came when ``oldest`` was the oldest version got this."""
+        version = version_of(name, found)
+        self.trace.check(version is not None, f"{told(name)} has other bytes than any version of it")
+        self.trace.check((version or 0) >= oldest, f"{told(name)} is version {version}, and {oldest} took its place")
+        self.totals["values"] += 1
+        return version or 0
 
     async def verify(self, life: Life) -> None:
         """Read back every promise to the bit."""
         for spec in SPECS:
             life.controller.lookup(Chain(spec, (0,), hidden=(1,)).query())  # its namespaces are known from now on
         for name in list(self.must):
-            while name in self.must:
+            while name in self.must and name not in self.hidden:
                 row = row_of(life, name)
                 if row is None or life.table.residencies[row] == NOWHERE:
                     raise self.trace.fail(f"{told(name)} at {self.must[name]} was acknowledged and is not there")
@@ -213,8 +278,12 @@ class Oracle:
             self.totals["copies_passed_over"] += 1
             await life.controller.residency.quarantine_nvme(row, residency)
             return False
-        right = all((one == other).all() for one, other in zip(target, body(name, found.layout), strict=True))
-        self.trace.check(right or place_of(residency) in self.excused, f"{told(name)} has other bytes on the device")
+        if place_of(residency) not in self.excused:
+            if name in VALUE_NAMES:
+                self.served(name, self.oldest.get(name, 0), target)
+            else:
+                right = all((one == other).all() for one, other in zip(target, body(name, found.layout), strict=True))
+                self.trace.check(right, f"{told(name)} has other bytes on the device")
         self.totals["verified"] += 1
         return True
 

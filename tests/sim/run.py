@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.controller import promotion
 from kvstore.seams import SimulatedDisk, simulate
 from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.tiers.nvme import newest
 from tests.sim.books import settle_down
 from tests.sim.clients import Client, Knowledge
 from tests.sim.life import Life, Setup
@@ -59,6 +60,7 @@ class World:
         self.chance = random.Random(seed)
         self.setup = Setup.drawn(self.chance)
         self.is_calm = is_calm
+        self.room_bytes = self.setup.device_bytes
         self.trace = Trace(lambda: asyncio.get_running_loop().time())
         self.trace.echo = echo
         self.disk = SimulatedDisk(seed, capacity_bytes=self.setup.file_system_bytes)
@@ -76,12 +78,12 @@ class World:
                 raise self.trace.failure
 
     async def _live(self, number: int) -> None:
-        life = Life(self.setup, self.disk, self.oracle, self.trace, self.chance, self.seed * 1000 + number)
+        life = Life(self._room(), self.disk, self.oracle, self.trace, self.chance, self.seed * 1000 + number)
         ending = self.chance.choice(("clean", "kill", "kill", "crash", "crash", "crash"))
         self.trace.add("world", f"life {number}, to end with {ending}")
         if self.chance.random() < 0.15:
             self.disk.stop_after = self.disk.steps + self.chance.randrange(12)
-        if self.chance.random() < 0.1:
+        if self.chance.random() < 0.25:
             self.trace.add("world", f"starts with errors: {draw_errors(life, self.chance)}")
         is_clean = False
         if await life.start():
@@ -96,6 +98,13 @@ class World:
         else:
             self.disk.kill()
         self.totals["crashes"] += 1
+
+    def _room(self) -> Setup:
+        """Now and then an operator gives the device less room, for one life or more."""
+        if self.chance.random() < 0.15:
+            share = self.chance.choice((0.5, 0.7, 1.0))
+            self.room_bytes = int(self.setup.device_bytes * share) // 4096 * 4096
+        return replace(self.setup, device_bytes=self.room_bytes)
 
     async def _serve(self, life: Life, ending: str) -> bool:
         """True when it came to a clean stop."""
@@ -154,12 +163,14 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     """Constants of the service that a small simulation must draw too; its log goes nowhere."""
     log, listener = logging.getLogger("kvstore"), _Listener(trace)
     before, promotion.GROUP_BYTES = promotion.GROUP_BYTES, setup.group_bytes
+    count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
     try:
         yield
     finally:
         promotion.GROUP_BYTES = before
+        newest.COUNT_MAX = count_max
         log.propagate = propagates
         log.removeHandler(listener)
 

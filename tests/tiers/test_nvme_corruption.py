@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
@@ -177,3 +178,27 @@ async def where(files: Files, encoding: Encoding) -> list[tuple[str, int, int]]:
         region, slot = tier.regions.find(residency)
         found[columns.digests[32 * row : 32 * row + 32]] = (region.path.name, region.offset(slot), region.slot_bytes)
     return [found[each.header.chain_digest] for each in CHUNKS]
+
+
+def test_an_encoded_chunk_that_ends_in_the_next_slot_is_not_served() -> None:
+    """Its bytes are right, its header too; but the slot is too small for it, and the next one is another chunk's."""
+    wide, small = chunk(1, layouts()["kv many heads"]), [chunk(number) for number in range(2, 12)]
+
+    async def scenario() -> None:
+        disk = SimulatedDisk(1)
+        tier = tier_on(disk, Encoding.LZ4)
+        await tier.recover()
+        places = [tier.regions.find(await write(tier, each)) for each in (wide, *small)]
+        (source, slot), (target, _) = places[0], places[1]
+        assert target.slot_bytes < source.slot_bytes
+        data = disk.read_file(source.path)[source.offset(slot) :][: source.slot_bytes]
+        whole = bytearray(disk.read_file(target.path))
+        whole[target.offset(0) : target.offset(0) + len(data)] = data
+        disk.write_file(target.path, bytes(whole[: target.file_bytes]))
+        stored = await tier.open(wide.name, target.number << 32)
+        into = [np.empty(slab.byte_count, np.uint8) for slab in wide.layout.slabs]
+        with pytest.raises(DataLoss, match="does not end where its slot does"):
+            await stored.read(range(len(into)), into)
+        stored.close()
+
+    simulate(scenario(), seed=0)

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.config import PolicySettings
 from kvstore.errors import Unavailable
+from kvstore.seams import SimulatedDisk
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
 from tests.tiers.service import DeviceService
 
@@ -108,6 +109,21 @@ def test_doubt_outlives_a_clean_stop() -> None:
         await service.restart()
         assert (await service.settled(1)).durability is Durability.LOCAL
         assert (await service.settled(2)).durability is Durability.MEMORY
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_clean_stop_outlives_a_power_cut(seed: int) -> None:
+    """What it wrote last is synced: nothing is to be proven again."""
+    service = DeviceService(disk=SimulatedDisk(seed))
+
+    async def scenario() -> None:
+        await service.keep(1, 2)
+        await service.stop()
+        service.disk.crash()
+        await service.start()
+        assert (await service.settled(1, 2)).durability is Durability.LOCAL
 
     service.run(scenario)
 

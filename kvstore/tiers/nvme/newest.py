@@ -56,7 +56,7 @@ class Newest:
         except FileNotFoundError:
             return
         size = _RECORD.size + _CHECKSUM_BYTES
-        self._is_damaged = len(data) % size != 0
+        self._is_damaged = not data or len(data) % size != 0
         for at in range(0, len(data) - size + 1, size):
             packed, checksum = data[at : at + _RECORD.size], data[at + _RECORD.size : at + size]
             key, number = _RECORD.unpack(packed)
