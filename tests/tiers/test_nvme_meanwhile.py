@@ -79,6 +79,7 @@ def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None
         assert await service.put(NEW) is Durability.LOCAL
         go_on()
         await reading
+        await asyncio.sleep(1.0)
         assert await service.get() == NEW
         await service.restart(kill=True)
         assert await service.get() == NEW

@@ -135,6 +135,22 @@ def test_once_everything_was_seen_nothing_is_remembered() -> None:
     service.run(scenario)
 
 
+def test_a_key_that_is_remembered_for_too_long_takes_newer_values() -> None:
+    """Everything was seen, and the file could not be removed."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await the_file_does_not_open(service, 1)
+        assert await service.put(NEW) is Durability.LOCAL
+        service.disk.fail("remove", errno.EIO, path_contains=newest.NEWEST_FILE)
+        await service.restart(kill=True)
+        assert await service.put(3) is Durability.LOCAL
+        await service.restart(kill=True)
+        assert await service.get() == 3
+
+    service.run(scenario)
+
+
 def test_what_was_refused_is_erased_as_soon_as_the_device_takes_it() -> None:
     service = ValueService()
 
