@@ -27,6 +27,8 @@ class RemoteSettings:
     message_bytes: Annotated[int, "size"] = 2 * MIB
     stream_count_max: int = 64
     stall_s: Annotated[float, "duration"] = 10.0
+    connection_count_max: int = 512
+    call_count_max: int = 256
 
     def __post_init__(self) -> None:
         has_tls = bool(self.certificate_file and self.key_file)
@@ -43,8 +45,9 @@ class RemoteSettings:
             raise _wrong("remote.client_ca_file", self.client_ca_file, "set remote.certificate_file and key_file too")
         if not MIB <= self.message_bytes <= 4 * MIB:
             raise _wrong("remote.message_bytes", self.message_bytes, "use 1 MiB to 4 MiB")
-        if self.stream_count_max < 1:
-            raise _wrong("remote.stream_count_max", self.stream_count_max, "use at least 1")
+        for name in ("stream_count_max", "connection_count_max", "call_count_max"):
+            if getattr(self, name) < 1:
+                raise _wrong(f"remote.{name}", getattr(self, name), "use at least 1")
         if self.stall_s <= 0:
             raise _wrong("remote.stall_s", self.stall_s, "use more than 0")
 

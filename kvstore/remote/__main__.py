@@ -45,7 +45,8 @@ async def _serve(orders: dict[str, Any]) -> None:
     files = [orders[name] for name in ("certificate_file", "key_file", "client_ca_file")]
     door = Door(
         tokens, nodes, message_bytes=orders["message_bytes"], stream_count_max=orders["stream_count_max"],
-        stall_s=orders["stall_s"],
+        stall_s=orders["stall_s"], connection_count_max=orders["connection_count_max"],
+        call_count_max=orders["call_count_max"],
     )  # fmt: skip
     port = door.listen(orders["address"], credentials(*files))
     await door.server.start()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from kvstore.config import DEFAULT_TENANT
-from kvstore.errors import DeadlineExceeded, KVStoreError, Unauthenticated
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unauthenticated
 from kvstore.remote.node import Node
 from kvstore.remote.session import Session
 from kvstore.remote.tokens import Tokens
@@ -25,9 +26,19 @@ _log = logging.getLogger("kvstore.remote")
 class Guard:
     """Lets in who has a token. An interceptor: who has none is refused before his message is read."""
 
-    def __init__(self, tokens: Tokens, nodes: dict[str, Node]) -> None:
+    def __init__(self, tokens: Tokens, nodes: dict[str, Node], call_count_max: int) -> None:
+        """``call_count_max``: of one tenant at once. Each may hold a message in memory."""
         self._tokens = tokens
         self._nodes = nodes
+        self._call_count_max = call_count_max
+        self._calls: Counter[str] = Counter()
+
+    def enter(self, node: Node, call: asyncio.Task[Any]) -> None:
+        """Count a call of a tenant until its task ends. Raises Exhausted past remote.call_count_max."""
+        if self._calls[node.tenant] >= self._call_count_max:
+            raise Exhausted(f"{self._call_count_max} calls at once: wait for some, or raise remote.call_count_max")
+        self._calls[node.tenant] += 1
+        call.add_done_callback(lambda _: self._calls.subtract((node.tenant,)))
 
     def node(self, metadata: Any) -> Node:
         """The caller's tenant's sidecar. Raises Unauthenticated."""
@@ -48,7 +59,8 @@ def _value(metadata: Any, name: str) -> Any:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Refuses a call without a good token, whatever it calls. What is logged of the others says whose they are."""
+    """Refuses a call without a good token, whatever it calls, and one too many of a tenant, before its message is read.
+    What is logged of the others says whose they are."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -56,11 +68,18 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         try:
-            log_on_as(self._guard.said(self._guard.node(details.invocation_metadata)))
+            node = self._guard.node(details.invocation_metadata)
+            log_on_as(self._guard.said(node))
         except Unauthenticated as error:
             self._refused_count += 1
             if self._refused_count & (self._refused_count - 1) == 0:  # 1, 2, 4, 8: whoever guesses does not fill logs
                 _log.warning("calls without a good token", extra={"count": self._refused_count})
+            return _refusal(error)
+        call = asyncio.current_task()
+        assert call is not None
+        try:
+            self._guard.enter(node, call)
+        except Exhausted as error:
             return _refusal(error)
         return await continuation(details)
 

@@ -33,6 +33,8 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.lookahead_bytes", 4 << 20),
     # A client that vanished without a word is noticed, and its session ends.
     ("grpc.keepalive_time_ms", 20_000),
@@ -46,14 +48,19 @@ class Door:
     """Serves the remote plane of the nodes whose tokens it knows."""
 
     def __init__(
-        self, tokens: Tokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int, stall_s: float
-    ) -> None:
-        self._guard = Guard(tokens, nodes)
+        self, tokens: Tokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int, stall_s: float,
+        connection_count_max: int, call_count_max: int,
+    ) -> None:  # fmt: skip
+        """``connection_count_max``: of everybody; ``call_count_max``: of one tenant, at once."""
+        self._guard = Guard(tokens, nodes, call_count_max)
         self._message_bytes = message_bytes
         self._stream_count_max = stream_count_max
         self._stall_s = stall_s
         self._counters = Counters()
-        self.server = grpc.aio.server(interceptors=(TokenInterceptor(self._guard),), options=OPTIONS)
+        self.server = grpc.aio.server(
+            interceptors=(TokenInterceptor(self._guard),),
+            options=(*OPTIONS, ("grpc.max_allowed_incoming_connections", connection_count_max)),
+        )
         self._register()
 
     def listen(self, address: str, credentials: Any) -> int:

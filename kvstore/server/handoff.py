@@ -34,7 +34,7 @@ from kvstore.controller import Controller, Session
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
-from kvstore.server.outbox import Outbox, Unread, is_unread
+from kvstore.server.outbox import Outbox, Unread
 from kvstore.server.packets import (
     COUNTED,
     MESSAGE_CHARACTERS_MAX,
@@ -137,8 +137,8 @@ class Handoff:
             _log.info("refusal not taken", extra={"reason": str(reason)})
 
     async def _linger(self, connection: socket.socket) -> None:
-        """A peer that holds answers unread holds its connection, of which a tenant has so many."""
-        while is_unread(connection):
+        """A peer that holds our descriptors unread holds its connection, of which a tenant has so many."""
+        while self._outbox.is_in_flight(connection):
             await self._clock.sleep(LINGER_STEP_S)
 
     async def _converse(self, connection: socket.socket, session: Session) -> None:

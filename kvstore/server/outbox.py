@@ -68,6 +68,11 @@ class Outbox:
         sent.descriptor_count += len(descriptors)
         connection.sendmsg([encode(reply)], ancillary)
 
+    def is_in_flight(self, connection: socket.socket) -> bool:
+        """Whether descriptors that were sent there are still on their way."""
+        sent = self._sent.get(connection)
+        return sent is not None and sent.descriptor_count > 0 and is_unread(connection)
+
     def forget(self, connection: socket.socket) -> None:
         """Before it is closed."""
         self._sent.pop(connection, None)

@@ -85,6 +85,13 @@ def test_its_files_are_its_own_whatever_the_umask_was(careless: Sidecar) -> None
         assert "Umask:\t0077\n" in Path(f"/proc/{pid}/status").read_text()
 
 
+def test_what_it_makes_is_its_own_from_the_first_moment(careless: Sidecar) -> None:
+    """gRPC makes its socket itself, in a directory that other users may pass through where one has a tenant: it must
+    not be open until it is given away."""
+    for pid in (careless.pid, *careless.mover_pids()):
+        assert "Umask:\t0077" in Path(f"/proc/{pid}/status").read_text().splitlines(), pid
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
 def test_a_token_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     path = Path(write_private(tmp_path / "tokens", "a-token-of-some-length"))
