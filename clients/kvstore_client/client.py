@@ -263,7 +263,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
             good = copy_all(prefix, target, self._copier, self.faults, self._timeout_s)
             reason = prefix.reason
         result = FetchedKV(target.layer(position, good) for position in range(len(wanted.layers)))
-        result.token_count = good
+        result.token_count, result.exactness = good, prefix.exactness if prefix else Exactness.EXACT
         result.tier = prefix.tier if prefix and good else Tier.NONE
         result.reason = reason
         result.byte_count = wanted.byte_count(good)
@@ -323,13 +323,14 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         hidden: Mapping[int, Any] | None = None,
         durability: Durability | None = None,
         extras: Sequence[Extra] = (),
-        exactness: Exactness = Exactness.EXACT,
+        exactness: Exactness | None = None,
     ) -> Receipt:
         """Keep a context's cache. Returns as soon as the tensors may be reused; the receipt tells what was kept.
 
         Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E,
         [tokens, hidden_size], where the spec keeps that; ``hidden`` {layer: [tokens, hidden_size]}. ``durability``:
-        what the receipt's ``wait`` waits for; None: the highest level the sidecar has. Raises: InvalidRequest.
+        what the receipt's ``wait`` waits for; None: the highest level the sidecar has. ``exactness`` None: exact, and
+        refused for what is known to be derived. Raises: InvalidRequest.
         """
         return self._keep(Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 
@@ -347,21 +348,21 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         hidden_layers: Sequence[int] = (),
         durability: Durability | None = None,
         extras: Sequence[Extra] = (),
-        exactness: Exactness = Exactness.EXACT,
+        exactness: Exactness | None = None,
     ) -> StoreWriter:
         """A store that is written as the engine goes: ``put_layer``, again and again, then ``commit``. ``tokens``: all
         of the prompt. ``shards``: how many writers there are, each with its heads or layers; the last one's commit
-        publishes, and one that goes aborts all. The others ``join_store`` by the writer's ticket.
-
-        Raises: InvalidRequest.
-        """
+        publishes, and one that goes aborts all. The others ``join_store`` by the writer's ticket. Raises:
+        InvalidRequest."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         return self._means().start(prompt, hidden_layers, shards, durability)
 
-    def join_store(self, ticket: bytes, shard: int, *, durability: Durability | None = None) -> StoreWriter:
-        """Write shard 1, 2, ... of a store that another process started. Raises: InvalidRequest, also for a store
-        that ended."""
-        return self._means().join(ticket, shard, durability)
+    def join_store(
+        self, ticket: bytes, shard: int, *, durability: Durability | None = None, exactness: Exactness | None = None
+    ) -> StoreWriter:  # fmt: skip
+        """Write shard 1, 2, ... of a store that another process started. ``exactness``: the store's, said again.
+        Raises: InvalidRequest, also for a store that ended."""
+        return self._means().join(ticket, shard, durability, exactness)
 
     def _means(self) -> Means:
         return Means(self._connection, self._ready, self._copier, self._committer, self._timeout_s)

@@ -11,8 +11,9 @@ from typing import Any
 from kvstore.chunk import layout_of
 from kvstore.errors import DataLoss, DeadlineExceeded, Internal
 from kvstore.seams import Clock, FaultPoints
-from kvstore.spec import MissReason, Tier
+from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier, stopped, wait_all
+from kvstore_client.derived import LayeredKV, remember, written_anew
 from kvstore_client.prefix import AnyPrefix, ChunkRun, Prefix, open_prefix, runs_of
 from kvstore_client.remote.fetching import RemoteLanding, RemotePrefix
 from kvstore_client.target import AnyTarget
@@ -23,12 +24,12 @@ __all__ = ["AnyPrefix", "FetchedKV", "LayerStream", "Prefix", "Wanted", "copy_al
 _log = logging.getLogger("kvstore.client")
 
 
-class FetchedKV(list[Any]):
+class FetchedKV(LayeredKV):
     """Per requested layer (K, V), each [kv_heads, token_count, head_dim], or where a spec keeps E that,
     [token_count, hidden_size]; owned memory. A miss has 0 tokens.
 
     ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where
-    it does (NONE: the whole prompt was there).
+    it does (NONE: the whole prompt was there). ``exactness``: what it may be stored as.
     """
 
     token_count: int = 0
@@ -52,6 +53,7 @@ def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: Fault
 
 def _copied(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     bad: set[int] = set()
+    _before(prefix, target)
     if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
         landing = landing_of(prefix, target, copier, faults, bad, _nothing)
         try:
@@ -61,19 +63,33 @@ def _copied(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultP
         except BaseException:
             landing.stop(timeout_s)
             raise
-        return _settled(prefix, bad)
+        return _settled(prefix, target, bad)
     cache = prefix.runs(0)
     work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(prefix.wanted.layers))]
     for part, layer in enumerate(prefix.wanted.hidden_layers, start=1):
         work.append(partial(target.copy_hidden, layer, prefix.runs(part), bad))
     copier.split(_each, work, timeout_s)
-    return _settled(prefix, bad)
+    return _settled(prefix, target, bad)
 
 
-def _settled(prefix: AnyPrefix, bad: set[int]) -> int:
+def _settled(prefix: AnyPrefix, target: AnyTarget, bad: set[int]) -> int:
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
-    return prefix.settle(bad)
+    good = prefix.settle(bad)
+    _after(prefix, target, good)
+    return good
+
+
+def _before(prefix: AnyPrefix, target: AnyTarget) -> None:
+    """What is not exact is known as such before its first byte is there."""
+    if prefix.exactness is not Exactness.EXACT:
+        remember(*target.places(prefix.token_count))
+
+
+def _after(prefix: AnyPrefix, target: AnyTarget, token_count: int) -> None:
+    """So many tokens have come, whatever lay there before."""
+    if prefix.exactness is Exactness.EXACT:
+        written_anew(*target.places(token_count))
 
 
 class Landing:
@@ -178,6 +194,7 @@ class LayerStream:
     ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
+    ``exactness``: what it may be stored as.
     ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
     """
 
@@ -201,6 +218,7 @@ class LayerStream:
         self.hidden: dict[int, Any] = {}
         self.landed_s = 0.0
         self.token_count = self.good_token_count = prefix.token_count if prefix else 0
+        self.exactness = prefix.exactness if prefix else Exactness.EXACT
         hit = prefix if self.token_count else None
         self.tier = hit.tier if hit else Tier.NONE
         self.byte_count = hit.wanted.byte_count(self.token_count) if hit else 0
@@ -212,6 +230,7 @@ class LayerStream:
             return
         layers = prefix.wanted.layers
         bad: set[int] = set()
+        _before(prefix, target)
         # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
         landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed)
         try:
@@ -225,6 +244,7 @@ class LayerStream:
                 yield layer, target.layer(position, self.token_count)
             self._await_hidden(prefix, target, landing, bad)
             self._await_commit(prefix, landing, bad)
+            _after(prefix, target, self.token_count)
         finally:
             landing.stop(self._timeout_s)
             self.close()

@@ -14,9 +14,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import settle_device
 from kvstore_client.copying import copy, raw
 from kvstore_client.paged import Pages
-from kvstore_client.planes import checked_planes
 from kvstore_client.staging import Run
-from kvstore_client.wanted import Wanted
 
 
 class Strips(NamedTuple):
@@ -96,7 +94,3 @@ class FromPages:
         for piece in rest:
             target = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
             copy(pages.shaped(target, piece), pages.place(plane, piece))
-
-
-def dense(wanted: Wanted, layer: int, kv: Any) -> Dense:
-    return Dense(checked_planes(wanted.spec, layer, kv, "kv", None, wanted.heads_of(layer)))

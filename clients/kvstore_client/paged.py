@@ -178,6 +178,11 @@ class PagedTarget:
         """A wanted layer as the caller knows it: (K, V) of its pages."""
         return self._pages.views[position]
 
+    def places(self, token_count: int) -> tuple[list[Any], NDArray[np.int64]]:
+        """The memory of so many tokens: the pages, and the slots in them."""
+        slots = self._pages.slots[:token_count]
+        return [plane for pair in self._pages.views for plane in pair], slots[slots >= 0]
+
     def rows(self, layer: int, token_count: int) -> Any:
         raise AssertionError("no hidden states go into pages")
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import grpc
@@ -16,9 +17,10 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
-from kvstore.spec import CacheKind, MissReason, Tier
+from kvstore.spec import CacheKind, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.calls import noted
+from kvstore_client.prompt import EXACTNESSES
 from kvstore_client.remote.fetching import RemotePrefix, open_remote
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.session import Session
@@ -114,14 +116,22 @@ def _stride(run: ChunkRun, chunk: Chunk) -> int:
     return distance if follows and distance > 0 and run.stride in (0, distance) else 0
 
 
+def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
+    """Whether extents are as long as a chunk, and end between its pieces: no slab is cut in two."""
+    ends = list(accumulate(extent.size for extent in extents))
+    return ends[-1:] == [layout.total_bytes] and (len(ends) == 1 or set(ends) <= set(accumulate(layout.piece_bytes)))
+
+
 class Prefix:
     """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` gives the lease
     back."""
 
     def __init__(
-        self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any
-    ) -> None:
+        self, session: Session, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
+        exactness: Exactness,
+    ) -> None:  # fmt: skip
         self.session = session
+        self.exactness = exactness
         self._stream = stream
         self._is_closed = False
         self._arriving: dict[int, pb.ResidentChunk] = {}
@@ -279,13 +289,15 @@ class Prefix:
         extents = [
             self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
         ]
-        if sum(extent.size for extent in extents) != layout.total_bytes:
+        if not _hold(extents, layout):
             raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
         header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
         if header.encoding != "raw":
             raise DataLoss("memory holds raw chunks only", reason="encoding")
         if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
             raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
+        if header.exactness is not self.exactness:
+            raise DataLoss(f"the extents hold a chunk that is {header.exactness}", reason="exactness")
         start = entry.index * spec.chunk_tokens
         home = None
         if len(entry.extents) == 1:
@@ -354,7 +366,7 @@ def open_prefix(
     layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
     request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)
     if isinstance(session, RemoteSession):
-        return open_remote(session, wanted, request, digests, timeout_s)
+        return open_remote(session, wanted, request, digests, timeout_s, EXACTNESSES[exactness])
     try:
         stream = noted(session.cache.Fetch(request, timeout=timeout_s, metadata=session.metadata))
         response = next(stream)
@@ -362,4 +374,4 @@ def open_prefix(
         raise session.translated(error) from error
     except (StopIteration, ValueError) as error:
         raise Unavailable("the sidecar is gone") from error
-    return Prefix(session, wanted, response, digests, stream)
+    return Prefix(session, wanted, response, digests, stream, EXACTNESSES[exactness])

@@ -28,7 +28,7 @@ EXACT = 1
 IN_CONTEXT, STANDALONE = 1, 2
 """The wire's numbers of exactness and provenances."""
 _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
-_EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
+EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -86,9 +86,11 @@ class Prompt:
     hashes: PageHashes | None = None
     provenance: int = IN_CONTEXT
     """The wire's number."""
+    is_claimed: bool = False
+    """Whether the caller said how exact it is."""
 
     @staticmethod
-    def segment(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness) -> Prompt:
+    def segment(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
         """A document by itself; positions of ``extras`` count from its first token. Raises InvalidRequest."""
         if isinstance(tokens, PageHashes):
             raise InvalidRequest("a segment needs its tokens: PageHashes depend on what comes before it")
@@ -99,7 +101,7 @@ class Prompt:
 
     def chain(self, name: bytes, digests: Sequence[bytes]) -> Chain:
         """Chunks of it in the presence table."""
-        salt = presence_salt(name, _PROVENANCES[self.provenance], _EXACTNESSES[self.exactness])
+        salt = presence_salt(name, _PROVENANCES[self.provenance], EXACTNESSES[self.exactness])
         return Chain(salt, digests, self.spec.chunk_tokens)
 
     def query(self, name: bytes, digests: Sequence[bytes], hidden_layers: Sequence[int] = ()) -> pb.ChainQuery:
@@ -110,9 +112,10 @@ class Prompt:
         )  # fmt: skip
 
     @staticmethod
-    def of(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness) -> Prompt:
-        """Tokens may be a list, an array, a tensor on any device, or PageHashes. Raises InvalidRequest naming what is
-        wrong."""
+    def of(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
+        """Tokens may be a list, an array, a tensor on any device, or PageHashes; exactness None: exact, as far as is
+        known. Raises InvalidRequest naming what is wrong."""
+        is_claimed, exactness = exactness is not None, exactness or Exactness.EXACT
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
         if not spec.layers:
@@ -122,10 +125,10 @@ class Prompt:
         if exactness not in _EXACTNESS:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
         if isinstance(tokens, PageHashes):
-            return _by_hashes(spec, tokens, extras, exactness)
+            return replace(_by_hashes(spec, tokens, extras, exactness), is_claimed=is_claimed)
         array = _checked_tokens(tokens, spec.vocab_size)
         digests = chain_digests(array, spec.chunk_tokens, extras)
-        return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness])
+        return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness], is_claimed=is_claimed)
 
     @staticmethod
     def known(spec: ModelSpec, digests: list[bytes], exactness: int) -> Prompt:

@@ -10,13 +10,13 @@ from typing import Any
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.seams import FaultPoints, Workers
-from kvstore.spec import Durability, ModelSpec
+from kvstore.spec import Durability, Exactness, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.prefix import AnySession
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import EXACTNESSES, Prompt
 from kvstore_client.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.remote.storing import store_of
 from kvstore_client.storing import Source, ask_settled, reserve_request
@@ -103,22 +103,29 @@ class Means:
             )
             return reply
 
-        plan = Plan(prompt.spec, prompt.digests, prompt.exactness, prompt.token_count, hidden, shards)
+        plan = Plan(
+            prompt.spec, prompt.digests, prompt.exactness, prompt.token_count, hidden, shards,
+            is_claimed=prompt.is_claimed,
+        )  # fmt: skip
         try:
             return self._writer(plan, 0, prompt, durability, ask)
         except Exhausted as error:
             self.connection.counters["stores_refused"] += 1
             return self._nothing(plan, 0, error.message)
 
-    def join(self, ticket: bytes, shard: int, durability: Durability | None) -> StoreWriter:
+    def join(
+        self, ticket: bytes, shard: int, durability: Durability | None, exactness: Exactness | None
+    ) -> StoreWriter:  # fmt: skip
         """See ``Client.join_store``."""
         check_durability(durability)
         held = unpacked(ticket)
         prompt = Prompt.known(spec_from_message(held.spec), cut(held.digests), int(held.exactness))
         plan = Plan(
             prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
-            int(held.shards),
+            int(held.shards), is_claimed=exactness is not None,
         )  # fmt: skip
+        if exactness not in (None, EXACTNESSES.get(prompt.exactness)):
+            raise InvalidRequest(f"exactness {exactness}: the store was started as {EXACTNESSES[prompt.exactness]}")
         if not 0 < shard < plan.shards:
             raise InvalidRequest(f"shard {shard} must be in 1..{plan.shards - 1}: shard 0 is who started the store")
 

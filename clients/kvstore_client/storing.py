@@ -15,6 +15,7 @@ from kvstore.spec import CacheKind, Durability, Exactness, ModelSpec, StoreState
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import checked, settle_device
 from kvstore_client.copying import Copier, copy, plane_run, raw
+from kvstore_client.derived import check_exact
 from kvstore_client.planes import checked_planes
 from kvstore_client.prefix import AnySession
 from kvstore_client.prompt import EXACT, Prompt
@@ -50,12 +51,13 @@ class Source:
             raise InvalidRequest(f"kv must be one {entry} per layer, {spec.layer_count} of them, not {found}")
         if hidden and spec.keeps_e:
             raise InvalidRequest("hidden: this spec keeps E of every layer as its cache (keeps_e): leave it out")
-        planes: list[list[tuple[Any, ...]]] = [
-            [
-                tuple(map(raw, checked_planes(spec, index, kv[index], f"kv[{index}]", token_count)))
-                for index in spec.slab_layers
-            ]
-        ]
+        is_claimed = prompt.is_claimed or prompt.exactness != EXACT
+        planes: list[list[tuple[Any, ...]]] = [[]]
+        for index in spec.slab_layers:
+            given = checked_planes(spec, index, kv[index], f"kv[{index}]", token_count)
+            if not is_claimed:
+                check_exact(given, f"kv[{index}]")
+            planes[0].append(tuple(map(raw, given)))
         if hidden is not None and not isinstance(hidden, Mapping):
             raise InvalidRequest(f"hidden must be {{layer: [tokens, hidden]}}, not {type(hidden).__name__}")
         for layer_index in hidden or ():
@@ -65,6 +67,8 @@ class Source:
         for layer_index in hidden_layers:
             shape = (token_count, spec.hidden_size)
             x = checked((hidden or {})[layer_index], shape, spec.hidden_dtype, f"hidden[{layer_index}]")
+            if not is_claimed:
+                check_exact([x], f"hidden[{layer_index}]")
             planes.append([(raw(x.reshape(1, *shape)),)])
         settle_device([plane for part in planes for slab in part for plane in slab])
         return Source(spec, token_count, hidden_layers, planes)

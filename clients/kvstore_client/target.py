@@ -53,6 +53,14 @@ class Target:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
+    def places(self, token_count: int) -> tuple[list[Any], None]:
+        """The memory of so many tokens: the caller's planes, or all of ours."""
+        if self._is_callers:
+            planes = [plane[:, :token_count] for planes in self._layers for plane in planes]
+        else:
+            planes = [plane for planes in self._layers for plane in planes]
+        return [*planes, *self.hidden.values()], None
+
     def rows(self, layer: int, token_count: int) -> Any:
         """So many tokens of E of a requested hidden layer."""
         return presented(self.hidden[layer], self._wanted.spec.hidden_dtype)[0, :token_count]

@@ -12,12 +12,13 @@ from typing import Any
 from kvstore.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams.scheduler import start_thread
-from kvstore.spec import MissReason, ModelSpec
+from kvstore.spec import Exactness, MissReason, ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message, spec_to_message
 from kvstore.wire.bounds import decode
 from kvstore_client.fetching import AnyPrefix, LayerStream, Wanted, open_prefix
 from kvstore_client.prefix import AnySession
+from kvstore_client.prompt import EXACTNESSES
 from kvstore_client.writer import COMMIT_S_MAX
 
 _log = logging.getLogger("kvstore.client")
@@ -51,6 +52,8 @@ class Held:
         self.spec = spec_from_message(message.spec)
         self.digests = cut(message.digests)
         self.exactness = int(message.exactness)
+        if self.exactness not in EXACTNESSES:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
         self.is_store = pb.SharedStore.FromString(ticket).shards > 0
         self.token_count = int(message.token_count)
 
@@ -78,12 +81,14 @@ class Transfer:
     """A fetch on its way. Its destination belongs to it until ``is_done``. One that is dropped is cancelled.
 
     ``token_count``: how many tokens come, 0 for a miss; ``reason``: why no more, where it was asked for by its tokens.
+    ``exactness``: what it may be stored as.
     """
 
     def __init__(
         self, token_count: int, layers: Iterable[int], hidden_layers: Iterable[int] = (),
-        reason: MissReason = MissReason.NONE,
+        reason: MissReason = MissReason.NONE, exactness: Exactness = Exactness.EXACT,
     ) -> None:  # fmt: skip
+        self.exactness = exactness
         self.token_count = token_count
         self.reason = reason
         self._bringing = Bringing(token_count, layers, hidden_layers)

@@ -11,7 +11,7 @@ from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.fetching import AnyPrefix, LayerStream
 from kvstore_client.paged import Paged
 from kvstore_client.prefix import AnySession
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import EXACTNESSES, Prompt
 from kvstore_client.target import Places, given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held
 from kvstore_client.wanted import Wanted
@@ -51,7 +51,7 @@ class TransferCalls(ABC):
         wanted = Wanted.of(held.spec, layers, heads, (), verify)
         given = given_places(wanted, into)
         target_of(wanted, held.token_count, given)  # what does not fit is said now
-        transfer = Transfer(held.token_count, wanted.layers)
+        transfer = Transfer(held.token_count, wanted.layers, exactness=EXACTNESSES[held.exactness])
         transfer.start(lambda: self._redeem(held, wanted, given))
         return transfer
 
@@ -93,7 +93,8 @@ class TransferCalls(ABC):
 
     def _started(self, prompt: Prompt, wanted: Wanted, into: Any) -> Transfer:
         stream = self._stream(prompt, wanted, into)
-        transfer = Transfer(stream.token_count, wanted.layers, wanted.hidden_layers, stream.reason)
+        how = (wanted.layers, wanted.hidden_layers, stream.reason, stream.exactness)
+        transfer = Transfer(stream.token_count, *how)
         try:
             transfer.start(lambda: stream)
         except BaseException:

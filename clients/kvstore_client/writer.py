@@ -17,9 +17,12 @@ from kvstore.wire import spec_to_message
 from kvstore.wire.bounds import decode
 from kvstore_client.arrays import checked
 from kvstore_client.copying import Copier, commit_beside
-from kvstore_client.gathering import Dense, FromPages, Pile, Strips, dense, strip_range
+from kvstore_client.derived import check_exact
+from kvstore_client.gathering import Dense, FromPages, Pile, Strips, strip_range
 from kvstore_client.paged import Paged, Pages
+from kvstore_client.planes import checked_planes
 from kvstore_client.prefix import AnySession
+from kvstore_client.prompt import EXACT
 from kvstore_client.receipt import Receipt, Settle
 from kvstore_client.remote.session import RemoteSession
 from kvstore_client.remote.staging import PrivatePool, send_fills
@@ -46,6 +49,13 @@ class Plan:
     ticket: bytes = b""
     supersedes: Callable[[], bytes] = bytes
     """Digests of the partial chunks that this store's begin with."""
+    is_claimed: bool = False
+    """Whether the caller said how exact it is."""
+
+    def check_exact(self, planes: Sequence[Any], name: str, slots: Any = None) -> None:
+        """Raises InvalidRequest for what is not exact, where nobody said so."""
+        if self.exactness == EXACT and not self.is_claimed:
+            check_exact(planes, name, slots)
 
     def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> Plan:
         """With what the sidecar answered."""
@@ -130,7 +140,14 @@ class StoreWriter:
         Raises: InvalidRequest naming what does not fit, or was put before.
         """
         wanted = Wanted.of(self._plan.spec, [layer], heads, (), False)
-        source = FromPages(Pages(wanted, kv)) if isinstance(kv, Paged) else dense(wanted, layer, kv)
+        if isinstance(kv, Paged):
+            pages = Pages(wanted, kv)
+            self._plan.check_exact(pages.views[0], "kv", pages.slots)
+            source: Dense | FromPages = FromPages(pages)
+        else:
+            planes = checked_planes(wanted.spec, layer, kv, "kv", None, wanted.heads_of(layer))
+            self._plan.check_exact(planes, "kv")
+            source = Dense(planes)
         stop = wanted.head_start + wanted.heads_of(layer)
         self._put(source, 0, lambda layout: layout.slab_of_layer[layer], wanted.head_start, stop, token_start)
 
@@ -141,6 +158,7 @@ class StoreWriter:
             raise InvalidRequest(f"hidden layer {layer}: this store was started with hidden_layers={layers}")
         count = int(hidden.shape[0]) if len(getattr(hidden, "shape", ())) == 2 else 0
         x = checked(hidden, (count, spec.hidden_size), spec.hidden_dtype, "hidden")
+        self._plan.check_exact([x], "hidden")
         source = Dense([x.reshape(1, count, spec.hidden_size)])
         self._put(source, 1 + layers.index(layer), lambda _: 0, 0, 1, token_start)
 

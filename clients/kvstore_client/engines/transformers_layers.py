@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.errors import InvalidRequest
+from kvstore_client.derived import exactness_of, is_derived, remember
 from kvstore_client.fetching import LayerStream
 
 
@@ -43,6 +45,8 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
             old = getattr(self, name)
             new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
             new[:, :, :start] = old[:, :, :start]
+            if is_derived([old]):
+                remember([new])  # what follows is computed over it
             setattr(self, name, new)
 
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,12 +58,33 @@ def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     """A cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
 
     Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim]. Give ``generate`` the prompt and at least one
-    token more. What it computes is as exact as ``kv`` is: store it with that exactness."""
+    token more. What it computes is as exact as ``kv`` is; its ``exactness`` says so, and its tensors are known by it.
+    Raises: InvalidRequest for planes that are no such tensors."""
+    _check_planes(kv)
     cache = DynamicCache()
+    cache.exactness = exactness_of(kv)
     cache.layers = [CacheLayer(k[None], v[None], lambda: None) for k, v in kv]
     for layer, (k, _) in zip(cache.layers, kv, strict=True):
         layer.show(k.shape[1])
     return cache
+
+
+def _check_planes(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for number, pair in enumerate(kv):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise InvalidRequest(f"kv[{number}] must be a pair (K, V), not {type(pair).__name__}")
+        for plane in pair:
+            first = kv[0][0]
+            if not isinstance(plane, torch.Tensor) or plane.ndim != 3 or plane.shape[1] != first.shape[1]:
+                found = tuple(getattr(plane, "shape", ())) or type(plane).__name__
+                raise InvalidRequest(
+                    f"kv[{number}] has {found}: give tensors [kv_heads, tokens, head_dim] of one length"
+                )
+            if plane.dtype != first.dtype or plane.device != first.device or plane.is_meta:
+                raise InvalidRequest(
+                    f"kv[{number}] is {plane.dtype} on {plane.device}, kv[0] {first.dtype} on {first.device}: a cache "
+                    "has one dtype, and memory"
+                )
 
 
 class Arrivals:

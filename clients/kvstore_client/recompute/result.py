@@ -8,16 +8,21 @@ from dataclasses import dataclass, field
 import torch
 
 from kvstore.spec import Exactness
+from kvstore_client.derived import LayeredKV, remember, written_anew
 from kvstore_client.recompute.plan import Plan
 
 
-class MergedKV(list[tuple[torch.Tensor, torch.Tensor]]):
-    """Per layer (K, V), each [kv_heads, tokens, dim], that knows whether it is exact: ``client.store`` refuses to keep
-    under an exact key what is not."""
+class MergedKV(LayeredKV):
+    """Per layer (K, V), each [kv_heads, tokens, dim], that knows whether it is exact, as its memory is known:
+    ``client.store`` refuses to keep under an exact key what is not."""
 
     def __init__(self, planes: Iterable[tuple[torch.Tensor, torch.Tensor]], exactness: Exactness) -> None:
-        super().__init__(planes)
-        self.exactness = exactness
+        super().__init__(planes, exactness)
+        every = [plane for pair in self for plane in pair]
+        if exactness is Exactness.EXACT:
+            written_anew(every)
+        else:
+            remember(every)
 
 
 @dataclass(frozen=True)

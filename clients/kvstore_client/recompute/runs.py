@@ -10,7 +10,8 @@ import torch
 from kvstore_kernels import Rotation, arrive
 
 from kvstore.errors import InvalidRequest
-from kvstore.spec import ModelSpec
+from kvstore.spec import Exactness, ModelSpec
+from kvstore_client.derived import exactness_of
 
 
 class Source(Protocol):
@@ -35,6 +36,7 @@ class GivenKV:
     ) -> None:
         self._kv = kv
         self._hidden = hidden
+        self.exactness = exactness_of(kv)
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
         pair = self._kv[layer]
@@ -80,6 +82,8 @@ def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_cou
         last = run.token_stop
         if run.is_exact and (run.token_start or run.rotated_from or run.sender is not None):
             raise InvalidRequest(f"runs[{index}] is exact: it must begin the prompt, and be the model's own")
+        if run.is_exact and isinstance(run.source, GivenKV) and run.source.exactness is not Exactness.EXACT:
+            raise InvalidRequest(f"runs[{index}] is exact, and its tensors hold a derived cache: leave out is_exact")
         if run.sender is not None:
             check_sender(spec, run.sender)
     if not 1 <= logit_count <= token_count - last:

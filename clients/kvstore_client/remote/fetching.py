@@ -18,7 +18,7 @@ from kvstore.errors import DataLoss, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
-from kvstore.spec import CacheKind, MissReason, Tier
+from kvstore.spec import CacheKind, Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
@@ -86,8 +86,10 @@ class RemotePrefix:
     """A prefix on its way. ``close`` ends the stream, and the lease with it."""
 
     def __init__(
-        self, session: RemoteSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any
+        self, session: RemoteSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any,
+        exactness: Exactness,
     ) -> None:  # fmt: skip
+        self.exactness = exactness
         self._session = session  # it lasts as long as its last prefix
         self._stream = stream
         self._is_closed = False
@@ -165,6 +167,8 @@ class RemotePrefix:
         name = fingerprint(spec, spec.kind if layer is None else CacheKind.E, layer)
         if header.chain_digest != self._digests[chunk.index] or header.fingerprint != name:
             raise DataLoss("the message holds another chunk than the one asked for", reason="header")
+        if header.exactness is not self.exactness:
+            raise DataLoss(f"the message holds a chunk that is {header.exactness}", reason="exactness")
         return header
 
     def cut(self, chunk: RemoteChunk, reason: MissReason) -> None:
@@ -313,8 +317,9 @@ class RemoteLanding:
 
 
 def open_remote(
-    session: RemoteSession, wanted: Wanted, fetch: pb.FetchRequest, digests: list[bytes], timeout_s: float
-) -> RemotePrefix:
+    session: RemoteSession, wanted: Wanted, fetch: pb.FetchRequest, digests: list[bytes], timeout_s: float,
+    exactness: Exactness,
+) -> RemotePrefix:  # fmt: skip
     """Ask for the prefix; its first message says how long it is. Raises the typed error of a failed call."""
     unique = tuple(dict.fromkeys(wanted.layers))
     del fetch.layers[:]
@@ -329,4 +334,4 @@ def open_remote(
         raise session.translated(error) from error
     except (StopIteration, ValueError, KVStoreError) as error:
         raise Unavailable("the sidecar is gone, or speaks another release's protocol") from error
-    return RemotePrefix(session, wanted, fields.head, digests, stream)
+    return RemotePrefix(session, wanted, fields.head, digests, stream, exactness)

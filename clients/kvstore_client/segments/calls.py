@@ -49,7 +49,7 @@ class SegmentCalls(ABC):
         hidden: Mapping[int, Any] | None = None,
         durability: Durability | None = None,
         extras: Sequence[Extra] = (),
-        exactness: Exactness = Exactness.EXACT,
+        exactness: Exactness | None = None,
     ) -> Receipt:
         """Keep a document's cache that was computed alone: nothing before it, K rotated from position 0 on. It is found
         under its tokens wherever they stand, and never as the prefix of a prompt.

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
+from kvstore_client.arrays import check_memory
 
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
 LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
@@ -33,6 +34,12 @@ class PagesOfModel:
         self, spec: ModelSpec, tensors: Sequence[Any], block_tokens: int, backend: str, writer: Writer | None = None,
         *, rank: int = 0, ranks: int = 1,
     ) -> None:  # fmt: skip
+        if len(tensors) != len(spec.slab_layers):
+            raise InvalidRequest(
+                f"{len(tensors)} tensors of pages, the model keeps KV of {len(spec.slab_layers)} layers"
+            )
+        for layer, tensor in zip(spec.slab_layers, tensors, strict=True):
+            check_memory(tensor, f"layer {layer}: its pages")
         self.rank = rank
         each = spec.layers[0].kv_heads // ranks
         self.heads = (rank * each, (rank + 1) * each) if ranks > 1 else None
