@@ -19,7 +19,7 @@ from kvstore_client.value import flat
 
 PREFACE = struct.Struct("<8s24sQQ16x")
 MAGIC = b"kvencod1"
-AXIS_MAX = (1 << 63) - 1
+AXIS_MAX = (1 << 31) - 1
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 

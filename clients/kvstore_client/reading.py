@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvstore_client.copying import Copier
 from kvstore_client.prefix import AnySession, Prefix, open_prefix
 from kvstore_client.remote.fetching import RemotePrefix
 from kvstore_client.remote.values import ReceivedPrefix
-from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, MAGIC, UNIT_BYTES, Key, Pieces
+from kvstore_client.value import CHUNK_BYTES, EXACT, HEAD, Head, Key, Pieces, room_of
 from kvstore_client.wanted import Wanted
 
 BATCH = 256
@@ -92,38 +93,57 @@ class Reader:
             chunks = self._chunks(prefix)
             if not chunks:
                 return None, False
-            head = bytes(chunks[0].slab(0)[: HEAD.size])
+            head = Head.of(chunks[0], is_whole=digest == key.whole)
             if prefix.settle(set()) == 0:
                 return None, True
-            magic, length, version = HEAD.unpack(head)
-            room = chunks[0].layout.token_count * UNIT_BYTES - HEAD.size
-            if magic != MAGIC or (digest == key.whole and length > room):
+            if head is None:
                 return None, False
-            target = _target(into, length)
-            first = min(room, length)
-            if not all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, first)])):
-                return None, True
+            first = min(room_of(chunks[0]) - HEAD.size, head.size)
+            if head.chunk_count == 1:
+                target = _target(into, head.size)
+                return (target, False) if self._is_copied(prefix, chunks[0], target, first) else (None, True)
+            with self._rest(key, head) as (rest, others):
+                if rest is None:
+                    return None, True
+                target = _target(into, head.size)  # not before all of its chunks are there: their room is what it takes
+                is_copied = self._is_copied(prefix, chunks[0], target, first)
+                return (target, False) if is_copied and self._are_copied(rest, others, target, first) else (None, True)
         finally:
             prefix.close()
-        if digest == key.whole:
-            return target, False
-        return (target, False) if self._rest(key, version, target, first) else (None, True)
 
-    def _rest(self, key: Key, version: bytes, target: Pieces, start: int) -> bool:
-        count = -(-(HEAD.size + target.size) // CHUNK_BYTES)
-        prefix = self._open(key.chain(version, count)[1:])
+    def _is_copied(self, prefix: Prefix | ReceivedPrefix, chunk: Any, target: Pieces, count: int) -> bool:
+        return all(self._copy(prefix, [(chunk, HEAD.size, target, 0, count)]))
+
+    def _are_copied(self, rest: Prefix | ReceivedPrefix, chunks: Sequence[Any], target: Pieces, start: int) -> bool:
+        places = range(start, target.size, CHUNK_BYTES)
+        work = [
+            (chunk, 0, target, at, min(CHUNK_BYTES, target.size - at)) for chunk, at in zip(chunks, places, strict=True)
+        ]
+        return all(self._copy(rest, work))
+
+    @contextmanager
+    def _rest(self, key: Key, head: Head) -> Iterator[tuple[Prefix | ReceivedPrefix | None, list[Any]]]:
+        """The chunks behind a value's first, when all of them are there and as long as they have to be."""
+        count = head.chunk_count
+        if count - 1 > BATCH and not self._are_there(key, head):
+            yield None, []
+            return
+        prefix = self._open(key.parts(head.version, range(1, count)))
         try:
             chunks = self._chunks(prefix)
-            if len(chunks) < count - 1:
-                return False
-            places = range(start, target.size, CHUNK_BYTES)
-            work = [
-                (chunk, 0, target, at, min(CHUNK_BYTES, target.size - at))
-                for chunk, at in zip(chunks, places, strict=True)
-            ]
-            return all(self._copy(prefix, work))
+            last = HEAD.size + head.size - (count - 1) * CHUNK_BYTES
+            sizes = [CHUNK_BYTES] * (count - 2) + [last]
+            is_whole = len(chunks) == len(sizes) and all(map(_has_room, chunks, sizes))
+            yield (prefix, chunks) if is_whole else (None, [])
         finally:
             prefix.close()
+
+    def _are_there(self, key: Key, head: Head) -> bool:
+        """Whether every chunk behind a value's first is. The first that is missing ends the search, however long the
+        value says that it is."""
+        starts = range(1, head.chunk_count, BATCH)
+        batches = (range(start, min(start + BATCH, head.chunk_count)) for start in starts)
+        return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
 
     def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
         """Values of known sizes into their targets, one call for all that are there. A value of another size than its
@@ -136,8 +156,8 @@ class Reader:
                 chunks = self._chunks(prefix)
                 work, numbers = [], []
                 for number, chunk in enumerate(chunks, start):
-                    head = HEAD.unpack(bytes(chunk.slab(0)[: HEAD.size]))
-                    if head[:2] == (MAGIC, targets[number].size):
+                    head = Head.of(chunk, is_whole=True)
+                    if head is not None and head.size == targets[number].size:
                         work.append((chunk, HEAD.size, targets[number], 0, targets[number].size))
                         numbers.append(number)
                 for number, is_good in zip(numbers, self._copy(prefix, work), strict=True):
@@ -198,15 +218,16 @@ class Reader:
         prefix = self._open([key.first])
         try:
             chunks = self._chunks(prefix)
-            head = bytes(chunks[0].slab(0)[: HEAD.size]) if chunks else b""
-            if not head or prefix.settle(set()) == 0:
+            head = Head.of(chunks[0], is_whole=False) if chunks else None
+            if head is None or prefix.settle(set()) == 0:
                 return False
         finally:
             prefix.close()
-        magic, length, version = HEAD.unpack(head)
-        count = -(-(HEAD.size + length) // CHUNK_BYTES)
-        rest = key.chain(version, count)[1:]
-        return bool(magic == MAGIC and all(self._found(rest)))
+        return self._are_there(key, head)
+
+
+def _has_room(chunk: Any, size: int) -> bool:
+    return room_of(chunk) >= size
 
 
 def _target(into: Pieces | None, length: int) -> Pieces:

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -106,8 +106,38 @@ class Key:
         """The names of a value's chunks."""
         if chunk_count == 1:
             return [self.whole]
-        rest = (self.first + version + struct.pack("<Q", number) for number in range(1, chunk_count))
-        return [self.first, *(blake3(b"kvstore/value/part/1\0" + each).digest() for each in rest)]
+        return [self.first, *self.parts(version, range(1, chunk_count))]
+
+    def parts(self, version: bytes, numbers: range) -> list[bytes]:
+        """The names of these of its chunks behind the first."""
+        rest = (self.first + version + struct.pack("<Q", number) for number in numbers)
+        return [blake3(b"kvstore/value/part/1\0" + each).digest() for each in rest]
+
+
+class Head(NamedTuple):
+    """How a value begins: with its length, and the version that its other chunks are named by."""
+
+    size: int
+    version: bytes
+
+    @staticmethod
+    def of(chunk: Any, *, is_whole: bool) -> Head | None:
+        """The head in a value's first chunk, which is all of it or of several. None for other bytes, and for a length
+        that such a chunk cannot begin: it is a reader's to believe, so it allocates nothing before this."""
+        magic, size, version = HEAD.unpack(bytes(chunk.slab(0)[: HEAD.size]))
+        room = room_of(chunk) - HEAD.size
+        if magic != MAGIC or (size <= room) != is_whole or not (is_whole or room == CHUNK_BYTES - HEAD.size):
+            return None
+        return Head(size, version)
+
+    @property
+    def chunk_count(self) -> int:
+        return -(-(HEAD.size + self.size) // CHUNK_BYTES)
+
+
+def room_of(chunk: Any) -> int:
+    """The bytes of a value that a chunk has."""
+    return int(chunk.layout.token_count) * UNIT_BYTES
 
 
 class Pieces:
