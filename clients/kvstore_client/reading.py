@@ -98,28 +98,37 @@ class Reader:
                 return None, True
             if head is None:
                 return None, False
-            first = min(room_of(chunks[0]) - HEAD.size, head.size)
             if head.chunk_count == 1:
                 target = _target(into, head.size)
-                return (target, False) if self._is_copied(prefix, chunks[0], target, first) else (None, True)
-            with self._rest(key, head) as (rest, others):
-                if rest is None:
-                    return None, True
-                target = _target(into, head.size)  # not before all of its chunks are there: their room is what it takes
-                is_copied = self._is_copied(prefix, chunks[0], target, first)
-                return (target, False) if is_copied and self._are_copied(rest, others, target, first) else (None, True)
+                is_copied = all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, head.size)]))
+                return (target, False) if is_copied else (None, True)
         finally:
             prefix.close()
+        return self._get_parts(key, head, into)
 
-    def _is_copied(self, prefix: Prefix | ReceivedPrefix, chunk: Any, target: Pieces, count: int) -> bool:
-        return all(self._copy(prefix, [(chunk, HEAD.size, target, 0, count)]))
-
-    def _are_copied(self, rest: Prefix | ReceivedPrefix, chunks: Sequence[Any], target: Pieces, start: int) -> bool:
-        places = range(start, target.size, CHUNK_BYTES)
-        work = [
-            (chunk, 0, target, at, min(CHUNK_BYTES, target.size - at)) for chunk, at in zip(chunks, places, strict=True)
-        ]
-        return all(self._copy(rest, work))
+    def _get_parts(self, key: Key, head: Head, into: Pieces | None) -> tuple[Pieces | None, bool]:
+        """As ``_get``, of a value of several chunks: the others first, for memory is taken when all of them are there;
+        then the first once more. A lease on all at a time might be more than a session may have."""
+        first = CHUNK_BYTES - HEAD.size
+        with self._rest(key, head) as (rest, others):
+            if rest is None:
+                return None, True
+            target = _target(into, head.size)
+            places = range(first, target.size, CHUNK_BYTES)
+            work = [
+                (each, 0, target, at, min(CHUNK_BYTES, target.size - at))
+                for each, at in zip(others, places, strict=True)
+            ]
+            if not all(self._copy(rest, work)):
+                return None, True
+        prefix = self._open([key.first])
+        try:
+            chunks = self._chunks(prefix)
+            is_same = bool(chunks) and Head.of(chunks[0], is_whole=False) == head
+            is_copied = is_same and all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, first)]))
+            return (target, False) if is_copied else (None, True)
+        finally:
+            prefix.close()
 
     @contextmanager
     def _rest(self, key: Key, head: Head) -> Iterator[tuple[Prefix | ReceivedPrefix | None, list[Any]]]:
