@@ -55,7 +55,7 @@ class Target:
 
     def places(self, token_count: int) -> tuple[list[Any], None]:
         """The memory of so many tokens: the caller's planes, or all of ours."""
-        if self._is_callers:
+        if self.is_callers:
             planes = [plane[:, :token_count] for planes in self._layers for plane in planes]
         else:
             planes = [plane for planes in self._layers for plane in planes]
