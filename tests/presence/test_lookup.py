@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -315,16 +316,16 @@ def test_the_limit_on_tokens_holds(tmp_path: Any) -> None:
 def test_an_earlier_sidecar_is_called(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that offers no table is not asked for it."""
     spec, tokens = small_spec(model_id="earlier"), tokens_of(2 * STEP)
-    real = Session._receive
+    real = Session.receive
 
-    def earlier(session: Session) -> Any:
-        reply, descriptors = real(session)
+    def earlier(connection: socket.socket) -> Any:
+        reply, descriptors = real(connection)
         assert reply.pop("op") != "presence"
         return {"op": "welcome", **{name: each for name, each in reply.items() if name != "offers"}}, descriptors
 
-    monkeypatch.setattr(Session, "_receive", earlier)
+    monkeypatch.setattr(Session, "receive", staticmethod(earlier))
     with connect(sidecar.address) as client:
-        monkeypatch.setattr(Session, "_receive", real)
+        monkeypatch.setattr(Session, "receive", staticmethod(real))
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         assert client.connect_now().presence is None
         assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
