@@ -180,4 +180,12 @@ MUTANTS = [
         "a sidecar that ended still says what it has",
         ("tests/presence/test_lookup.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
     ),
+    Mutant(
+        "layer-of-a-lost-chunk",
+        "clients/kvstore_client/fetching.py",
+        'if self.good_token_count < self.token_count:\n                    raise DataLoss(f"a chunk was lost',
+        'if False:\n                    raise DataLoss(f"a chunk was lost',
+        "a stream shows a layer whose bytes are the next chunk's by now",
+        ("tests/e2e/test_failures.py::test_use_after_free_is_a_miss",),
+    ),
 ]
