@@ -255,4 +255,23 @@ MUTANTS = [
         "after one growth that failed every later chunk has another's place and parent",
         ("tests/catalog/test_catalog.py::test_columns_never_shift_against_each_other",),
     ),
+    Mutant(
+        "promised-for-the-chunk-before",
+        "kvstore/controller/writeback.py",
+        "            if table.digests[row] != digest or not self._catalog.is_visible(row):\n",
+        "            if not self._catalog.is_visible(row):\n",
+        "LOCAL is said of a chunk that went, because its row has another by now",
+        (
+            "tests/tiers/test_nvme_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_befor"
+            "e",
+        ),
+    ),
+    Mutant(
+        "promoted-over-a-newer-one",
+        "kvstore/controller/promotion.py",
+        "        if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:\n",
+        "        if False:\n",
+        "a read that ends late puts an older value in a newer one's place",
+        ("tests/tiers/test_nvme_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),
+    ),
 ]
