@@ -273,6 +273,8 @@ MUTANTS = [
         "        self._is_damaged = not data or len(data) % size != 0\n",
         "        self._is_damaged = len(data) % size != 0\n",
         "a file that a crash emptied says that nothing is newer than anything",
-        ("tests/tiers/test_nvme_newest.py::test_more_keys_than_are_remembered",),
+        (
+            "tests/tiers/test_nvme_strangers.py::test_of_a_memory_of_what_is_newest_that_was_cut_nothing_replaceable_is_believed",
+        ),
     ),
 ]

@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "calls-without-a-token",
         BOUNDARY,
-        "            return _refusal(error)\n",
-        "            return await continuation(details)\n",
+        "            return _refusal(error)\n        call = asyncio",
+        "            return await continuation(details)\n        call = asyncio",
         "who has no token may call what looks at none",
         (
             f"{T_REMOTE}::test_a_wrong_token_is_refused_and_said",

@@ -14,6 +14,7 @@ from kvstore.spec import MissReason
 from kvstore.tiers.nvme import Directory, ForeignDirectory
 from kvstore.tiers.nvme.directory import IndexColumns, Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
+from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
 from tests.tiers.service import HOME, SEED, DeviceService
 
 PATH = (3, 53)
@@ -128,3 +129,25 @@ def test_a_file_that_ends_early_is_a_loss() -> None:
     target[:] = 7
     PosixIO(disk).read(descriptor, 0, target)
     assert not np.any(target)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 47])
+def test_of_a_memory_of_what_is_newest_that_was_cut_nothing_replaceable_is_believed(cut: int) -> None:
+    """An empty file is not one that says nothing."""
+    disk = SimulatedDisk(SEED)
+    directory = Directory(HOME, disk, FaultPoints())
+    whole = Newest(directory)
+    whole.note({b"k" * 32: 7}, frozenset({("region", 3)}))
+    data = directory.read(NEWEST_FILE)
+    assert len(data) == 48
+    again = Newest(directory)
+    again.load()
+    assert not again.is_stale(b"k" * 32, 7, ("region", 4))
+    assert again.is_stale(b"k" * 32, 8, ("region", 4))
+    directory.write(NEWEST_FILE, data[:cut])
+    damaged = Newest(directory)
+    damaged.load()
+    assert damaged
+    assert damaged.is_stale(b"k" * 32, 7, ("region", 4))
+    assert damaged.is_stale(b"x" * 32, 7, ("region", 4))
+    directory.close()
