@@ -19,7 +19,7 @@ from kvstore.spec import Durability
 from tests.sim.books import settle_down
 from tests.sim.clients import SETTLE_S, Client, Knowledge
 from tests.sim.life import KIB, Life, Setup
-from tests.sim.models import NARROW, WIDE, Chain
+from tests.sim.models import KEYS, NARROW, WIDE, Chain
 from tests.sim.oracle import Oracle
 from tests.sim.run import Outcome, run_seed, surroundings
 from tests.sim.trace import Trace
@@ -111,6 +111,9 @@ class Scenario:
         for chain in chains:
             await client.put(chain)
             await client.fetch(chain)
+        for _ in range(2):  # the second takes the first one's place
+            await client.put_value(KEYS[0])
+        await client.get_value(KEYS[0])
 
     async def _is_well(self) -> None:
         """After whatever happened: all that was promised is there, and the service takes more."""
@@ -118,6 +121,7 @@ class Scenario:
         self.trace.check(await life.start(), "it does not start again")
         await self.oracle.verify(life)
         again = Client("again", life, random.Random(self.seed), Knowledge())
+        await again.get_value(KEYS[0])
         for chain in (*THIRD, *SECOND, *FIRST):  # what the cut left of them may be torn
             await again.put(chain)
         await life.controller.close_session(again.session)

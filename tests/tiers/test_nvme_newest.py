@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvstore.errors import KVStoreError
+from kvstore.seams import FaultPoints, SimulatedDisk
 from kvstore.spec import Durability
-from kvstore.tiers.nvme import newest
+from kvstore.tiers.nvme import Directory, newest
+from tests.tiers.service import HOME
 from tests.tiers.values import ValueService
 
 RETRY_S = 15.0
@@ -249,3 +251,17 @@ def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served() -> N
         service.balance()
 
     service.run(scenario)
+
+
+@pytest.mark.parametrize("left", [0, 5, 50])
+def test_a_file_that_is_cut_short_believes_nothing(left: int) -> None:
+    disk = SimulatedDisk(1)
+    directory = Directory(HOME, disk, FaultPoints())
+    newest.Newest(directory).note({bytes(32): NEW, bytes([1] * 32): NEW}, frozenset({("region", 0)}))
+    data = disk.read_file(HOME / newest.NEWEST_FILE)
+    for size, is_damaged in ((len(data), False), (left, True)):
+        disk.write_file(HOME / newest.NEWEST_FILE, data[:size])
+        found = newest.Newest(directory)
+        found.load()
+        assert found.is_stale(bytes([2] * 32), NEW, ("another", 0)) == is_damaged
+        assert found.is_stale(bytes(32), OLD, ("another", 0))
