@@ -1,0 +1,44 @@
+"""Long work lets others run: after its step, and one piece of it per round of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.seams import LongWork, ManualClock
+from kvstore.seams.pauses import STEP_S
+
+
+async def test_others_run_after_a_step_and_not_before() -> None:
+    clock, rounds = ManualClock(), 0
+    pauses = LongWork(clock).begin()
+
+    async def other() -> None:
+        nonlocal rounds
+        rounds += 1
+
+    asyncio.get_running_loop().create_task(other())
+    for _ in range(10):
+        await pauses.between()
+    assert rounds == 0
+    clock.advance(STEP_S)
+    await pauses.between()
+    assert rounds == 1
+
+
+async def test_of_many_pieces_one_goes_on_per_round() -> None:
+    clock = ManualClock()
+    work, gone_on = LongWork(clock), 0
+
+    async def piece() -> None:
+        nonlocal gone_on
+        pauses = work.begin()
+        clock.advance(STEP_S)
+        await pauses.between()
+        gone_on += 1
+
+    tasks = [asyncio.get_running_loop().create_task(piece()) for _ in range(20)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert gone_on <= 5
+    await asyncio.gather(*tasks)
+    assert gone_on == 20
