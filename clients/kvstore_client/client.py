@@ -217,7 +217,8 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
 
         Shapes: per layer (K, V), each [kv_heads, token_count, head_dim], or E (see ``FetchedKV``); ``into`` has room
         for the whole prompt; ``Paged`` pages get it where their slots say, and the list has their views.
-        ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted.
+        ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted;
+        Internal where a copy hangs that may still write to ``into``.
         """
         prompt = Prompt.of(spec, tokens, extras, exactness)
         return self._get(prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)

@@ -19,7 +19,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.spec import Durability
-from tests.faulty_workers import WAYS, FaultyWorkers, Job, lost, refused
+from tests.faulty_workers import WAYS, FaultyWorkers, Job, cancelled, lost, refused
 from tests.seams.test_jobs import no_more_threads
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -175,6 +175,8 @@ def test_a_store_of_which_a_job_fails_keeps_what_is_right_or_nothing(rig: Rig, w
         rig.threads.assert_idle()
         rig.assert_right(tokens, kv, whole=kept == COUNT)
         assert (level is Durability.NONE) == (kept == 0)
+        if whose == "copies" or way in (refused, cancelled):
+            rig.assert_balanced()  # at once: what no thread took is dropped, not left to expire
         again, fine = rig.fresh()
         assert put(rig.client, again, fine) == (Durability.MEMORY, COUNT), "the next store has staging of its own"
         rig.assert_right(again, fine, whole=True)
