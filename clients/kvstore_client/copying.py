@@ -173,8 +173,9 @@ class _OwnThread:
 
 
 def is_drained(workers: Workers, timeout_s: float) -> bool:
-    """Wait until one thread has done what it was given so far. False when that takes longer."""
-    return not wait([begun(workers, int)], timeout_s).not_done
+    """Wait until one thread has done what it was given so far. False when that takes longer, or nobody can tell."""
+    last = begun(workers, int)
+    return not wait([last], timeout_s).not_done and failure_of(last) is None
 
 
 class Copier:

@@ -88,6 +88,7 @@ MOVES_NO_BYTES = {
         "NvmeTier.scan",
     ): "for tests of the tier's contract: nothing of the service calls it",
     ("kvstore/spec/weights.py", "digested"): "raises what a job raised; a digest of less is no digest",
+    ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",
     ("clients/kvstore_client/aio.py", "AsyncClient._drop"): "a ticket that is not released expires",
