@@ -22,9 +22,10 @@ _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
 class _Module:
     """What one module was, without keeping it alive."""
 
-    __slots__ = ("names", "numbers", "ref")
+    __slots__ = ("forward", "names", "numbers", "ref")
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self.forward = type(module).forward
         self.ref = weakref.ref(module)
         self.names = numbers_of(module)
         self.numbers = tuple(map(module.__dict__.get, self.names))
@@ -68,7 +69,9 @@ class Identity:
             own = each.__dict__
             if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] or "_compiled_call_impl" in own:
                 check_untouched(each)
-            if was is None or was.ref() is not each or tuple(map(own.get, was.names)) != was.numbers:
+            if was is None or was.ref() is not each or type(each).forward is not was.forward:
+                return None
+            if tuple(map(own.get, was.names)) != was.numbers:
                 return None
             tensors += own["_parameters"].values()
             tensors += own["_buffers"].values()

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
 from kvstore_client.engines.vllm.settings import Common, Settings
 
@@ -22,6 +23,8 @@ OF_ITEMS = (
     "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
 """vLLM's settings that decide what an encoder makes of an image or a sound."""
+IGNORED = ("_name_or_path", "transformers_version")
+"""Of the configuration: a name (the weights are digested), and who wrote the file."""
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
 
@@ -156,8 +159,12 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
 
 
 def identity_of(vllm_config: Any, settings: Common) -> str:
-    """Whose weights these are, and what a model of images or sounds makes of them before it computes."""
-    weights = settings.weights_digest or _digest_of_files(vllm_config)
+    """Whose weights these are, by which configuration they compute, and what a model of images or sounds makes of these
+    before it computes. ``weights_digest`` in the settings vouches for the weights alone."""
+    if settings.weights_digest:
+        weights = named(settings.weights_digest, _described(vllm_config.model_config, _load_format(vllm_config)))
+    else:
+        weights = _digest_of_files(vllm_config)
     processor = _processor_digest(vllm_config.model_config)
     if not processor:
         return weights
@@ -185,8 +192,7 @@ def _processor_digest(model: Any) -> str:
 
 def _digest_of_files(vllm_config: Any) -> str:
     """BLAKE3 over the weights' files and what vLLM makes of them. Cost: reads them once, 5 GB/s from memory."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    model, load_format = vllm_config.model_config, _load_format(vllm_config)
     if load_format == "dummy":
         raise InvalidRequest(
             "load_format dummy makes up weights that no file names: set weights_digest (for example "
@@ -199,10 +205,14 @@ def _digest_of_files(vllm_config: Any) -> str:
     return hasher.hexdigest()
 
 
+def _load_format(vllm_config: Any) -> str:
+    found = vllm_config.load_config.load_format
+    return str(getattr(found, "value", found))
+
+
 def _described(model: Any, load_format: str) -> str:
     """What beside the files decides the numbers: the configuration as it was read and overridden."""
-    ignored = ("_name_or_path", "transformers_version")
-    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ignored}
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in IGNORED}
     return json.dumps(
         {
             "config": config, "dtype": str(model.dtype), "quantization": str(model.quantization),
@@ -254,20 +264,25 @@ class Adapters:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], ModelSpec] = {}
+        self._known: dict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = {}
 
     def spec_for(self, lora_request: Any) -> ModelSpec:
         """Raises InvalidRequest when the adapter's files cannot be read."""
         if lora_request is None:
             return self._spec
         path = str(lora_request.lora_path)
-        files = files_of(Path(path))
-        stamps = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in files)
-        key = (path, stamps)
+        settings = Path(path) / "adapter_config.json"
+        files = [*files_of(Path(path)), *([settings] if settings.is_file() else [])]
+        key = (path, tuple(_stamp(each) for each in files))
         if key not in self._known:
             hasher = blake3(b"kvstore/vllm/lora/1\0")
-            settings = Path(path) / "adapter_config.json"
-            _add_files(hasher, [*files, *([settings] if settings.is_file() else [])])
+            _add_files(hasher, files)
             name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
             self._known[key] = replace(self._spec, adapter_id=name)
         return self._known[key]
+
+
+def _stamp(path: Path) -> tuple[str, int, int, int]:
+    """Moves with every write: the time of change is the kernel's, and nobody sets it back."""
+    found = path.stat()
+    return str(path), found.st_ctime_ns, found.st_ino, found.st_size

@@ -1,0 +1,179 @@
+"""Whose cache a vLLM engine computes, without vLLM: its configuration stood in for, real files. Whatever changes K, V
+or embeddings changes the identity, of the connector's caches and of the encoder's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvstore_client.encoder import namespace_of
+from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, geometry_of, identity_of, spec_of
+from kvstore_client.engines.vllm.settings import EncoderSettings, Settings
+from transformers import LlamaConfig
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
+from kvstore.spec import ModelSpec
+from tests.recompute.models import SIZES
+from tests.specs import small_spec
+
+VOUCHED = (None, "ab" * 16, "unverified:mine")
+"""What may be set for weights_digest: it vouches for the weights alone."""
+CHANGED: dict[str, Any] = {
+    "rms_norm_eps": 0.1, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "pretraining_tp": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "of_tomorrow": 1, "max_position_embeddings": 7,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+class FullAttentionSpec:
+    """Named as vLLM's."""
+
+    def __init__(self, heads: int = 2, size: int = 8, dtype: str = "torch.float32", block: int = 16) -> None:
+        self.num_kv_heads, self.head_size, self.dtype, self.block_size = heads, size, dtype, block
+
+
+def engine(
+    directory: Path, *, layers: Any = None, config: dict[str, Any] | None = None, **more: Any
+) -> tuple[Any, Any]:
+    """(vLLM's configuration, its caches')."""
+    hf = LlamaConfig.from_dict({**LlamaConfig(**SIZES).to_dict(), **(config or {})})
+    model: dict[str, Any] = {
+        "hf_config": hf, "hf_text_config": hf, "model": str(directory), "dtype": "torch.float32", "quantization": None,
+        "max_model_len": 512, "multimodal_config": None, "revision": None, "get_hidden_size": lambda: 32,
+        "get_vocab_size": lambda: 96, "get_total_num_kv_heads": lambda: 2,
+    }  # fmt: skip
+    load = {"load_format": more.pop("load_format", "auto")}
+    model.update(more)
+    group = SimpleNamespace(
+        layer_names=["model.layers.0", "model.layers.1"], kv_cache_spec=layers or FullAttentionSpec()
+    )
+    return (
+        SimpleNamespace(
+            model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None,
+        ),
+        SimpleNamespace(kv_cache_groups=[group]),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "model-1.safetensors").write_bytes(bytes(range(256)) * 4)
+    (made / "model-2.safetensors").write_bytes(b"two")
+    (made / "preprocessor_config.json").write_text("{}")
+    return made
+
+
+def name_of(made: tuple[Any, Any], vouched: str | None = None, **settings: Any) -> bytes:
+    found = spec_of(made[0], geometry_of(*made), Settings(weights_digest=vouched, **settings))
+    return fingerprint(found, found.kind)
+
+
+@pytest.mark.parametrize("vouched", VOUCHED)
+def test_every_attribute_of_the_configuration_is_in_the_identity(directory: Path, vouched: str | None) -> None:
+    plain = engine(directory)
+    attributes = set(plain[0].model_config.hf_config.to_dict()) - set(IGNORED) - {"model_type", "output_attentions"}
+    names = {name_of(plain, vouched)}
+    sizes = {name: value * 2 for name, value in SIZES.items() if isinstance(value, int)}
+    for attribute in sorted(attributes):
+        value = plain[0].model_config.hf_config.to_dict()[attribute]
+        other = CHANGED.get(attribute, sizes.get(attribute, not value if isinstance(value, bool) else "another"))
+        made = engine(directory)
+        vars(made[0].model_config.hf_config)[attribute] = other
+        names.add(name_of(made, vouched))
+    assert len(names) == 1 + len(attributes)
+    for ignored in IGNORED:
+        made = engine(directory)
+        vars(made[0].model_config.hf_config)[ignored] = "another"
+        assert name_of(made, vouched) == name_of(plain, vouched)
+
+
+@pytest.mark.parametrize("vouched", VOUCHED)
+def test_what_is_beside_the_configuration_is_in_the_identity(directory: Path, vouched: str | None) -> None:
+    made = [
+        engine(directory), engine(directory, dtype="torch.float16"), engine(directory, quantization="fp8"),
+        engine(directory, load_format="gguf"), engine(directory, layers=FullAttentionSpec(dtype="torch.float16")),
+        engine(directory, layers=FullAttentionSpec(heads=1)), engine(directory, layers=FullAttentionSpec(size=16)),
+        engine(directory, config={"rope_parameters": YARN}),
+        engine(directory, config={"rope_parameters": {**YARN, "beta_fast": 16.0}}),
+        engine(directory, config={"rope_parameters": LONG}),
+        engine(directory, config={"rope_parameters": {**LONG, "long_factor": [3.0] * 4}}),
+        engine(directory, config={"rope_parameters": LONG}, max_model_len=4096),
+    ]  # fmt: skip
+    names = [name_of(each, vouched) for each in made] + [name_of(made[0], vouched, chunk_tokens=64)]
+    assert len(set(names)) == len(names)
+    assert name_of(engine(directory, max_model_len=4096), vouched) == names[0], "nothing reads it here"
+    assert len({name_of(made[0], each) for each in VOUCHED}) == len(VOUCHED)
+
+
+def test_every_byte_of_the_weights_files_counts(directory: Path) -> None:
+    names = {name_of(engine(directory))}
+    for count, path in enumerate(sorted(directory.glob("*.safetensors"))):
+        whole = bytearray(path.read_bytes())
+        whole[-1] ^= 1
+        path.write_bytes(whole)
+        names.add(name_of(engine(directory)))
+        assert len(names) == count + 2
+    (directory / "model-3.safetensors").write_bytes(b"")
+    names.add(name_of(engine(directory)))
+    assert len(names) == 4
+    (directory / "README.md").write_text("says nothing")
+    assert name_of(engine(directory)) in names
+
+
+@pytest.mark.parametrize("vouched", VOUCHED)
+def test_what_becomes_of_an_image_is_in_the_encoders_identity(directory: Path, vouched: str | None) -> None:
+    def name(**settings: Any) -> str:
+        made, _ = engine(directory, multimodal_config=SimpleNamespace(**settings))
+        digest = identity_of(made, EncoderSettings(weights_digest=vouched))
+        return namespace_of(small_spec(weights_digest=digest, layers=()))
+
+    names = [name(), *(name(**{each: "another"}) for each in OF_ITEMS)]
+    (directory / "preprocessor_config.json").write_text(json.dumps({"image_mean": [1, 0, 0]}))
+    names.append(name())
+    (directory / "video_preprocessor_config.json").write_text("{}")
+    names.append(name())
+    assert len(set(names)) == len(names)
+    other, _ = engine(directory, multimodal_config=SimpleNamespace(), config={"rms_norm_eps": 0.1})
+    digest = identity_of(other, EncoderSettings(weights_digest=vouched))
+    assert namespace_of(small_spec(weights_digest=digest, layers=())) not in names
+
+
+def test_an_encoders_namespace_is_of_its_model_alone() -> None:
+    spec = small_spec()
+    others = [small_spec(weights_digest="cd" * 32), small_spec(model_id="x"), small_spec(adapter_id="x")]
+    others += [small_spec(hidden_dtype="float32"), small_spec(hidden_size=64)]
+    assert len({namespace_of(each) for each in (spec, *others)}) == 6
+    with pytest.raises(InvalidRequest, match="must be a ModelSpec"):
+        namespace_of("x")  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_known_by_its_files_as_they_are_now(tmp_path: Path) -> None:
+    """Also when its settings alone are written again, or a file of the same size and time takes another's place."""
+    adapters, request = Adapters(small_spec()), SimpleNamespace(lora_name="fine", lora_path=str(tmp_path))
+    weights, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+
+    def name() -> bytes:
+        found: ModelSpec = adapters.spec_for(request)
+        return fingerprint(found, found.kind)
+
+    weights.write_bytes(b"one")
+    settings.write_text('{"lora_alpha": 16}')
+    names = [name()]
+    settings.write_text('{"lora_alpha": 32}')
+    names.append(name())
+    before = weights.stat()
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    names.append(name())
+    assert len(set(names)) == 3
+    assert name() == names[-1]
+    assert fingerprint(adapters.spec_for(None), small_spec().kind) not in names
