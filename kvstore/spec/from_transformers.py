@@ -19,12 +19,13 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def spec_from_transformers(
     config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", keeps_e: bool = False,
-    tokenizer: Any = None,
+    tokenizer: Any = None, dtype: str = "",
 ) -> ModelSpec:  # fmt: skip
-    """See ``ModelSpec.from_transformers``. Raises InvalidRequest for a family this release does not know."""
+    """See ``ModelSpec.from_transformers``. ``dtype``: the model's, where weights do not tell it.
+    Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:
         raise InvalidRequest(f"model_type {config.model_type!r} has no spec yet; known: {', '.join(FAMILIES)}")
-    dtype = _dtype_of(config, weights)
+    dtype = dtype or _dtype_of(config, weights)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = rope_of(config, head_dim)
     if rope.kind == "default":

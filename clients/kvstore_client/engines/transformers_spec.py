@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.spec.configuration import UNVERIFIED
+from kvstore.spec.from_transformers import spec_from_transformers
 from kvstore.spec.live import identity_of
 
 _log = logging.getLogger("kvstore.client")
@@ -18,14 +19,12 @@ def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
     """The model's spec, with what a spec may choose: name, chunk size, adapter's name, tokenizer and form. Where
     ``like`` is unverified, so is this: nobody looks at the weights."""
     is_vouched = like.weights_digest.startswith(UNVERIFIED)
-    weights = f"{UNVERIFIED}own" if is_vouched else model
-    own = ModelSpec.from_transformers(
-        model.config, weights, like.chunk_tokens, like.adapter_id, keeps_e=like.keeps_e,
-        tokenizer=like.tokenizer_digest,
+    own = spec_from_transformers(
+        model.config, f"{UNVERIFIED}own" if is_vouched else model, like.chunk_tokens, like.adapter_id, like.keeps_e,
+        like.tokenizer_digest, str(model.dtype).removeprefix("torch."),
     )  # fmt: skip
-    dtype = str(model.dtype).removeprefix("torch.")
     digest = like.weights_digest if is_vouched else own.weights_digest
-    return replace(own, model_id=like.model_id, weights_digest=digest, cache_dtype=dtype, hidden_dtype=dtype)
+    return replace(own, model_id=like.model_id, weights_digest=digest)
 
 
 def check_spec(spec: ModelSpec, model: Any) -> None:
