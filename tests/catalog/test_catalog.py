@@ -127,6 +127,7 @@ def test_a_parent_keeps_any_number_of_tails(catalog: Catalog, space: Namespace) 
     for row in rows[4::5]:
         take(catalog, row)
     assert catalog.tails([space], ROOT_DIGEST).lengths == 0b1111000, "none of 7 tokens is left"
+    assert difference(catalog) == "", "clients see the same lengths"
     for row in set(rows) - set(rows[4::5]):
         take(catalog, row)
     assert ROOT_DIGEST not in space.tails
