@@ -222,3 +222,18 @@ def test_numbers_that_are_none_and_odd_layouts_are_digested() -> None:
     assert digested(odd).digest == digested({**odd, "t": odd["t"].contiguous()}).digest
     odd["t"].numpy()[:] += 1
     assert not watch.holds(list(odd.values()))
+
+
+def test_the_same_bytes_under_another_name_shape_or_dtype_are_other_weights() -> None:
+    flat = torch.arange(24, dtype=torch.int16)
+    states = [
+        {"a": flat},
+        {"b": flat},
+        {"a": flat.view(4, 6)},
+        {"a": flat.view(6, 4)},
+        {"a": flat.view(torch.bfloat16)},
+    ]
+    states += [{"a": flat[:12], "b": flat[12:]}, {"a": flat.view(6, 4).contiguous(), "b": flat[:0]}]
+    found = [digested(state).digest for state in states]
+    assert len(set(found)) == len(found)
+    assert digested({"a": flat.view(4, 6).t().contiguous().t()}).digest == found[2]

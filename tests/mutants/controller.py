@@ -262,8 +262,7 @@ MUTANTS = [
         "            if not self._catalog.is_visible(row):\n",
         "LOCAL is said of a chunk that went, because its row has another by now",
         (
-            "tests/tiers/test_nvme_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_befor"
-            "e",
+            "tests/tiers/test_nvme_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before",
         ),
     ),
     Mutant(

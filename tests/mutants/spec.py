@@ -95,8 +95,7 @@ MUTANTS = [
         "    if False:\n",
         "prompts share a beginning that they do not have",
         (
-            "tests/engines/test_generate_options.py::test_a_rotation_that_depends_on_the_prompts_length_is_left_to_transformer"
-            "s",
+            "tests/engines/test_generate_options.py::test_a_rotation_that_depends_on_the_prompts_length_is_left_to_transformers",
         ),
     ),
     Mutant(
@@ -105,6 +104,8 @@ MUTANTS = [
         '        head = f"{name}\\0{state[name].dtype}\\0{tuple(state[name].shape)}\\0"\n',
         '        head = f"{name}\\0"\n',
         "two models whose bytes are alike and whose shapes are not share a name",
-        ("tests/engines/test_key_of_transformers.py::test_every_tensor_counts_to_the_bit",),
+        (
+            "tests/engines/test_changing_weights.py::test_the_same_bytes_under_another_name_shape_or_dtype_are_other_weights",
+        ),
     ),
 ]
