@@ -106,7 +106,9 @@ class Workplace:
 
 
 def known_files(tree: Path) -> list[str]:
-    """What git knows of a tree, and what is new in it."""
+    """What git knows of a tree, and what is new in it. Raises RuntimeError where it knows nothing."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
-    return sorted(filter(None, listed.split("\0")))
+    listed = subprocess.run(command, cwd=tree, check=False, capture_output=True, text=True)
+    if listed.returncode:
+        raise RuntimeError(f"mutants are tried in a copy of what git knows: {listed.stderr.strip()}")
+    return sorted(filter(None, listed.stdout.split("\0")))
