@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from kvstore.remote.node import Node, translated
 from kvstore.remote.session import Segment, Session
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
-from kvstore.wire.data import split_message
+from kvstore.wire.data import ALIGNMENT, split_message
 
 SEGMENT_BYTES = 4 << 20
 FILL_TIMEOUT_S = 20.0
@@ -62,8 +63,7 @@ class Receiving:
 
     async def _take(self, message: bytes) -> tuple[rpb.StoreBytesRequest, Segment, int]:
         fields, data = split_message(rpb.StoreBytesRequest, message)
-        if sum(run.byte_count for run in fields.runs) != data.size or not data.size:
-            raise InvalidRequest(f"the runs of a message must be its {data.size} bytes of data")
+        check_runs(fields.runs, int(data.size))
         if xxhash.xxh3_128_digest(data.data) != fields.checksum:
             raise DataLoss("the bytes of a message are not the ones that were sent: store again")
         segment = await self._session.take_segment(-(-data.size // SEGMENT_BYTES) * SEGMENT_BYTES)
@@ -110,3 +110,19 @@ class Receiving:
                 return
             if code is grpc.StatusCode.OK or code in _NOT_READING:
                 self._session.give_back(segment)
+
+
+def check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:
+    """Whether these are a message's bytes of data, and each has what its strips take at the least: one that has less
+    would be filled from what lies behind it. Raises InvalidRequest naming the run."""
+    total = 0
+    for number, run in enumerate(runs):
+        least = ALIGNMENT * run.strip_count
+        if not run.strip_count or run.byte_count < least:
+            raise InvalidRequest(
+                f"runs[{number}] has {run.byte_count} bytes for {run.strip_count} strips: a run has one or more, each "
+                f"padded to {ALIGNMENT} bytes"
+            )
+        total += run.byte_count
+    if total != byte_count or not total:
+        raise InvalidRequest(f"the runs of a message must be its {byte_count} bytes of data")

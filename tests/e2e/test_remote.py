@@ -27,6 +27,7 @@ from kvstore.v1 import remote_pb2 as rpb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 from kvstore.wire.data import data_message, split_message
+from kvstore.wire.limits import RUNS_MAX
 from tests.e2e.test_failures import CHUNKS, large_cache, large_spec, until
 from tests.security.tenancy import write_private
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -444,6 +445,26 @@ def test_bad_store_streams_are_refused(remote: Sidecar) -> None:
             peer.call("stream_unary", "StoreBytes", iter([good]), timeout=10)
         ).byte_count == len(data)
         assert status(lambda: [peer.call("stream_unary", "StoreBytes", iter([good]), timeout=10)]) == "INVALID_ARGUMENT"
+    until(lambda: left(remote) == (0,) * 7)
+
+
+@pytest.mark.parametrize("empty_count", [1, RUNS_MAX - 1])
+def test_runs_without_the_bytes_of_their_strips_are_refused_by_name(remote: Sidecar, empty_count: int) -> None:
+    """However many a message may have: what they name would be filled from other strips' bytes."""
+    data = os.urandom(8192)
+    whole = rpb.StripRun(chunk=0, strip_count=4, byte_count=len(data))
+    with Peer(remote) as peer:
+        reservation = peer.reserve(SPEC, 1, 78)
+        for strip_count, byte_count in ((1, 0), (0, 0), (0, 64), (2, 64), (1, 63)):
+            lacking = rpb.StripRun(chunk=0, strip_count=strip_count, byte_count=byte_count)
+            rest = rpb.StripRun(chunk=0, strip_count=4, byte_count=len(data) - byte_count)
+            runs = [rest, lacking] if byte_count else [whole, *[lacking] * empty_count]
+            message = store_message(reservation, data, runs=runs)
+            with pytest.raises(grpc.RpcError, match=r"runs\[1\] has") as refused:
+                peer.call("stream_unary", "StoreBytes", iter([message]), timeout=20)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        good = store_message(reservation, data)
+        peer.call("stream_unary", "StoreBytes", iter([good]), timeout=10)
     until(lambda: left(remote) == (0,) * 7)
 
 
