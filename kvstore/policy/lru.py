@@ -22,18 +22,22 @@ class LeastRecentlyUsed:
         self._previous = array("i", [_END])
 
     def used(self, chain: Sequence[int]) -> None:
+        """Nothing has changed when it raises: MemoryError, or BufferError while somebody looks into a column."""
         following, previous = self._next, self._previous
+        self._grow(max(chain, default=0) + 2)
         for row in reversed(chain):
             node = row + 1
-            if node >= len(following):
-                missing = node + 1 - len(following)
-                following.extend([_ABSENT] * missing)
-                previous.extend([_ABSENT] * missing)
-            elif following[node] != _ABSENT:
+            if following[node] != _ABSENT:
                 self._unlink(node)
             last = previous[_END]
             following[last] = previous[_END] = node
             previous[node], following[node] = last, _END
+
+    def _grow(self, count: int) -> None:
+        """At least so many nodes in both columns, each by what it lacks: a growth that failed left one longer."""
+        for column in (self._next, self._previous):
+            if len(column) < count:
+                column.extend([_ABSENT] * (count - len(column)))
 
     def superseded(self, row: int) -> None:
         node = row + 1

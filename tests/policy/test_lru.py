@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,27 @@ def test_what_was_superseded_goes_first_until_it_is_used(
         assert list(policy.victims(lambda _: True)) == list(model)
     take(after)
     assert list(policy.victims(lambda _: True)) == list(model)
+
+
+@pytest.mark.parametrize("column", ["_next", "_previous"])
+def test_a_column_that_cannot_grow_changes_nothing(column: str) -> None:
+    """Rows are taken and given back as before, the one that failed too, once there is memory."""
+    policy = LeastRecentlyUsed()
+    policy.used([0, 1])
+    with memoryview(getattr(policy, column)):  # as where memory is short: it cannot grow
+        for chain in ([0, 1, 5], [3]):
+            with pytest.raises(BufferError):
+                policy.used(chain)
+            policy.removed(5)
+            policy.superseded(3)
+            assert list(policy.victims(lambda _: True)) == [1, 0]
+    policy.used([2])
+    policy.used([0, 5])
+    policy.used([3])
+    assert list(policy.victims(lambda _: True)) == [1, 2, 5, 0, 3]
+    policy.removed(5)
+    policy.superseded(3)
+    assert list(policy.victims(lambda _: True)) == [3, 1, 2, 0]
 
 
 def test_a_parent_outlives_its_children() -> None:
