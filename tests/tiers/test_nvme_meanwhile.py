@@ -25,10 +25,10 @@ def held_up(service: DeviceService, method: str, *, after: bool) -> Callable[[],
     called."""
     call, goes_on = getattr(service.nvme, method), asyncio.Event()
 
-    async def waiting(*arguments: Any) -> Any:
-        found = await call(*arguments) if after else None
+    async def waiting(*arguments: Any, **named: Any) -> Any:
+        found = await call(*arguments, **named) if after else None
         await goes_on.wait()
-        return found if after else await call(*arguments)
+        return found if after else await call(*arguments, **named)
 
     setattr(service.nvme, method, waiting)
     return goes_on.set

@@ -1,0 +1,223 @@
+"""Older writes, wherever they still lie: second copies that a scan met, writes that ended after their chunk went, files
+that could not be removed, slots that are written anew while they are given up. None of them costs a newer one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
+from kvstore.spec import Durability
+from kvstore.tiers.nvme import newest
+from kvstore.tiers.nvme.io import PAGE_BYTES
+from tests.contracts.chunks import SMALL, chunk, holds, write
+from tests.contracts.stands import nvme_tier
+from tests.tiers.test_nvme_meanwhile import held_up
+from tests.tiers.test_nvme_newest import RETRY_S
+from tests.tiers.values import ValueService
+
+OLD, NEW = 1, 2
+
+
+async def twice(service: ValueService) -> None:
+    """One write lies in two files: the sync of the first failed, and so did its erasure."""
+    assert await service.put(9, "other") is Durability.LOCAL
+    service.disk.fail("sync", errno.EIO, path_contains="region-00000", times=None)
+    assert await service.put(OLD) is Durability.MEMORY
+    service.disk.fail("pwrite", errno.EIO, path_contains="region-00000", times=None)
+    await asyncio.sleep(RETRY_S)
+    assert await service.level() is Durability.LOCAL
+    await service.restart(kill=True, meanwhile=service.disk.mend)
+    assert await service.get() == OLD
+    assert len(service.controller.residency._alternates[service.row()]) == 1
+
+
+async def newer(service: ValueService) -> None:
+    """Another value is acknowledged, and is what is there afterwards."""
+    assert await service.put(NEW) is Durability.LOCAL
+    await service.restart(kill=True)
+    assert await service.get() == NEW
+    service.balance()
+
+
+def test_of_a_value_that_lies_twice_nothing_is_left_once_it_is_replaced() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await twice(service)
+        await newer(service)
+
+    service.run(scenario)
+
+
+def test_a_second_copy_is_erased_when_the_first_fails_its_check() -> None:
+    """The value is in memory, and is written anew from there."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await twice(service)
+        row, (name, offset) = service.row(), service.place_of()
+        service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
+        assert not await service.controller.residency.check_nvme(row)
+        assert not service.controller.residency._alternates
+        await newer(service)
+
+    service.run(scenario)
+
+
+def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one() -> None:
+    """Memory's copy failed its check while the device took it. The newer value is not promised before that ended."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        go_on = held_up(service, "_fill", after=True)
+        older = asyncio.ensure_future(service.put(OLD))
+        await asyncio.sleep(0.1)
+        service.controller.residency.quarantine_arena(service.row())
+        replacing = asyncio.ensure_future(newer(service))
+        await asyncio.sleep(0.1)
+        assert not replacing.done()
+        go_on()
+        await asyncio.gather(older, replacing)
+
+    service.run(scenario)
+
+
+def test_a_write_that_ends_after_its_chunk_went_does_not_come_back() -> None:
+    """From then on the device takes nothing: the newer value is in memory only."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        go_on = held_up(service, "_fill", after=True)
+        older = asyncio.ensure_future(service.put(OLD))
+        await asyncio.sleep(0.1)
+        service.controller.residency.quarantine_arena(service.row())
+        service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
+        go_on()
+        await older
+        assert await service.put(NEW) is Durability.MEMORY
+        await service.restart(kill=True, meanwhile=service.disk.mend)
+        assert await service.get() is None
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_a_file_that_could_not_be_removed_brings_nothing_back() -> None:
+    """It was to make room, and held a value that the device had refused to erase."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        assert await service.put(OLD) is Durability.LOCAL
+        service.disk.fail("pwrite", errno.EIO, path_contains="region-00000", times=None)
+        assert await service.put(NEW) is Durability.MEMORY
+        await asyncio.sleep(RETRY_S)
+        assert await service.level() is Durability.LOCAL
+        service.nvme.regions.capacity_bytes = service.nvme.regions.file_bytes
+        service.disk.fail("remove", errno.EIO, path_contains="region-00000")
+        with pytest.raises(Unavailable):
+            await service.nvme._take(2 * service.nvme.slot_bytes(service.layout))
+        await service.nvme.erasures.tidy()
+        await service.restart(kill=True, meanwhile=service.disk.mend)
+        assert await service.get() != OLD
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_where_nothing_is_believed_nothing_new_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file was away while more keys were replaced than are remembered; it is back, and the device refuses to forget
+    that it is not to be believed."""
+    monkeypatch.setattr(newest, "COUNT_MAX", 1)
+    service = ValueService()
+
+    async def scenario() -> None:
+        keys = ["a", "b", "c"]
+        for key in keys:
+            assert await service.put(OLD, key) is Durability.LOCAL
+        assert {service.place_of(key)[0][:12] for key in keys} == {"region-00000"}
+        await service.stop()
+        service.disk.fail("open", errno.EACCES, path_contains="region-00000")
+        await service.start()
+        for key in keys:
+            assert await service.put(NEW, key) is Durability.LOCAL
+        await service.stop(kill=True)
+        service.disk.mend()
+        service.disk.fail("remove", errno.EIO, path_contains=newest.NEWEST_FILE, times=None)
+        await service.start()
+        for key in keys:
+            assert await service.put(3, key) is Durability.LOCAL
+        await service.restart(kill=True)
+        for key in keys:
+            assert await service.get(key) == 3
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_an_older_write_is_no_second_copy_of_a_newer_one() -> None:
+    """As a release without ``newest`` could leave them: the older one in a file that was away when the newer one was
+    put. It does not come in where the newer one fails its check."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        assert await service.put(OLD) is Durability.LOCAL
+        await service.stop()
+        service.disk.fail("open", errno.EACCES, path_contains="region-00000")
+        await service.start()
+        assert await service.put(NEW) is Durability.LOCAL
+        name, offset = service.place_of()
+        home = service.nvme.regions._directory
+        await service.stop()
+        service.disk.mend()
+        service.disk.remove(home / newest.NEWEST_FILE)
+        await service.start()
+        service.disk.flip(home / name, offset + service.layout.header_bytes)
+        for _ in range(2):
+            assert await service.get() is None
+            await asyncio.sleep(1.0)
+        service.balance()
+
+    service.run(scenario)
+
+
+class _Held(SystemDisk):
+    """Writes of a whole slot wait, once it is told so."""
+
+    def __init__(self) -> None:
+        self.is_held, self.is_waiting, self.goes_on = False, threading.Event(), threading.Event()
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if self.is_held and buffer.nbytes > PAGE_BYTES:
+            self.is_held = False
+            self.is_waiting.set()
+            assert self.goes_on.wait(60.0)
+        return super().pwrite(descriptor, buffer, offset)
+
+
+def test_a_slot_that_is_written_anew_is_nobody_elses_before_that_ended(tmp_path: Path) -> None:
+    """Its chunk is given up meanwhile: what is written next would be written over."""
+
+    async def scenario() -> None:
+        disk = _Held()
+        tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
+        await tier.recover()
+        residency = await write(tier, chunk(1))
+        disk.is_held = True
+        renewing = asyncio.ensure_future(tier.renew(residency))
+        try:
+            assert await asyncio.to_thread(disk.is_waiting.wait, 60.0)
+            tier.forget(residency)
+            another = await write(tier, chunk(2, SMALL))
+        finally:
+            disk.goes_on.set()
+        await renewing
+        assert await holds(tier, chunk(2, SMALL), another)
+        await tier.close(None)
+
+    asyncio.run(scenario())
