@@ -136,8 +136,9 @@ def check(copy: Future[Any]) -> None:
         del failure, copy  # an error keeps the frames it passes
 
 
-def stopped(copies: Iterable[Future[Any]], timeout_s: float) -> bool:
-    """Give up those that have not begun, and wait for the others. False while one may still be running."""
+def stopped(copies: Iterable[Future[Any]], timeout_s: float | None) -> bool:
+    """Give up those that have not begun, and wait for the others; None: however long they take. False while one may
+    still be running."""
     return not wait([each for each in copies if not each.cancel()], timeout_s)[1]
 
 
@@ -190,9 +191,12 @@ class Copier:
 
     def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises as ``wait_all`` does."""
+        wait_all(self.halves(function, work), timeout_s)
+
+    def halves(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any]) -> list[Future[Any]]:
+        """Begin ``function`` over two halves of ``work``, interleaved. Never raises."""
         count = self._workers.count
-        halves = [work[start::count] for start in range(count) if work[start::count]]
-        wait_all([self.submit(function, half) for half in halves], timeout_s)
+        return [self.submit(function, work[start::count]) for start in range(count) if work[start::count]]
 
     def close(self) -> None:
         self._workers.close()

@@ -38,6 +38,9 @@ from kvstore_client.value import (
     writable,
 )
 
+PUTS_AT_ONCE = 64
+"""Values of one call whose stores have not ended: a session may have a few hundred, and is not this call's alone."""
+
 
 class OpaqueCalls(EncoderCalls):
     """The client's calls for opaque values."""
@@ -134,6 +137,8 @@ class OpaqueCalls(EncoderCalls):
         until_s = self._clock.monotonic() + timeout_s
         receipts: list[Receipt | None] = []
         for key, value in zip(keys, values, strict=True):
+            if len(receipts) >= PUTS_AT_ONCE:
+                _is_kept(receipts[-PUTS_AT_ONCE], until_s - self._clock.monotonic())
             pieces = [flat(each) for each in (value if isinstance(value, list) else [value])]
             is_large = sum(piece.nbytes for piece in pieces) > CHUNK_BYTES - HEAD.size
             if self._clock.monotonic() > until_s:
@@ -142,7 +147,7 @@ class OpaqueCalls(EncoderCalls):
                 receipts.append(None)
             else:
                 receipts.append(self.put_pieces(namespace, key, pieces, durability=Durability.MEMORY, replace=is_large))
-        return [each is None or _is_kept(each, until_s - self._clock.monotonic()) for each in receipts]
+        return [_is_kept(each, until_s - self._clock.monotonic()) for each in receipts]
 
     def exists(self, namespace: str, keys: str | bytes | Sequence[str | bytes]) -> Any:
         """Whether a key has a value, or, of a sequence of keys, which of them have. Moves nothing that is of one chunk
@@ -169,7 +174,10 @@ class OpaqueCalls(EncoderCalls):
         return self._connection.or_gone(run, partial(_instead, otherwise))
 
 
-def _is_kept(receipt: Receipt, timeout_s: float) -> bool:
+def _is_kept(receipt: Receipt | None, timeout_s: float) -> bool:
+    """None: of what was there already."""
+    if receipt is None:
+        return True
     try:
         return receipt.wait(max(0.0, timeout_s)) > Durability.NONE
     except DeadlineExceeded:

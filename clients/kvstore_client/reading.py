@@ -13,7 +13,7 @@ from kvstore.keys import presence_salt
 from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import destination
-from kvstore_client.copying import Copier
+from kvstore_client.copying import Copier, stopped, wait_all
 from kvstore_client.prefix import AnySession, Prefix, open_prefix
 from kvstore_client.remote.fetching import RemotePrefix
 from kvstore_client.remote.values import ReceivedPrefix
@@ -57,11 +57,15 @@ class Reader:
         ]
 
     def _copy(self, prefix: Prefix | ReceivedPrefix, work: Sequence[tuple[Any, int, Pieces, int, int]]) -> list[bool]:
-        """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good."""
+        """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good. However it
+        ends, nothing is written afterwards: who takes a miss puts something else there."""
         bad: set[int] = set()
+        is_over = False
 
         def copy(batch: Sequence[tuple[Any, int, Pieces, int, int]]) -> None:
             for chunk, skip, target, start, count in batch:
+                if is_over:
+                    return
                 if self._wanted.verify and not chunk.is_intact(0, 0, None):
                     bad.add(id(chunk))
                 source = chunk.slab(0)[skip : skip + count]
@@ -69,7 +73,13 @@ class Reader:
                     np.copyto(part, source[place : place + part.size])
 
         if work:
-            self._copier.split(copy, work, self._timeout_s)
+            halves = self._copier.halves(copy, work)
+            try:
+                wait_all(halves, self._timeout_s)
+            except BaseException:
+                is_over = True
+                stopped(halves, None)  # each has a chunk left at most
+                raise
         good = prefix.settle(bad)
         return [chunk.token_start < good for chunk, *_ in work]
 
@@ -155,12 +165,13 @@ class Reader:
         return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
 
     def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
-        """Values of known sizes into their targets, one call for all that are there. A value of another size than its
-        target's, or that is not there, is False; its target's bytes mean nothing then."""
+        """Values of known sizes into their targets, one call for as many as are there, ``BATCH`` at most. A value of
+        another size than its target's, or that is not there, is False; its target's bytes mean nothing then."""
         done = [False] * len(keys)
         start = 0
         while start < len(keys):
-            prefix = self._open([key.whole for key in keys[start:]])
+            batch = keys[start : start + BATCH]
+            prefix = self._open([key.whole for key in batch])
             try:
                 chunks = self._chunks(prefix)
                 work, numbers = [], []
@@ -174,7 +185,10 @@ class Reader:
             finally:
                 prefix.close()
             stop = start + len(chunks)
-            if stop < len(keys) and targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be there in several chunks
+            if len(chunks) == len(batch):
+                start = stop
+                continue
+            if targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be there in several chunks
                 done[stop] = self._is_got(keys[stop], targets[stop])
             start = stop + 1
         return done

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,3 +38,39 @@ def test_hashes_that_collide_name_nothing(sidecar: Sidecar, caplog: pytest.LogCa
         for _ in range(2):
             assert values.store([bytes(20)], [row]) == values.load([bytes(20)], [row]) == [False]
         assert caplog.text.count("--prefix-caching-hash-algo sha256") == 1
+
+
+def test_more_keys_than_one_request_may_have(sidecar: Sidecar) -> None:
+    """Nor stores at a time: vLLM's jobs have as many as they like. One is missing, where a request ends."""
+    keys = [number.to_bytes(36) for number in range(600)]
+    rows = [np.full(64, number % 251, np.uint8) for number in range(600)]
+    with connect(sidecar.address) as client:
+        values = Offloaded(client, "vllm-offload/many")
+        assert all(values.store(keys[:256] + keys[257:], rows[:256] + rows[257:]))
+        target = [np.full(64, 255, np.uint8) for _ in keys]
+        found = values.load(keys, target)
+        assert found == values.has(keys) == [number != 256 for number in range(600)]
+        assert all(np.array_equal(got, row) for got, row, is_there in zip(target, rows, found, strict=True) if is_there)
+
+
+def test_after_a_load_that_came_too_late_nothing_is_written(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are slow. vLLM takes the rows for free once the load has failed, and puts other blocks there."""
+    rows = np.ones((len(KEYS), 5000), np.uint8)
+    begun = []
+
+    def slow(target: Any, source: Any) -> None:
+        begun.append(target)
+        time.sleep(1.5)
+        target[...] = source
+
+    with connect(sidecar.address, timeout_s=2.0) as client:
+        values = Offloaded(client, "vllm-offload/late")
+        assert values.store(KEYS, list(rows)) == [True] * len(KEYS)
+        target = np.zeros_like(rows)
+        with monkeypatch.context() as patched:
+            patched.setattr("kvstore_client.reading.np", SimpleNamespace(copyto=slow))
+            assert values.load(KEYS, list(target)) == [False] * len(KEYS)
+            assert len(begun) == len(KEYS)  # all of them had begun
+            target[:] = 7
+            time.sleep(2.0)
+        assert (target == 7).all()
