@@ -171,8 +171,8 @@ class Claiming:
             raise InvalidRequest(
                 "this writer's spec differs from the one that the store was started with: compare them"
             )
-        self._check_count(session)
         if session not in reservation.sessions:
+            self._check_count(session)
             reservation.sessions.append(session)
             session.reservations[reservation.reservation_id] = reservation
         return _told(reservation)

@@ -164,9 +164,9 @@ class Controller:
             self.unwatch(session, watcher)
         self.fetching.release(session, list(session.leases))
         for reservation in list(session.reservations.values()):
-            self.counters.add("store_aborted_reservations")
             try:
                 await self.storing.abandon(reservation)
+                self.counters.add("store_aborted_reservations")
             except DeadlineExceeded as error:  # its memory, and the session's staging, are its movers' still
                 _log.error("a store of an ended session stays", extra={"reason": error.message})
         if session.reservations:
@@ -383,6 +383,8 @@ class Controller:
         while True:
             await self._clock.sleep(interval_s)
             await self.storing.expire()
+            for session in self.sessions.unfinished():
+                await self.close_session(session)
             self.tickets.expire()
             self.writeback.retry()
 

@@ -54,6 +54,7 @@ class Sessions:
         self._random = random
         self._memory = memory
         self._by_secret: dict[bytes, Session] = {}
+        self._leaving: list[Session] = []
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -84,7 +85,13 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         session.is_open = False
-        self._by_secret.pop(session.secret, None)
+        if self._by_secret.pop(session.secret, None) is not None:
+            self._leaving.append(session)
+
+    def unfinished(self) -> list[Session]:
+        """Sessions that ended and still own something, though no mover is at work for them any more."""
+        self._leaving = [each for each in self._leaving if each.reservations or each.stagings]
+        return [each for each in self._leaving if not any(one.busy for one in each.reservations.values())]
 
     @property
     def staging_bytes(self) -> int:

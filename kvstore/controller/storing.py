@@ -155,6 +155,13 @@ class Storing:
         reservation.supersedes += supersedes
         if reservation.shard_count > 1 and not await self._is_last(reservation, shard):
             return self._outcome(reservation)
+        try:
+            await self._publish_all(reservation)
+        finally:
+            reservation.is_publishing = False  # where this was cancelled, a commit that comes again goes on
+        return self._outcome(reservation)
+
+    async def _publish_all(self, reservation: Reservation) -> None:
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
         for entry in reservation.entries:
             if entry.state is StoreState.PENDING and others:
@@ -163,7 +170,7 @@ class Storing:
             if entry.moving:
                 await asyncio.wait(entry.moving, timeout=self._deadline_s)
             if reservation.has_ended:
-                raise InvalidRequest(f"reservation {reservation_id} ended while it was committed")
+                raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it was committed")
             self._faults.reach("store.commit")
             if entry.state is StoreState.WANTED:
                 self._publish(entry)
@@ -172,7 +179,6 @@ class Storing:
         await self._wait_idle(reservation)
         self._supersede(reservation)
         self._end(reservation)
-        return self._outcome(reservation)
 
     def _supersede(self, reservation: Reservation) -> None:
         """Partial chunks that chunks of this store begin with go before others. Only those beside a chunk that was

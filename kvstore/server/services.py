@@ -51,12 +51,13 @@ class CacheService:
         query = render.parse_query(request.query)
         tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
         found = await self._controller.lookup_segments(segments) if segments else ()
-        result = await self._controller.lookup_long(query, readers)
+        stored = 0
         if tail_digests:
             pauses = self._controller.long_work.begin()
             stored = await self._controller.fetching.first_stored(query, tail_digests, pauses)
-            result = replace(result, tail_found=stored)
-        return render.render_lookup(result, found)
+        # Last: where the call is cancelled before, nobody knows of the ticket.
+        result = await self._controller.lookup_long(query, readers)
+        return render.render_lookup(replace(result, tail_found=stored), found)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""

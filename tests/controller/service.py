@@ -45,10 +45,11 @@ class Service:
     def query(self, *path: int, **options: Any) -> ChainQuery:
         return ChainQuery(self.model, keys.chain_digests(self.tokens(*path), CHUNK), **options)
 
-    async def reserve(self, session: Session, *path: int, **options: Any) -> StoreResult:
+    async def reserve(self, session: Session, *path: int, shards: int = 1, **options: Any) -> StoreResult:
         tokens = self.tokens(*path)
         digests = [keys.token_digest(tokens[at : at + CHUNK]) for at in range(0, tokens.size, CHUNK)]
-        return await self.controller.reserve(session, ReserveRequest(self.query(*path, **options), digests))
+        request = ReserveRequest(self.query(*path, **options), digests, shards=shards)
+        return await self.controller.reserve(session, request)
 
     def body(self, digest: bytes) -> Any:
         """What a chunk of this digest holds (gaps are zeros)."""

@@ -51,6 +51,41 @@ async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service
     assert service.check(two, 1, 2) == 2
 
 
+async def test_the_last_shard_may_commit_again_when_its_first_commit_was_cancelled(service: Service) -> None:
+    """It waits for another store's chunk meanwhile; the other shards wait for it."""
+    controller = service.controller
+    first, second = controller.open_session(0), controller.open_session(0)
+    begun = await service.reserve(first, 1)
+    result = await service.reserve(second, 1, 2, shards=2)
+    fills = service.stage(second, result, 1, 2)
+    reservation = second.reservations[result.reservation_id]
+    other = asyncio.ensure_future(controller.commit(second, result.reservation_id, fills, 0))
+    async with asyncio.timeout(10):
+        while not reservation.committed:
+            await asyncio.sleep(0)
+        last = asyncio.ensure_future(controller.commit(second, result.reservation_id, [], 1))
+        while not reservation.is_publishing:
+            await asyncio.sleep(0)
+    last.cancel()
+    await asyncio.wait([last])
+    assert last.cancelled()
+    await controller.commit(first, begun.reservation_id, service.stage(first, begun, 1))
+    again = await asyncio.wait_for(controller.commit(second, result.reservation_id, [], 1), 10)
+    assert (again.committed_count, (await asyncio.wait_for(other, 10)).committed_count) == (2, 2)
+    assert service.check(first, 1, 2) == 2
+
+
+async def test_a_writer_who_joins_his_own_store_needs_no_second_reservation() -> None:
+    service = Service(reservation_count_max=1)
+    session = service.controller.open_session(0)
+    result = await service.reserve(session, 1, shards=2)
+    assert service.controller.join(session, result.ticket, service.model).states == result.states
+    other = service.controller.open_session(0)
+    await service.reserve(other, 2)
+    with pytest.raises(Exhausted, match="reservation_count_max"):
+        service.controller.join(other, result.ticket, service.model)
+
+
 async def test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable(service: Service) -> None:
     one, two = service.controller.open_session(0), service.controller.open_session(0)
     await service.reserve(one, 1)

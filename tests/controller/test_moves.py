@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,10 @@ from kvstore.chunk import are_right, strip_run
 from kvstore.controller import Fill, Session, StoreResult
 from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams import WorkerThreads
+from kvstore.seams.scheduler import run_for
 from kvstore.spec import StoreState
 from tests.controller.service import Service
-from tests.faulty_workers import WAYS, FaultyWorkers, answers_short, lost, refused
+from tests.faulty_workers import WAYS, FaultyWorkers, Job, answers_short, lost, refused
 
 STORE_WAYS = (*WAYS, answers_short)
 
@@ -166,6 +170,37 @@ async def test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_se
     assert service.check(other, 1) == 0
     assert service.controller.stats().used_bytes == service.layout.total_bytes
     assert (await service.store(other, 2)).committed_count == 1
+
+
+async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends() -> None:
+    """Its chunk would be another's store in flight for ever: nobody could keep it any more."""
+    late: list[Callable[[], None]] = []
+
+    def slow(function: Job, args: tuple[object, ...]) -> Future[Any]:
+        future: Future[Any] = Future()
+        late.append(partial(run_for, future, function, *args))
+        return future
+
+    workers = FaultyWorkers()
+    service = Service(workers=workers)
+    controller, session = service.controller, service.controller.open_session(0)
+    result = await service.reserve(session, 1)
+    fills = pieces(service, session, result, 1)
+    workers.fail(slow, 1)
+    controller.storing.begin(session, result.reservation_id, fills)
+    await controller.close_session(session)
+    sweeping = asyncio.ensure_future(controller.sweep(0.01))
+    await asyncio.sleep(0.05)
+    assert session.stagings, "the mover may read it"
+    late[0]()
+    async with asyncio.timeout(10):
+        while session.stagings:
+            await asyncio.sleep(0)
+    sweeping.cancel()
+    other = controller.open_session(0)
+    assert (await service.store(other, 1)).committed_count == 1
+    assert service.check(other, 1) == 1
+    balanced(service, other)
 
 
 async def test_staging_is_not_closed_while_movers_read_it() -> None:

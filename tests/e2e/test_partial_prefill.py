@@ -247,6 +247,34 @@ def test_a_sender_without_hidden_states_is_left_and_the_next_is_asked(client: Cl
     assert found.plan.reason == ""
 
 
+@pytest.mark.parametrize("setting", [Recompute.reuse(), FUSED], ids=str)
+def test_the_model_itself_is_no_sender_however_much_is_stored_meanwhile(
+    client: Client, setting: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a second lookup of the same cache found more would be taken for fetched, and nobody had fetched it."""
+    seed = 640 + setting.first_layer
+    tokens = prompt(70, seed)
+    made = computed(RECEIVER, tokens)
+    counts = iter((16, 64, 64))
+
+    def store() -> None:
+        count = next(counts)
+        kv = [(k[:, :count], v[:, :count]) for k, v in made.kv]
+        hidden = {1: made.hidden[1][:count]}
+        client.store(RECEIVER.spec, tokens[:count], kv, hidden=hidden).wait(10.0)
+
+    plain = client.lookup
+
+    def lookup(*args: Any, **options: Any) -> Any:
+        store()
+        return plain(*args, **options)
+
+    monkeypatch.setattr(client, "lookup", lookup)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[RECEIVER.spec, RECEIVER.spec], recompute=setting)
+    same(found, recompute(RECEIVER, tokens, [given(made, 0, 16)], setting))
+    assert found.exactness is Exactness.EXACT
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

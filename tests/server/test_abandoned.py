@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
@@ -45,3 +46,30 @@ async def test_a_fetch_that_is_cancelled_before_its_reply_leaves_no_lease(is_can
         assert [each async for each in replies] == []
     assert bool(session.leases) != is_cancelled
     assert session.stream_count == 0
+
+
+async def test_a_lookup_that_is_cancelled_before_its_reply_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of partial chunks may be many: it waits between them."""
+    service = Service()
+    controller = service.controller
+    session = controller.open_session(0)
+    await service.store(session, 1)
+    waiting, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: object) -> int:
+        waiting.set()
+        await go_on.wait()
+        return 1
+
+    monkeypatch.setattr(controller.fetching, "first_stored", slow)
+    query = service.query(1)
+    chain = pb.ChainQuery(fingerprint=query.fingerprint, digests=b"".join(query.digests), exactness=1)
+    request = pb.LookupRequest(query=chain, hold=True, tail_digests=bytes(32))
+    answering = asyncio.ensure_future(CacheService(controller, b"epoch").Lookup(request, Call(session.secret)))
+    await asyncio.wait_for(waiting.wait(), 10)
+    answering.cancel()
+    await asyncio.wait([answering])
+    assert controller.stats().ticket_count == 0
+    go_on.set()
+    reply = await CacheService(controller, b"epoch").Lookup(request, Call(session.secret))
+    assert (reply.hit_count, reply.tail_found, controller.stats().ticket_count) == (1, 1, 1)

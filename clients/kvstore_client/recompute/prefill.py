@@ -67,7 +67,9 @@ class Request:
             runs_of(segments, int(known.size))
         if setting is not None:
             setting.check(runner.spec.layer_count)
-        return Request(runner, known, segments, tuple(senders), setting, tuple(extras), logit_count)
+        # The model's own cache is no sender's: what comes of it is looked up, and fetched, once.
+        others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
+        return Request(runner, known, segments, others, setting, tuple(extras), logit_count)
 
     @property
     def reusable_token_count(self) -> int:
