@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 from kvstore.errors import Exhausted
@@ -22,7 +21,7 @@ from kvstore_client.paged import Paged
 from kvstore_client.partial import DRIFT_COUNTERS, PartialPrefillCalls
 from kvstore_client.prefix import AnySession
 from kvstore_client.presence import Answer
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import Prompt, check_count
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS, Place, place_of
 from kvstore_client.segments.calls import SegmentCalls
@@ -30,13 +29,12 @@ from kvstore_client.segments.known import KnownSegments
 from kvstore_client.starting import Means
 from kvstore_client.tails import first_held, longest_tail, open_longest, peeked_tail
 from kvstore_client.target import Places, given_places, target_of
-from kvstore_client.transfer import Held, pack_ticket
+from kvstore_client.transfer import pack_ticket
 from kvstore_client.transferring import TransferCalls
 from kvstore_client.watching import Watching
 from kvstore_client.writer import StoreWriter
 
 DEFAULT_TIMEOUT_S = 10.0
-TICKET_BYTES = 16
 _COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes", *DRIFT_COUNTERS)
 
 
@@ -113,6 +111,7 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         ``segments``: the runs (start, stop) of the prompt that are documents; the match tells what is stored of each.
         Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
+        check_count(readers, "readers")
         cut = self._cut(prompt, segments, exactness)
         if not prompt.digests:
             return Match(0, ())
@@ -151,13 +150,19 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         chunks = chunk_matches(reply.runs, step, 0, count)
         hits, ticket = reply.hit_count, reply.ticket
         prefix = min(hits * step, count)
-        tail = longest_tail(
-            prompt, prefix, hits, reply,
-            lambda names: first_held(*self._ready(prompt.spec), prompt, (), self._timeout_s, names),
-        )  # fmt: skip
-        digests = prompt.digests[:hits]
-        if tail and readers:
-            longer = self._ask(prompt, [*digests, tail[1]], readers)
+        digests, longer = prompt.digests[:hits], None
+        try:
+            tail = longest_tail(
+                prompt, prefix, hits, reply,
+                lambda names: first_held(*self._ready(prompt.spec), prompt, (), self._timeout_s, names),
+            )  # fmt: skip
+            longer = self._ask(prompt, [*digests, tail[1]], readers) if tail and readers else None
+        except BaseException as error:
+            if not ticket or not isinstance(error, Exhausted):
+                self.release_ticket(ticket)  # nobody else knows of it
+                raise
+            tail = None  # there is room for one ticket, and not for two at a time: the whole chunks are held
+        if tail and longer:
             if longer.hit_count > hits:
                 self.release_ticket(ticket)
                 ticket, digests = longer.ticket, [*digests, tail[1]]
@@ -183,20 +188,6 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=queries)
         reply: pb.LookupResponse = session.call(session.cache.Lookup, request, self._timeout_s)
         return reply
-
-    def release_ticket(self, ticket: bytes | None) -> None:
-        """Let go of what a ticket holds, when nobody will redeem it. Takes the match's ticket; unknown ones are
-        fine."""
-        if not ticket:
-            return
-        identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket
-
-        def release() -> None:
-            session = self.connect_now()
-            request = pb.ReleaseRequest(tickets=[identity])
-            session.give_back(partial(session.call, session.cache.Release, request, self._timeout_s))
-
-        self._connection.or_gone(release, lambda _: None)
 
     # ------------------------------------------------------------ fetch
 

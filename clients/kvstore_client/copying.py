@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ COPY_THREADS = 2
 Outcome = tuple[Durability, int, str]
 """What became of a store: how durable it is, how many of its leading tokens, and why no more."""
 _own = threading.local()
+_waiting: WeakKeyDictionary[Workers, WeakSet[Future[Outcome]]] = WeakKeyDictionary()
+"""Commits on threads of their own, by the workers that commit for the same client."""
 
 
 def raw(value: Any) -> Any:
@@ -152,6 +155,8 @@ def commit_beside(
     """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
     be queued behind it. Where no thread takes it the store is dropped at once, and that is the outcome."""
     future = begun(_OwnThread() if waits else workers, commit)
+    if waits:
+        _waiting.setdefault(workers, WeakSet()).add(future)
     if future.done() and isinstance(refusal := failure_of(future), NotBegun):
         abort()
         future = Future()
@@ -174,9 +179,10 @@ class _OwnThread:
 
 
 def is_drained(workers: Workers, timeout_s: float) -> bool:
-    """Wait until one thread has done what it was given so far. False when that takes longer, or nobody can tell."""
+    """Wait until one thread has done what it was given so far, and the commits beside it have ended. False when that
+    takes longer, or nobody can tell."""
     last = begun(workers, int)
-    return not wait([last], timeout_s).not_done and failure_of(last) is None
+    return not wait([last, *_waiting.get(workers, ())], timeout_s).not_done and failure_of(last) is None
 
 
 class Copier:

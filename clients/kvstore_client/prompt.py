@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -30,6 +31,8 @@ IN_CONTEXT, STANDALONE = 1, 2
 _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
 EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
+COUNT_MAX = 1024
+"""Of readers of a ticket, and of writers of a store."""
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -152,6 +155,16 @@ class Prompt:
             raise InvalidRequest("a store needs the tokens beside their hashes: PageHashes(..., tokens=...)")
         step = self.spec.chunk_tokens
         return [token_digest(self.tokens[start : start + step]) for start in range(0, self.tokens.size, step)]
+
+
+def check_count(count: Any, name: str) -> None:
+    """Raises InvalidRequest for what is no number of readers or writers."""
+    try:
+        known = index(count)
+    except TypeError:
+        known = 0
+    if not 1 <= known <= COUNT_MAX:
+        raise InvalidRequest(f"{name} must be a whole number in 1..{COUNT_MAX}, not {count!r:.80}")
 
 
 def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exactness: Exactness) -> Prompt:

@@ -16,7 +16,7 @@ from kvstore.wire import spec_from_message
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier, commit_beside
 from kvstore_client.prefix import AnySession
-from kvstore_client.prompt import EXACTNESSES, Prompt
+from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
 from kvstore_client.receipt import Outcome, Receipt, Settle, Settling
 from kvstore_client.remote.storing import store_of
 from kvstore_client.storing import Source, ask_settled, reserve_request
@@ -95,6 +95,7 @@ class Means:
         check_durability(durability)
         if not prompt.digests:
             raise InvalidRequest("tokens is empty: there is nothing to store")
+        check_count(shards, "shards")
         hidden = Wanted.of(prompt.spec, (), None, hidden_layers, False).hidden_layers
 
         def ask(session: AnySession, name: bytes) -> pb.StoreResponse:
@@ -134,7 +135,11 @@ class Means:
             reply: pb.StoreResponse = session.call(session.cache.Store, request, self.timeout_s)
             return reply
 
-        return self._writer(plan, shard, prompt, durability, ask)
+        try:
+            return self._writer(plan, shard, prompt, durability, ask)
+        except Exhausted as error:
+            self.connection.counters["stores_refused"] += 1
+            return self._nothing(plan, shard, error.message)
 
     def _writer(
         self, plan: Plan, shard: int, prompt: Prompt, durability: Durability | None,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.keys import Extra
 from kvstore.spec import Exactness, ModelSpec
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.connection import Connection
 from kvstore_client.fetching import AnyPrefix, LayerStream
 from kvstore_client.paged import Paged
 from kvstore_client.prefix import AnySession
@@ -16,11 +19,14 @@ from kvstore_client.target import Places, given_places, target_of
 from kvstore_client.transfer import Held, Transfer, open_held
 from kvstore_client.wanted import Wanted
 
+TICKET_BYTES = 16
+
 
 class TransferCalls(ABC):
     """What ``Client`` can fetch beside its caller: by ticket, or by tokens."""
 
     _timeout_s: float
+    _connection: Connection
 
     @abstractmethod
     def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
@@ -106,3 +112,17 @@ class TransferCalls(ABC):
         session, name = self._ready(held.spec)
         prefix = open_held(session, wanted, name, held, self._timeout_s)
         return self._layers_of(prefix, wanted, given)
+
+    def release_ticket(self, ticket: bytes | None) -> None:
+        """Let go of what a ticket holds, when nobody will redeem it. Takes the match's ticket; unknown ones are
+        fine."""
+        if not ticket:
+            return
+        identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket
+
+        def release() -> None:
+            session = self._connection.session()
+            request = pb.ReleaseRequest(tickets=[identity])
+            session.give_back(partial(session.call, session.cache.Release, request, self._timeout_s))
+
+        self._connection.or_gone(release, lambda _: None)

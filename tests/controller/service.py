@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,15 @@ from kvstore.telemetry import Counters
 from tests.specs import small_spec
 
 CHUNK = 16
+
+
+async def soon(is_so: Callable[[], bool], round_count: int = 100_000) -> None:
+    """Let others run until something is so."""
+    for _ in range(round_count):
+        if is_so():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to be")
 
 
 class Service:

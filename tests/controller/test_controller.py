@@ -11,7 +11,7 @@ from kvstore.controller import Fill, Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import SystemRandom
 from kvstore.spec import ChunkState, Durability, Exactness, MissReason, StoreState
-from tests.controller.service import Service
+from tests.controller.service import Service, soon
 
 
 @pytest.fixture
@@ -60,12 +60,9 @@ async def test_the_last_shard_may_commit_again_when_its_first_commit_was_cancell
     fills = service.stage(second, result, 1, 2)
     reservation = second.reservations[result.reservation_id]
     other = asyncio.ensure_future(controller.commit(second, result.reservation_id, fills, 0))
-    async with asyncio.timeout(10):
-        while not reservation.committed:
-            await asyncio.sleep(0)
-        last = asyncio.ensure_future(controller.commit(second, result.reservation_id, [], 1))
-        while not reservation.is_publishing:
-            await asyncio.sleep(0)
+    await soon(lambda: bool(reservation.committed))
+    last = asyncio.ensure_future(controller.commit(second, result.reservation_id, [], 1))
+    await soon(lambda: reservation.is_publishing)
     last.cancel()
     await asyncio.wait([last])
     assert last.cancelled()

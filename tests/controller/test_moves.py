@@ -17,7 +17,7 @@ from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreEr
 from kvstore.seams import WorkerThreads
 from kvstore.seams.scheduler import run_for
 from kvstore.spec import StoreState
-from tests.controller.service import Service
+from tests.controller.service import Service, soon
 from tests.faulty_workers import WAYS, FaultyWorkers, Job, answers_short, lost, refused
 
 STORE_WAYS = (*WAYS, answers_short)
@@ -193,9 +193,7 @@ async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends(
     await asyncio.sleep(0.05)
     assert session.stagings, "the mover may read it"
     late[0]()
-    async with asyncio.timeout(10):
-        while session.stagings:
-            await asyncio.sleep(0)
+    await soon(lambda: not session.stagings)
     sweeping.cancel()
     other = controller.open_session(0)
     assert (await service.store(other, 1)).committed_count == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import Client, Durability, ModelSpec, Paged, connect
+from kvstore_client import Client, Durability, ModelSpec, Paged, Receipt, connect
 from kvstore_client.copying import copy
 from kvstore_client.gathering import Pile, Strips, strip_range
 from kvstore_client.staging import Run
@@ -382,6 +383,37 @@ def test_stores_that_wait_for_each_other_share_a_client(client: Client) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+def test_a_client_that_is_closed_finishes_the_commit_that_waits_for_others(
+    sidecar: Sidecar, client: Client, shards: int
+) -> None:
+    """For another store's chunks, or for another shard: without it that one's would be lost, too."""
+    tokens, cache = fresh()
+    first = client.start_store(SPEC, tokens if shards == 2 else tokens[: 2 * STEP], shards=shards)
+
+    def put_and_commit() -> None:
+        for layer, (k, v) in enumerate(cache):
+            pair = (k[:1], v[:1]) if shards == 2 else (k[:, : 2 * STEP], v[:, : 2 * STEP])
+            first.put_layer(layer, pair, heads=(0, 1) if shards == 2 else None)
+        receipts.append(first.commit())
+
+    receipts: list[Receipt] = []
+    with connect(sidecar.address) as other:
+        if shards == 2:
+            second = other.join_store(first.ticket, 1)
+            for layer, (k, v) in enumerate(cache):
+                second.put_layer(layer, (k[1:], v[1:]), heads=(1, 2))
+            receipts.append(second.commit())
+        else:
+            receipts.append(other.store(SPEC, tokens, cache))
+        late = threading.Timer(0.5, put_and_commit)
+        late.start()
+    late.join()
+    assert receipts[0].is_done
+    assert [each.stored_token_count for each in receipts] == [COUNT, COUNT if shards == 2 else 2 * STEP]
+    assert_stored(client, tokens, cache)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_sidecar_that_dies_between_two_puts(shards: int) -> None:
     tokens, cache = fresh()
     with Sidecar("--capacity", "32 MiB") as sidecar, connect(sidecar.address) as client:
@@ -400,3 +432,33 @@ def test_what_was_left_out_of_a_store_is_said(client: Client) -> None:
         receipt = writer.commit()
         assert receipt.wait(10.0) is Durability.NONE
         assert "never written: put every layer and head of it" in receipt.reason
+
+
+@pytest.mark.parametrize("count", [0, -1, 1025, 1 << 40, 1.5, "2", None], ids=repr)
+def test_a_number_of_writers_or_readers_that_is_none_is_refused_by_name(client: Client, count: Any) -> None:
+    tokens, _ = fresh()
+    with pytest.raises(InvalidRequest, match=r"shards must be .* 1\.\.1024"):
+        client.start_store(SPEC, tokens, shards=count)
+    with pytest.raises(InvalidRequest, match=r"readers must be .* 1\.\.1024"):
+        client.lookup(SPEC, tokens, hold=True, readers=count)
+
+
+def test_a_limit_gives_a_writer_that_says_so_and_a_hold_of_what_there_is_room_for() -> None:
+    tight = Sidecar("--capacity", "32 MiB")
+    names = ("KVSTORE__LIMITS__RESERVATION_COUNT_MAX", "KVSTORE__LIMITS__TICKET_COUNT_MAX")
+    tight.environment = {**os.environ, **dict.fromkeys(names, "1")}
+    with tight, connect(tight.address) as client, connect(tight.address) as other:
+        with client.start_store(SPEC, tokens_of(STEP, 1), shards=2) as first:
+            with other.start_store(SPEC, tokens_of(STEP, 2)), other.join_store(first.ticket, 1) as second:
+                assert "reservation_count_max" in second.commit().reason
+        tokens, cache = tokens_of(COUNT, 3), random_cache(SPEC, COUNT)
+        client.store(SPEC, tokens, cache).wait(10.0)
+        longer = np.concatenate([tokens, tokens_of(3, 4)])
+        match = client.lookup(SPEC, longer, hold=True)
+        assert match.prefix_token_count == 5 * STEP, "its partial chunk takes a second ticket for a moment"
+        assert match.ticket is not None
+        transfer = client.start_fetch(match.ticket)
+        transfer.wait(10.0)
+        assert np.array_equal(bits(transfer.wait_layer(0)[0]), bits(cache[0][0])[:, : 5 * STEP])
+        assert client.stats().sessions.ticket_count == 0
+        assert client.lookup(SPEC, longer).prefix_token_count == COUNT
