@@ -264,6 +264,27 @@ def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> No
         assert client.lookup(SPEC, tokens).prefix_token_count == 40
 
 
+def test_after_a_reset_nothing_of_before_is_loaded_or_kept(sidecar: Sidecar) -> None:
+    """vLLM clears its caches where its weights may have changed. From then on an engine shares with itself alone."""
+    engine, other = Engine(sidecar.address), Engine(sidecar.address)
+    tokens, later = tokens_of(42, 70), tokens_of(42, 71)
+    engine.keep(request("before", tokens), blocks_of(42))
+    waiting, running, blocks = request("waiting", tokens), request("running", tokens_of(60, 72)), blocks_of(60, 20)
+    assert matched(engine.scheduler, waiting, 0) == (40, True)
+    engine.admit(running, blocks)
+    assert engine.compute(running, blocks, 0, 20).saves
+    engine.scheduler.new_request(unseen := request("unseen", later))
+    engine.scheduler.reset()
+    assert matched(engine.scheduler, waiting, 0) == (0, False)
+    assert engine.compute(running, [], 20, 40, is_new=False).saves == []
+    wait_stored(engine.clients[0], engine.compute(unseen, blocks_of(42, 40), 0, 42).saves[0])
+    assert matched(engine.scheduler, request("after", later), 0) == (40, True)
+    assert matched(other.scheduler, request("after", later), 0) == (0, False)
+    assert matched(other.scheduler, request("before", tokens), 0) == (40, True)
+    engine.close()
+    other.close()
+
+
 def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: Path) -> None:
     tokens = tokens_of(42, 12)
 

@@ -261,6 +261,7 @@ def test_a_connector_is_made_by_vllms_factory(configured: VllmConfig) -> None:
     made = KVConnectorFactory.create_connector(configured, KVConnectorRole.SCHEDULER, caches(FULL))
     assert type(made) is KVStoreConnector
     assert made.requires_kv_delivery is False
+    assert made.reset_cache() is True
     made.shutdown()
 
 

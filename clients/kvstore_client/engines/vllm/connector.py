@@ -94,6 +94,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._scheduler.finished(request.request_id)
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """``reset_prefix_cache(reset_connector=True)``, and what vLLM does when it pauses and clears its caches."""
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset()
+        return True
+
     # ------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
+from kvstore.seams import SystemRandom
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.spec.configuration import named
 from kvstore.spec.from_transformers import rope_of
@@ -280,6 +281,10 @@ class Adapters:
             name = f"{lora_request.lora_name[:200]}:{hasher.hexdigest()}"
             self._known[key] = replace(self._spec, adapter_id=name)
         return self._known[key]
+
+    def of_unknown_weights(self) -> Adapters:
+        """The same for weights that nobody has digested: no cache is theirs so far."""
+        return Adapters(replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}"))
 
 
 def _stamp(path: Path) -> tuple[str, int, int, int]:

@@ -276,6 +276,19 @@ class SchedulerSide:
         if self._does_save:
             self._track(request)
 
+    def reset(self) -> None:
+        """The caches are void, for the weights may have changed. Nothing that was kept before is loaded from now on;
+        what is computed is kept under a name of its own, but for requests that computed something before."""
+        self._adapters = self._adapters.of_unknown_weights()
+        for request_id in {*self._found, *self._asked}:
+            self._forget(request_id)
+        for name, tracked in list(self._tracked.items()):
+            if tracked.block_ids:
+                tracked.has_failed = tracked.is_doubtful = True
+            else:
+                del self._tracked[name]
+                self._track(tracked.request)
+
     def _forget(self, request_id: str) -> None:
         found, asked = self._found.pop(request_id, None), self._asked.pop(request_id, None)
         if found is not None:
