@@ -61,12 +61,23 @@ class _Mark:
 
 
 _marks: dict[int, _Mark] = {}
-"""By number. Single operations on a dict need no lock, which a fork could leave taken."""
+"""By number, later ones higher. Single operations on a dict need no lock, which a fork could leave taken."""
+
+
+def _known() -> list[tuple[int, _Mark]]:
+    """All marks, with their numbers. Numbers first: to make pairs is to allocate, so that garbage collection may take a
+    mark away in the middle."""
+    return [(number, mark) for number in list(_marks) if (mark := _marks.get(number)) is not None]
+
+
+def now() -> int:
+    """A number below those of all marks that come later."""
+    return next(_numbers)
 
 
 def remember(planes: Iterable[Any], slots: Slots | None = None) -> None:
     """These tensors hold what is not exact; of pages, in these slots."""
-    for number, mark in list(_marks.items()):
+    for number, mark in _known():
         if not mark.is_alive():
             _marks.pop(number, None)
     for plane in planes:
@@ -74,12 +85,15 @@ def remember(planes: Iterable[Any], slots: Slots | None = None) -> None:
         _marks[number] = _Mark(Span.of(plane), slots, _life_of(plane, number))
 
 
-def written_anew(planes: Iterable[Any], slots: Slots | None = None) -> None:
-    """These tensors hold what is exact, whatever they held before."""
+def written_anew(planes: Iterable[Any], slots: Slots | None = None, *, since: int | None = None) -> None:
+    """These tensors hold what is exact, whatever they held before. ``since``: ``now``, when the writing began: what was
+    marked after that was written over it, or beside it, and stays."""
     if not _marks:
         return
     for span in [Span.of(plane) for plane in planes]:
-        for number, mark in list(_marks.items()):
+        for number, mark in _known():
+            if since is not None and number > since:
+                continue
             left = mark.without(span, slots)
             if left is None:
                 _marks.pop(number, None)

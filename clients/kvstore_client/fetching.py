@@ -13,7 +13,7 @@ from kvstore.errors import DataLoss, DeadlineExceeded, Internal
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.copying import Copier, stopped, wait_all
-from kvstore_client.derived import LayeredKV, remember, written_anew
+from kvstore_client.derived import LayeredKV, now, remember, written_anew
 from kvstore_client.prefix import AnyPrefix, ChunkRun, Prefix, open_prefix, runs_of
 from kvstore_client.remote.fetching import RemoteLanding, RemotePrefix
 from kvstore_client.target import AnyTarget
@@ -53,7 +53,7 @@ def copy_all(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: Fault
 
 def _copied(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultPoints, timeout_s: float) -> int:
     bad: set[int] = set()
-    _before(prefix, target)
+    began = _before(prefix, target)
     if isinstance(prefix, RemotePrefix) or prefix.is_arriving:
         landing = landing_of(prefix, target, copier, faults, bad, _nothing)
         try:
@@ -63,33 +63,35 @@ def _copied(prefix: AnyPrefix, target: AnyTarget, copier: Copier, faults: FaultP
         except BaseException:
             landing.stop(timeout_s)
             raise
-        return _settled(prefix, target, bad)
+        return _settled(prefix, target, bad, began)
     cache = prefix.runs(0)
     work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(prefix.wanted.layers))]
     for part, layer in enumerate(prefix.wanted.hidden_layers, start=1):
         work.append(partial(target.copy_hidden, layer, prefix.runs(part), bad))
     copier.split(_each, work, timeout_s)
-    return _settled(prefix, target, bad)
+    return _settled(prefix, target, bad, began)
 
 
-def _settled(prefix: AnyPrefix, target: AnyTarget, bad: set[int]) -> int:
+def _settled(prefix: AnyPrefix, target: AnyTarget, bad: set[int], began: int) -> int:
     if bad:
         _log.error("a chunk failed its checksum: treated as a miss", extra={"chunk_count": len(bad)})
     good = prefix.settle(bad)
-    _after(prefix, target, good)
+    _after(prefix, target, good, began)
     return good
 
 
-def _before(prefix: AnyPrefix, target: AnyTarget) -> None:
-    """What is not exact is known as such before its first byte is there."""
+def _before(prefix: AnyPrefix, target: AnyTarget) -> int:
+    """What is not exact is known as such before its first byte is there. Returns when that was, for ``_after``."""
     if prefix.exactness is not Exactness.EXACT:
         remember(*target.places(prefix.token_count))
+    return now()
 
 
-def _after(prefix: AnyPrefix, target: AnyTarget, token_count: int) -> None:
-    """So many tokens have come, whatever lay there before."""
+def _after(prefix: AnyPrefix, target: AnyTarget, token_count: int, began: int) -> None:
+    """So many tokens have come, whatever lay there before they began to; what was merged with them since then is no
+    more exact for it."""
     if prefix.exactness is Exactness.EXACT:
-        written_anew(*target.places(token_count))
+        written_anew(*target.places(token_count), since=began)
 
 
 class Landing:
@@ -230,7 +232,7 @@ class LayerStream:
             return
         layers = prefix.wanted.layers
         bad: set[int] = set()
-        _before(prefix, target)
+        began = _before(prefix, target)
         # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
         landing = landing_of(prefix, target, self._copier, self._faults, bad, self._landed)
         try:
@@ -244,7 +246,7 @@ class LayerStream:
                 yield layer, target.layer(position, self.token_count)
             self._await_hidden(prefix, target, landing, bad)
             self._await_commit(prefix, landing, bad)
-            _after(prefix, target, self.token_count)
+            _after(prefix, target, self.token_count, began)
         finally:
             landing.stop(self._timeout_s)
             self.close()

@@ -218,6 +218,25 @@ def test_memory_that_is_used_again_is_nobodys(client: Client) -> None:
     assert not derived.is_derived(x for pair in made for x in pair)
 
 
+def test_garbage_that_is_collected_meanwhile_disturbs_nobody() -> None:
+    """Caches that die in cycles, as those of errors do, take their marks away whenever something is allocated."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.kv, self.me = np.zeros((2, 4, 8), np.uint16), self
+
+    kept = [np.zeros((2, 4, 8), np.uint16) for _ in range(1500)]
+    derived.remember(kept)
+    for _ in range(5):
+        gc.collect()
+        derived.remember([Ring().kv for _ in range(60)])
+        derived.written_anew(kept[:1])
+        derived.remember(kept[:1])
+        assert derived.is_derived(kept[:1])
+    derived.written_anew(kept)
+    assert not derived.is_derived(kept)
+
+
 def test_merged_caches_and_what_is_made_of_them(client: Client) -> None:
     merged = MergedKV(dense_planes(SPEC, COUNT), DERIVED)
     exact = MergedKV(dense_planes(SPEC, COUNT), Exactness.EXACT)

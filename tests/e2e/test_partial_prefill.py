@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
+from kvstore_client import Client, Exactness, LayerStream, ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of
 from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
 from kvstore_client.target import Target
@@ -423,3 +423,22 @@ def test_nothing_stays_held(client: Client) -> None:
             return
         sleep(0.02)  # leases are given back beside the caller
     raise AssertionError(f"still held: {held}")
+
+
+def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sibling's whole prompt is exact as the sibling's, and lands in memory that is a merged cache by then."""
+    tokens, end = prompt(64, 901), LayerStream._await_commit
+    keep(client, SENDER, tokens)
+
+    def late(stream: LayerStream, *arguments: Any) -> None:
+        sleep(0.5)
+        end(stream, *arguments)
+
+    monkeypatch.setattr(LayerStream, "_await_commit", late)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=Recompute.reuse())
+    assert found.exactness is Exactness.DERIVED
+    with pytest.raises(InvalidRequest, match="DERIVED"):
+        client.store(RECEIVER.spec, tokens, [(k, v) for k, v in found.kv])
+    assert client.lookup(RECEIVER.spec, tokens).prefix_token_count == 0

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kvstore_client import Client, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
+from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.recompute import recompute
 from kvstore_ops.sidecar import Sidecar
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers.generation import StoppingCriteriaList
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
@@ -218,3 +222,29 @@ def test_two_threads_with_one_model_keep_each_its_own_e(client: Client) -> None:
         assert found.token_count == STEP * 3
         for e, other in zip(found, expected[:LAYERS], strict=True):
             assert torch.allclose(e, other[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_thread_that_ends_leaves_the_forward_passes_of_others_alone() -> None:
+    """Its hooks go while another thread's pass is about to call them: then torch leaves out what they were promised."""
+    model = family_of("llama-biased-mha", 8)
+    spec = replace(ModelSpec.from_transformers(model.config, model, STEP), keeps_e=True)
+    capture = PromptE(TransformersRunner(model, spec=spec), STEP)
+    ids, first = prompt(STEP, 90) % 96, model.base_model.layers[0]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ExitStack() as ends:
+            ends.enter_context(capture.captured(DynamicCache()))
+            first.register_forward_pre_hook(lambda *_: ends.close(), prepend=True)
+            assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_limit_that_no_answer_reaches_takes_no_memory(client: Client) -> None:
+    model, ids = model_of(torch.float32), prompt(STEP + 3, 91)
+
+    def ends(tokens: torch.Tensor, _scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.tensor([tokens.shape[1] >= STEP + 8])
+
+    options = {"max_new_tokens": 10**12, "do_sample": False, "stopping_criteria": StoppingCriteriaList([ends])}
+    found = CachedModel(model, client, chunk_tokens=STEP).generate(ids, **options)
+    assert found.report.bypassed == ""
+    assert torch.equal(found.sequences, model.generate(ids, **options))

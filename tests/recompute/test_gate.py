@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pwd
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -150,6 +152,38 @@ def test_many_threads_close_the_gate_once(tmp_path: Path) -> None:
         thread.join()
     assert gate.counters["lossy_switched_off"] == 1
     assert gate.permit(RECEIVER, SENDER, "sibling").setting is None
+
+
+def test_a_profile_that_comes_while_the_last_check_runs_counts(tmp_path: Path) -> None:
+    """What is switched off is the profile that answers were checked by."""
+    keep(tmp_path)
+    gate = Gate(tmp_path)
+    permit = gate.permit(RECEIVER, SENDER, "sibling")
+    keep(tmp_path, measured_at_s=PROFILE.measured_at_s + 1)
+    told = [gate.checked(permit, RIGHT, WRONG) for _ in range(10)]
+    assert any("switched off" in each for each in told)
+    assert gate.permit(RECEIVER, SENDER, "sibling").setting is not None
+    keep(tmp_path)
+    assert "switched off" in gate.permit(RECEIVER, SENDER, "sibling").reason
+
+
+def test_a_note_without_a_reason_counts(tmp_path: Path) -> None:
+    keep(tmp_path)
+    note = Profiles(tmp_path).path(PAIR).with_suffix(".off.json")
+    note.write_text(json.dumps({"profile": PROFILE.digest, "reason": ""}), encoding="utf-8")
+    assert "switched off" in Gate(tmp_path).permit(RECEIVER, SENDER, "sibling").reason
+
+
+def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number nobody knows."""
+
+    def unknown(_uid: int) -> None:
+        raise KeyError("nobody of this number")
+
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert "no valid profile" in Gate().permit(RECEIVER, SENDER, "sibling").reason
 
 
 @pytest.mark.parametrize("wrong", [{"floor": 1.1}, {"floor": -1}, {"check_every": 0}, {"check_every": 0.5}])

@@ -112,6 +112,7 @@ def with_setting(**fields: Any) -> str:
             changed(calibration={**json.loads(PROFILE.to_json())["calibration"], "search_contexts": 0}),
             "search_contexts",
         ),
+        (changed(calibration={**json.loads(PROFILE.to_json())["calibration"], "answers": 10**400}), "answers"),
         (changed(points=json.loads(PROFILE.to_json())["points"][::-1]), "rise"),
         (replace(PROFILE, points=(POINTS[1], replace(POINTS[2], loss_error=0.0073))).to_json(), "rise"),
     ],

@@ -74,6 +74,26 @@ def test_partial_rotation_is_that_of_a_model_whose_other_dims_stand_still() -> N
     assert torch.allclose(found.logits, expected, atol=1e-4)
 
 
+def test_a_table_of_rotations_that_another_thread_replaces_is_not_looked_at_again() -> None:
+    """Two threads make theirs at the same time, and the shorter one stays."""
+
+    class Shared(TransformersRunner):
+        _table: Any = None
+
+        @property
+        def _tables(self) -> Any:
+            return self._table
+
+        @_tables.setter
+        def _tables(self, made: Any) -> None:
+            self._table = made and tuple(each[:16] for each in made)
+
+    model, hidden = model_of("llama"), torch.ones(40, 32)
+    expected = TransformersRunner(model).project(0, hidden, torch.arange(40))
+    found = Shared(model).project(0, hidden, torch.arange(40))
+    assert all(map(torch.equal, found, expected))
+
+
 def spec_of(family: str) -> ModelSpec:
     model = model_of(family)
     return ModelSpec.from_transformers(model.config, model)

@@ -37,6 +37,9 @@ from kvstore_client.recompute import dense_planes
 __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of"]
 
 _log = logging.getLogger("kvstore.client")
+ROOM_TOKENS_MAX = 4096
+"""New tokens that a generation has memory for from the start, at most: many callers' limit is a number that no answer
+reaches. Beyond it the cache's memory grows by halves."""
 
 
 @dataclass
@@ -245,10 +248,10 @@ class CachedModel:
             limit = getattr(config, "max_new_tokens", None)
         if limit is None:
             limit = max(0, (options.get("max_length") or 0) - count)
-        return int(limit) + 1
+        return min(int(limit), ROOM_TOKENS_MAX) + 1
 
     def _layers(self, spec: ModelSpec, capacity: int, arrivals: Arrivals) -> list[CacheLayer]:
-        """Memory for the whole generation."""
+        """Memory for the prompt and what is likely to follow."""
         planes = dense_planes(spec, capacity, self.model.device)
         return [
             CacheLayer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]

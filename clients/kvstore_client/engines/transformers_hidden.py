@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers import DynamicCache
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.recompute.merged import hidden_planes
 from kvstore_client.recompute.projecting import project_into
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class PromptE:
@@ -45,8 +48,9 @@ class PromptE:
                 hook.remove()
 
     def _capture(
-        self, cache: DynamicCache, layer: int, _block: Any, args: tuple[Any, ...], named: dict[str, Any]
+        self, cache: DynamicCache, layer: int, _block: Any, args: tuple[Any, ...], named: Mapping[str, Any] = NOTHING
     ) -> None:
+        """``named`` is left out where the hook is removed while another thread's forward pass is about to call it."""
         if not any(value is cache for value in named.values()):
             return
         hidden = (args[0] if args else named["hidden_states"])[0]

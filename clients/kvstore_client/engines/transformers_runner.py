@@ -103,12 +103,13 @@ class TransformersRunner:
     def _rotations(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by doubling."""
         stop = int(positions[-1]) + 1 if len(positions) else 0
-        if self._tables is None or len(self._tables[0]) < stop:
+        tables = self._tables  # one look: another thread may put a shorter one there
+        if tables is None or len(tables[0]) < stop:
             size = 1 << max(8, (stop - 1).bit_length())
             every = torch.arange(size, device=self.device)[None]
             cos, sin = self._base.rotary_emb(like, every)
-            self._tables = cos[0], sin[0]
-        cos, sin = self._tables
+            self._tables = tables = cos[0], sin[0]
+        cos, sin = tables
         return cos[positions], sin[positions]
 
 

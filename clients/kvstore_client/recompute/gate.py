@@ -175,7 +175,7 @@ class Gate:
             self._profiles.switch_off(pair, state.profile, state.reason)
         except KVStoreError as error:
             _log.warning("kvstore: other processes are not told: %s", error.message)
-        state.stamp, state.watch = self._profiles.stamp(pair), None
+        state.watch = None  # the files are read again for the next permit: there may be another profile by now
         return state.reason
 
     def _locked(self) -> threading.Lock:

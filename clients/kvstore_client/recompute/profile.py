@@ -23,6 +23,8 @@ just reach the floor so, two or three lie below it, and clients take the cheapes
 RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
 PROFILE_BYTES_MAX = 4 << 20
+WHOLE_MAX = (1 << 63) - 1
+"""Of a profile's whole numbers: larger ones are nobody's count, and no float can be made of the largest."""
 AGAIN = "measure it again with kvstore profile"
 Value = TypeVar("Value")
 
@@ -251,8 +253,8 @@ def _share(value: Any, what: str) -> float:
 
 
 def _whole(value: Any, what: str, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidRequest(f"{what} {value!r:.40} must be a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= WHOLE_MAX:
+        raise InvalidRequest(f"{what} {value!r:.40} must be a whole number in {least}..{WHOLE_MAX}")
     return value
 
 

@@ -16,8 +16,9 @@ from kvstore_client.recompute.profile import AGAIN, PROFILE_BYTES_MAX, REUSES, P
 
 
 def default_directory() -> Path:
-    """``profiles`` in the user's state directory: $XDG_STATE_HOME/kvstore, else ~/.local/state/kvstore."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    """``profiles`` in the user's state directory: $XDG_STATE_HOME/kvstore, else ~/.local/state/kvstore. For a user
+    without a home "~" is a name like others, where pathlib would raise."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "kvstore" / "profiles"
 
 
@@ -91,7 +92,7 @@ class Profiles:
             if text is None:
                 return ""
             found = parsed(text, str(note))
-            return str(found["reason"]) if found["profile"] == profile.digest else ""
+            return str(found["reason"]) or "lossy reuse was switched off" if found["profile"] == profile.digest else ""
         except (KVStoreError, KeyError, TypeError):
             return f"{note} cannot be read: {AGAIN}"
 
