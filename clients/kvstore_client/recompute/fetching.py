@@ -204,8 +204,8 @@ class Fetching:
             into = places(windows, layers, wanted, is_last=max(part.stop for part in parts) >= reach)
         if not piece.is_standalone:
             assert match.ticket is not None, "what a lookup found, it holds"
-            self._tickets.discard(match.ticket)
             transfer = self._client.start_fetch(match.ticket, into=into, layers=layers)
+            self._tickets.discard(match.ticket)  # the transfer redeems it; one that could not begin does not
         else:
             transfer = self._asked(piece, spec, layers, into)
             if transfer.token_count < piece.stop - piece.origin:
