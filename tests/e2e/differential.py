@@ -1,0 +1,377 @@
+"""Random models, prompts and values in a sidecar, and the dict that they are compared with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, Extra, Paged, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.spec import DTYPES, Durability, LayerKind, LayerSpec, ModelSpec
+from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
+
+WAIT_S = 60.0
+
+
+@dataclass(eq=False)
+class Kept:
+    """A prompt in the dict. ``planes``: (K, V) or (E,) of each layer that has a slab, as unsigned integers."""
+
+    spec: ModelSpec
+    tokens: Any
+    planes: dict[int, tuple[Any, ...]]
+    hidden: dict[int, Any] = field(default_factory=dict)
+    extras: tuple[Extra, ...] = ()
+    is_segment: bool = False
+
+    @property
+    def count(self) -> int:
+        return int(self.tokens.size)
+
+    @property
+    def given(self) -> list[Any]:
+        """As ``store`` takes it."""
+        given = [self.planes.get(layer) for layer in range(self.spec.layer_count)]
+        return [each[0] for each in given] if self.spec.keeps_e else given  # type: ignore[index]
+
+    @property
+    def head_count(self) -> int:
+        """Heads that every layer has; 0 where they cannot be told apart."""
+        spec = self.spec
+        if spec.mla or spec.keeps_e:
+            return 0
+        return min(spec.layers[layer].kv_heads for layer in self.planes)
+
+
+class World:
+    """A sidecar, clients by both planes, and the dict."""
+
+    def __init__(self, seed: int, sidecar: Sidecar, *, is_roomy: bool) -> None:
+        self.chance = random.Random(seed)
+        self.numbers = np.random.default_rng(seed)
+        self.sidecar = sidecar
+        self.is_roomy = is_roomy
+        self.seed = seed
+        self.prompts: list[Kept] = []
+        self.values: dict[tuple[str, str], Any] = {}
+        self.embeddings: dict[tuple[int, str], Any] = {}
+        self.clients: list[Client] = []
+        self.compared = 0
+        self._connect()
+
+    def _connect(self) -> None:
+        self.clients = [connect(address) for address in (self.sidecar.socket_address, self.sidecar.tcp_address)]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def restart(self) -> None:
+        """Everything is on the device by now."""
+        self.close()
+        self.sidecar.stop(kill=self.chance.random() < 0.5)
+        self.sidecar.start()
+        self._connect()
+
+    @property
+    def client(self) -> Client:
+        return self.chance.choice(self.clients)
+
+    def size(self, most: int) -> int:
+        """Small ones are as likely as large ones."""
+        return max(1, int(most ** self.chance.random()))
+
+    # ------------------------------------------------------------ what is stored
+
+    def spec(self, number: int) -> ModelSpec:
+        chance, dtype = self.chance, self.chance.choice(sorted(DTYPES))
+        shape = chance.choice(["kv", "kv", "kv", "mla", "e"])
+
+        def layer(first: bool) -> LayerSpec:
+            if not first and shape != "e" and chance.random() < 0.15:
+                return LayerSpec(kind=LayerKind.NONE)
+            window = self.size(99) if chance.random() < 0.3 else 0
+            kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
+            heads = 1 if shape == "mla" else self.size(6)
+            return LayerSpec(kind=kind, window=window, kv_heads=heads, k_dim=self.size(130), v_dim=self.size(70))
+
+        layers = tuple(layer(not each) for each in range(self.size(4)))
+        hidden_size = self.size(100)
+        if shape == "e":  # it must save something
+            hidden_size = min(hidden_size, *(each.kv_heads * (each.k_dim + each.v_dim) - 1 for each in layers))
+        return small_spec(
+            model_id=f"{self.seed}-{number}", layers=layers, weights_digest=self.numbers.bytes(32).hex(),
+            cache_dtype=dtype, hidden_dtype=dtype, chunk_tokens=self.size(150), mla=shape == "mla",
+            keeps_e=shape == "e", hidden_size=hidden_size,
+        )  # fmt: skip
+
+    def make(self, number: int) -> Kept:
+        """Of a new model, or another prompt of one that is known, which may begin as one that is stored."""
+        chance = self.chance
+        old = chance.choice(self.prompts) if self.prompts and chance.random() < 0.4 else None
+        spec = old.spec if old else self.spec(number)
+        count = self.size(400)
+        tokens = tokens_of(count, self.seed * 1000 + number)
+        planes = self.planes_of(spec, count)
+        rows = UNSIGNED[DTYPES[spec.hidden_dtype]]
+        hidden: dict[int, Any] = {}
+        if not spec.keeps_e and chance.random() < 0.3:
+            layer = chance.randrange(spec.layer_count)
+            hidden[layer] = self.random((count, spec.hidden_size), rows)
+        extras: tuple[Extra, ...] = ()
+        if chance.random() < 0.3:
+            extras = (Extra(chance.randrange(count), self.numbers.bytes(self.size(40))),)
+        made = Kept(spec, tokens, planes, hidden, extras, chance.random() < 0.2)
+        if old is not None and chance.random() < 0.6:
+            self.begin_as(made, old)
+        return made
+
+    def planes_of(self, spec: ModelSpec, count: int) -> dict[int, tuple[Any, ...]]:
+        if spec.keeps_e:
+            dtype = UNSIGNED[DTYPES[spec.hidden_dtype]]
+            return {layer: (self.random((count, spec.hidden_size), dtype),) for layer in range(spec.layer_count)}
+        cache = random_cache(spec, count, self.chance.randrange(1 << 30))
+        return {layer: pair for layer, pair in enumerate(cache) if pair is not None}
+
+    def random(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Sometimes such as an encoding makes small."""
+        high = int(np.iinfo(dtype).max) if self.chance.random() < 0.6 else 3
+        return self.numbers.integers(0, high, shape, dtype, endpoint=True)
+
+    def begin_as(self, made: Kept, old: Kept) -> None:
+        """The same words in the same place have the same cache."""
+        shared = min(self.chance.randint(1, old.count), made.count)
+        made.tokens[:shared] = old.tokens[:shared]
+        made.extras, made.is_segment = old.extras, old.is_segment
+        if any(extra.position >= shared for extra in old.extras):
+            made.extras = ()
+            return
+        if shared == made.count:
+            made.hidden = {}
+        for layer, planes in made.planes.items():
+            for ours, theirs in zip(planes, old.planes[layer], strict=True):
+                axis = slice(shared) if made.spec.keeps_e else (slice(None), slice(shared))
+                ours[axis] = theirs[axis]  # type: ignore[index]
+        for layer in set(made.hidden) & set(old.hidden):
+            made.hidden[layer][:shared] = old.hidden[layer][:shared]
+
+    # ------------------------------------------------------------ stores
+
+    def store(self, kept: Kept) -> None:
+        ways = [self._at_once]
+        if not kept.is_segment:
+            ways += [self._by_layers]
+            if not kept.spec.keeps_e:
+                ways += [self._by_pages]
+            if kept.head_count > 1 and not kept.hidden:
+                ways += [self._by_heads]
+        for receipt in self.chance.choice(ways)(kept):
+            level = receipt.wait(WAIT_S)
+            assert level is Durability.LOCAL or not self.is_roomy, receipt.reason
+        self.prompts.append(kept)
+
+    def _at_once(self, kept: Kept) -> list[Any]:
+        store = self.client.store_segment if kept.is_segment else self.client.store
+        return [store(kept.spec, kept.tokens, kept.given, hidden=kept.hidden or None, extras=kept.extras)]
+
+    def _by_layers(self, kept: Kept) -> list[Any]:
+        """In any order, in pieces of any length."""
+        how = {"hidden_layers": tuple(kept.hidden), "extras": kept.extras}
+        with self.client.start_store(kept.spec, kept.tokens, **how) as writer:
+            for layer in self.chance.sample(sorted(kept.planes), len(kept.planes)):
+                planes = kept.planes[layer]
+                writer.put_layer(layer, planes[0] if kept.spec.keeps_e else planes)
+            for layer, rows in kept.hidden.items():
+                writer.put_hidden(layer, rows)
+            return [writer.commit()]
+
+    def _by_heads(self, kept: Kept) -> list[Any]:
+        """Two shards: every layer's first heads, and the rest."""
+        cut = self.chance.randint(1, kept.head_count - 1)
+        client = self.client
+        with client.start_store(kept.spec, kept.tokens, shards=2, extras=kept.extras) as first:
+            second = client.join_store(first.ticket, 1)
+            for layer, (k, v) in kept.planes.items():
+                first.put_layer(layer, (k[:cut], v[:cut]), heads=(0, cut))
+                second.put_layer(layer, (k[cut:], v[cut:]), heads=(cut, len(k)))
+            receipts = [second.commit(), first.commit()]
+            for receipt in receipts:
+                receipt.wait(WAIT_S)
+            return receipts
+
+    def _by_pages(self, kept: Kept) -> list[Any]:
+        how = {"hidden_layers": tuple(kept.hidden), "extras": kept.extras}
+        with self.client.start_store(kept.spec, kept.tokens, **how) as writer:
+            for layer, planes in kept.planes.items():
+                pages, slots = self.pages(planes, kept.count)
+                for target, plane in zip(pages, planes, strict=True):
+                    target.reshape(-1, *target.shape[2:])[slots] = plane.transpose(1, 0, 2)
+                writer.put_layer(layer, Paged([pages], slots, "page slot head dim"))
+            for layer, rows in kept.hidden.items():
+                writer.put_hidden(layer, rows)
+            return [writer.commit()]
+
+    def pages(self, planes: Any, count: int) -> tuple[Any, Any]:
+        """Pages of any size, in any order, that hold so many tokens: (K, V), and the tokens' slots."""
+        size = self.size(40)
+        page_count = -(-count // size) + 2
+        order = self.numbers.permutation(page_count)
+        slots = np.array([order[token // size] * size + token % size for token in range(count)])
+        made = [np.full((page_count, size, plane.shape[0], plane.shape[2]), 7, plane.dtype) for plane in planes]
+        return tuple(made), slots
+
+    # ------------------------------------------------------------ reads
+
+    def read(self, kept: Kept) -> None:
+        """All of it or a beginning, some of its heads and layers, into any memory."""
+        cut = kept.count if self.chance.random() < 0.5 else self.chance.randint(1, kept.count)
+        if any(extra.position >= cut for extra in kept.extras):
+            cut = kept.count
+        layers = sorted(kept.planes)
+        wanted = self.chance.sample(layers, self.chance.randint(1, len(layers)))
+        options: dict[str, Any] = {"layers": wanted, "extras": kept.extras, "verify": self.chance.random() < 0.5}
+        heads = None
+        if kept.head_count > 1 and self.chance.random() < 0.4:
+            start = self.chance.randrange(kept.head_count)
+            heads = options["heads"] = (start, self.chance.randint(start + 1, kept.head_count))
+        ways = [self._fetched, self._layer_by_layer, self._given]
+        if not kept.is_segment:
+            ways += [self._by_ticket]
+            if not kept.spec.keeps_e:
+                ways += [self._into_pages]
+        way = self.chance.choice(ways)
+        found, count = way(kept, kept.tokens[:cut], dict(options))
+        self._check_count(kept, cut, count)
+        for layer, planes in zip(wanted, found, strict=True):
+            for ours, theirs in zip(planes, kept.planes[layer], strict=True):
+                if kept.spec.keeps_e:
+                    expected = theirs[:count]
+                else:
+                    expected = theirs[slice(*heads) if heads else slice(None), :count]
+                    ours = ours[:, :count]
+                assert ours.shape == expected.shape, way.__name__
+                assert (ours == expected).all(), (way.__name__, kept.spec, cut, options)
+                self.compared += 1
+        self._read_hidden(kept, cut)
+
+    def _check_count(self, kept: Kept, cut: int, count: int) -> None:
+        chunk = kept.spec.chunk_tokens
+        assert count <= cut
+        if self.is_roomy:
+            assert count >= (cut if cut == kept.count else cut // chunk * chunk)
+
+    def _read_hidden(self, kept: Kept, cut: int) -> None:
+        if kept.hidden:
+            fetch = self.client.fetch_segment if kept.is_segment else self.client.fetch
+            layers = tuple(kept.hidden)
+            found = fetch(kept.spec, kept.tokens[:cut], layers=(), hidden_layers=layers, extras=kept.extras)
+            self._check_count(kept, cut, found.token_count)
+            for layer in layers:
+                assert (bits(found.hidden[layer]) == kept.hidden[layer][: found.token_count]).all()
+                self.compared += 1
+
+    def _bits(self, kept: Kept, found: Any) -> list[tuple[Any, ...]]:
+        return [(bits(each),) if kept.spec.keeps_e else tuple(bits(plane) for plane in each) for each in found]
+
+    def _fetched(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
+        fetch = self.client.fetch_segment if kept.is_segment else self.client.fetch
+        found = fetch(kept.spec, tokens, **options)
+        return self._bits(kept, found), found.token_count
+
+    def _layer_by_layer(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
+        client = self.client
+        stream = (client.fetch_segment_layers if kept.is_segment else client.fetch_layers)(kept.spec, tokens, **options)
+        found = dict(stream)
+        assert list(found) == (options["layers"] if stream.token_count else [])
+        empty = [tuple(plane[:0] if kept.spec.keeps_e else plane[slice(*options.get("heads", (None,))), :0]
+                       for plane in kept.planes[layer]) for layer in options["layers"]]  # fmt: skip
+        return (self._bits(kept, found.values()) if found else empty), stream.token_count
+
+    def _memory(self, kept: Kept, count: int, options: dict[str, Any]) -> list[Any]:
+        """Planes of a caller's, poisoned."""
+        made = []
+        for layer in options["layers"]:
+            planes = kept.planes[layer]
+            if kept.spec.keeps_e:
+                made.append(np.full((count, planes[0].shape[1]), 7, planes[0].dtype))
+            else:
+                heads = options.get("heads", (0, len(planes[0])))
+                shape = heads[1] - heads[0], count
+                made.append(tuple(np.full((*shape, plane.shape[2]), 7, plane.dtype) for plane in planes))
+        return made
+
+    def _given(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
+        into = self._memory(kept, int(tokens.size), options)
+        fetch = self.client.fetch_segment if kept.is_segment else self.client.fetch
+        count = fetch(kept.spec, tokens, into=into, **options).token_count
+        return [(each[:count],) for each in into] if kept.spec.keeps_e else into, count
+
+    def _by_ticket(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
+        """Looked up by one client, redeemed by another, of either plane."""
+        match = self.client.lookup(kept.spec, tokens, hold=True, extras=options.pop("extras"))
+        count = match.prefix_token_count
+        into = self._memory(kept, count, options)
+        if match.ticket is not None:
+            client = self.client
+            client.start_fetch(match.ticket, into=into, **options).wait(WAIT_S)
+        return [(each[:count],) for each in into] if kept.spec.keeps_e else into, count
+
+    def _into_pages(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
+        count = int(tokens.size)
+        memory = self._memory(kept, count, options)
+        layers, slots = [], None
+        size = self.size(40)
+        page_count = -(-count // size) + 1
+        order = self.numbers.permutation(page_count)
+        slots = np.array([order[token // size] * size + token % size for token in range(count)])
+        for planes in memory:
+            layers.append(tuple(np.full((page_count, size, plane.shape[0], plane.shape[2]), 7, plane.dtype)
+                                for plane in planes))  # fmt: skip
+        into = Paged(layers, slots, "page slot head dim")
+        found = self.client.fetch(kept.spec, tokens, into=into, **options).token_count
+        flat = [tuple(plane.reshape(-1, *plane.shape[2:])[slots].transpose(1, 0, 2) for plane in pair)
+                for pair in layers]  # fmt: skip
+        return flat, found
+
+    # ------------------------------------------------------------ values
+
+    def put_value(self) -> None:
+        """Of any length, in the place of what the key had."""
+        name = f"space/{self.seed}-{self.chance.randrange(3)}", f"key {self.chance.randrange(6)}"
+        data = self.random((self.size(9 << 20),), np.uint8)
+        level = self.client.put_bytes(*name, data).wait(WAIT_S)
+        assert level is Durability.LOCAL or not self.is_roomy
+        self.values.pop(name, None)  # where there is no room, a kill may take it
+        if level is Durability.LOCAL:
+            self.values[name] = data
+
+    def put_embeddings(self) -> None:
+        if not self.prompts:
+            return
+        at = self.chance.randrange(len(self.prompts))
+        spec, key = self.prompts[at].spec, f"item {self.chance.randrange(3)}"
+        dtype = UNSIGNED[DTYPES[spec.cache_dtype]]
+        data = self.random((self.size(50), self.size(200)), dtype)
+        level = self.client.put_encoder(spec, key, data, dtype=spec.cache_dtype).wait(WAIT_S)
+        assert level is Durability.LOCAL or not self.is_roomy
+        self.embeddings = {
+            (index, name): value for (index, name), value in self.embeddings.items()
+            if (self.prompts[index].spec.model_id, name) != (spec.model_id, key)
+        }  # fmt: skip
+        if level is Durability.LOCAL:
+            self.embeddings[at, key] = data
+
+    def read_values(self) -> None:
+        for (space, key), data in self.values.items():
+            found = self.client.get_bytes(space, key, verify=self.chance.random() < 0.5)
+            assert found is not None or not self.is_roomy
+            assert found is None or np.array_equal(found, data), (space, key)
+            self.compared += 1
+        for (index, key), data in self.embeddings.items():
+            found = self.client.get_encoder(self.prompts[index].spec, key)
+            assert found is not None or not self.is_roomy
+            assert found is None or np.array_equal(bits(found), data), key
+            self.compared += 1
