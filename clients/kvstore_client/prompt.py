@@ -129,7 +129,7 @@ class Prompt:
             raise InvalidRequest(f"exactness must be one of {', '.join(map(str, Exactness))}, not {exactness!r:.80}")
         if isinstance(tokens, PageHashes):
             return replace(_by_hashes(spec, tokens, extras, exactness), is_claimed=is_claimed)
-        array = _checked_tokens(tokens, spec.vocab_size)
+        array = checked_tokens(tokens, spec.vocab_size)
         digests = chain_digests(array, spec.chunk_tokens, extras)
         return Prompt(spec, array, digests, tuple(extras), _EXACTNESS[exactness], is_claimed=is_claimed)
 
@@ -171,17 +171,18 @@ def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exa
     if extras:
         raise InvalidRequest("extras must be empty beside PageHashes: their engine's hashes cover what they stand for")
     named = hashes.spec_of(spec)
-    tokens = None if hashes.tokens is None else _checked_tokens(hashes.tokens, spec.vocab_size)
+    tokens = None if hashes.tokens is None else checked_tokens(hashes.tokens, spec.vocab_size)
     stops = [*range(spec.chunk_tokens, hashes.size, spec.chunk_tokens), *([hashes.size] if hashes.size else [])]
     return Prompt(named, tokens, [hashes.digest(stop) for stop in stops], (), _EXACTNESS[exactness], hashes)
 
 
-def _checked_tokens(tokens: Any, vocab_size: int) -> Tokens:
+def checked_tokens(tokens: Any, vocab_size: int) -> Tokens:
+    """Tokens as they are given, on any device, as an array. Raises: InvalidRequest for what is no run of them."""
     if is_array(tokens):
         check_memory(tokens, "tokens")
     if is_tensor(tokens) and tokens.is_cuda:
         tokens = tokens.cpu()
     try:
         return token_array(tokens, vocab_size)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidRequest(f"tokens must be one run of whole numbers: {error}") from error

@@ -100,9 +100,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         """Per key the buffers of its page in the pool."""
         if self._pool is None:
             raise InvalidRequest("no host pool: call register_mem_pool_host first")
-        step = self._pool.page_size
-        if len(host_indices) != len(keys) * step:
-            raise InvalidRequest(f"{len(host_indices)} host indices for {len(keys)} pages of {step} tokens")
+        _check_indices(host_indices, len(keys), self._pool)
         addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
         if not keys or len(addresses) % len(keys) or len(addresses) != len(sizes):
             raise InvalidRequest(f"the pool names {len(addresses)} buffers for {len(keys)} pages")
@@ -175,7 +173,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         """Keep flat tensors as pages. Whether all of them are there now."""
         given = target_locations if values is None else values
         try:
-            if given is None or len(given) != len(keys):
+            if not hasattr(given, "__len__") or len(given) != len(keys):
                 raise InvalidRequest(f"{len(keys)} keys need as many tensors")
             return all(self._client.put_each(self._namespace, keys, list(given)))
         except KVStoreError as error:
@@ -188,6 +186,26 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def get_stats(self) -> None:
         """The sidecar's own: ``kvstore status``, and its metrics page."""
         return
+
+
+def _check_indices(host_indices: Any, page_count: int, pool: Any) -> None:
+    """Whether these are tokens of so many pages that lie in the pool: its answer is where we read and write. Raises:
+    InvalidRequest."""
+    step = pool.page_size
+    try:
+        found = np.asarray(host_indices)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InvalidRequest(f"host_indices must be one run of whole numbers: {error}") from error
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InvalidRequest(f"host_indices must be one run of whole numbers, not {found.dtype} of {found.shape}")
+    if found.size != page_count * step:
+        raise InvalidRequest(f"{found.size} host indices for {page_count} pages of {step} tokens")
+    size = getattr(pool, "size", None)
+    if found.min() < 0 or (size is not None and found.max() >= size):
+        raise InvalidRequest(f"host_indices {found.min()}..{found.max()} lie outside of the pool's {size} tokens")
+    pages = found.reshape(page_count, step)
+    if (pages != pages[:, :1] + np.arange(step)).any():
+        raise InvalidRequest(f"host_indices must name {step} tokens in a row for each page: it is read as one run")
 
 
 def _memory(address: int, size: int) -> NDArray[np.uint8]:

@@ -105,6 +105,12 @@ class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships 
         return scores
 
 
+def _length(input_ids: Any) -> int:
+    """How many tokens a prompt has; 0 where nobody can say."""
+    shape: Any = getattr(input_ids, "shape", ())
+    return int(shape[-1]) if len(shape) else 0
+
+
 class CachedModel:
     """A causal language model in front of a sidecar.
 
@@ -162,7 +168,7 @@ class CachedModel:
         started_s = self._clock.monotonic()
         bypassed = self._why_not(input_ids, options)
         if bypassed:
-            report = Report(token_count=int(input_ids.shape[-1]), bypassed=bypassed)
+            report = Report(token_count=_length(input_ids), bypassed=bypassed)
             first = _FirstToken(lambda: self._stamp(report, started_s))
             sequences = self._generate(input_ids, options, first)
         else:

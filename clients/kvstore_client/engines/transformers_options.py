@@ -39,9 +39,25 @@ ARGUMENTS = frozenset({
 """``generate``'s other arguments that see logits and tokens alone. A mask, if it hides nothing."""
 
 
-def why_left(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], rope_kind: str) -> str:
+def why_left(model: Any, input_ids: Any, options: Mapping[str, Any], rope_kind: str) -> str:
     """Why a call is transformers' alone; empty when the cache serves it."""
-    return _why_model(model, rope_kind) or _why_option(model, options) or _why_prompt(model, input_ids, options)
+    return (
+        _why_ids(input_ids)
+        or _why_model(model, rope_kind)
+        or _why_option(model, options)
+        or _why_prompt(model, input_ids, options)
+    )
+
+
+def _why_ids(input_ids: Any) -> str:
+    """What transformers makes of anything but tokens in memory is for transformers to say."""
+    if not isinstance(input_ids, torch.Tensor):
+        return f"input_ids is a {type(input_ids).__name__}, not a tensor"
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        return f"input_ids are {input_ids.dtype}: tokens are int64 or int32"
+    if input_ids.layout is not torch.strided or input_ids.device.type == "meta":
+        return f"input_ids are {input_ids.layout} on {input_ids.device}"
+    return ""
 
 
 def _why_model(model: Any, rope_kind: str) -> str:

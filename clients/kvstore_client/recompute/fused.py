@@ -23,6 +23,7 @@ from kvstore_kernels import Rotation, attend, attend_with_mass, rotation
 from kvstore.errors import InvalidRequest
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
+from kvstore_client.prompt import checked_tokens
 from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Timeline
@@ -58,9 +59,10 @@ def recompute(
     meanwhile; KVStoreError when a run does not
     come: then the cache is worth nothing.
     """
-    known = torch.as_tensor(tokens).to(runner.device, torch.int64)
-    if known.ndim != 1 or not len(known):
-        raise InvalidRequest(f"tokens must be one run of whole numbers, not of shape {tuple(known.shape)}")
+    given = checked_tokens(tokens, runner.spec.vocab_size)
+    if not given.size:
+        raise InvalidRequest("tokens must be one run of whole numbers, one or more")
+    known = torch.from_numpy(given.astype("int64")).to(runner.device)
     setting.check(runner.spec.layer_count)
     check_runs(runs, len(known), runner.spec, logit_count)
     if hidden_layers and runs:
