@@ -12,8 +12,8 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.seams import FaultPoints, SimulatedDisk
 from kvstore.spec import Durability
-from kvstore.tiers.nvme import Directory, newest
-from tests.tiers.service import HOME
+from kvstore.tiers.nvme import Directory, FutureFormat, directory, newest
+from tests.tiers.service import HOME, refused
 from tests.tiers.values import ValueService
 
 RETRY_S = 15.0
@@ -249,6 +249,94 @@ def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served() -> N
         await service.restart(kill=True)
         assert await service.get() == 3
         service.balance()
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
+def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory(
+    monkeypatch: pytest.MonkeyPatch, kill: bool
+) -> None:
+    """It would serve the older value, and what it stored would not be believed afterwards. Once everything was seen it
+    opens it again."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await the_file_does_not_open(service, 1)
+        assert await service.put(NEW) is Durability.LOCAL
+        await service.stop(kill=kill)
+        with monkeypatch.context() as earlier:
+            earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
+            assert isinstance(await refused(service), FutureFormat)
+        await service.start()
+        assert await service.get() == NEW
+        await service.stop()
+        with monkeypatch.context() as earlier:
+            earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
+            await service.start()
+            assert await service.get() == NEW
+
+    service.run(scenario)
+
+
+def test_no_newer_value_is_promised_where_the_format_cannot_say_so() -> None:
+    service = ValueService()
+
+    async def scenario() -> None:
+        await the_file_does_not_open(service, 1)
+        service.disk.fail("rename", errno.EIO, path_contains="format")
+        with pytest.raises(KVStoreError):
+            await service.put(NEW)
+        assert newest.NEWEST_FILE not in service.disk.names(HOME)
+        assert await service.put(NEW) is Durability.LOCAL
+        await service.restart(kill=True)
+        assert await service.get() == NEW
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
+def test_a_file_that_is_given_up_and_stays(kill: bool) -> None:
+    """An older value lies in it that could not be erased, and nobody takes the file away."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await an_erasure_is_refused(service, 1)
+        service.evict()
+        await service.nvme.erasures.erase_doomed()
+        regions = service.nvme.regions
+        regions.retire(regions.by_number[0])
+        assert await service.put(NEW) is Durability.LOCAL
+        for _ in range(2):
+            await service.restart(kill=kill)
+            assert await service.get() == NEW
+        service.balance()
+
+    service.run(scenario)
+
+
+def test_what_is_said_of_a_file_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of which nothing is believed is given up: values in the one that takes its place are."""
+    monkeypatch.setattr(newest, "COUNT_MAX", 1)
+    service = ValueService()
+
+    async def scenario() -> None:
+        assert await service.put(9, "other") is Durability.LOCAL
+        await a_sync_failed(service, None)
+        for key in ("a", "b"):
+            assert await service.put(NEW, key) is Durability.LOCAL
+        service.disk.mend()
+        service.evict("other")
+        await service.nvme.erasures.erase_doomed()
+        regions, keys = service.nvme.regions, [f"key {number}" for number in range(8)]
+        given_up = regions.by_number[0]
+        regions.retire(given_up)
+        regions.remove_file(given_up)
+        for key in keys:
+            assert await service.put(NEW, key) is Durability.LOCAL
+        await service.restart(kill=True)
+        for key in keys:
+            assert await service.get(key) == NEW
 
     service.run(scenario)
 

@@ -21,7 +21,9 @@ from kvstore.seams.disk import LOCK_WAIT_S
 from kvstore.spec import Exactness, Provenance
 
 FORMAT = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+NEWEST = "newest"
+"""The feature of a directory where that file says what is to be believed: who does not read it serves older values."""
+KNOWN_FEATURES = frozenset({NEWEST})
 FORMAT_FILE, INDEX_FILE, LOCK_FILE = "format", "index", "lock"
 _INDEX_MAGIC = b"KVSINDEX"
 _INDEX_HEAD = struct.Struct("<8sHHIQQ")
@@ -110,6 +112,8 @@ class Directory:
         self._faults = faults
         self._said: dict[str, Any] = {}
         self._has_format = False
+        self.features: set[str] = set()
+        """What a release must know to read this directory; in the format from its next writing on."""
         disk.make_directory(path)
         self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
@@ -172,6 +176,16 @@ class Directory:
         # Not as "clean": a release that knows nothing of parts reads every header instead.
         self._write_format("", {"clean": clean, "regions": regions, "unread": unread})
 
+    def require(self, feature: str) -> None:
+        """From now on no release opens the directory that does not know this. Raises OSError."""
+        if feature not in self.features:
+            self.features.add(feature)
+            try:
+                self._write_format("")
+            except OSError:
+                self.features.discard(feature)
+                raise
+
     def close(self) -> None:
         """Let another process have the directory. Idempotent."""
         if self._lock >= 0:
@@ -180,7 +194,8 @@ class Directory:
             self._lock = -1
 
     def _write_format(self, clean: str, part: dict[str, Any] | None = None) -> None:
-        said = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT, "features": [], "clean": clean}
+        said: dict[str, Any] = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT}
+        said |= {"features": sorted(self.features), "clean": clean}
         if part is not None:
             said["part"] = part
         if self._owner:

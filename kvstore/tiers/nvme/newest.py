@@ -10,6 +10,9 @@ once there is no such place any more the file goes.
 The file is replaced as a whole. Where it would pass ``COUNT_MAX`` keys, the places themselves are written down instead:
 nothing replaceable in them is believed any more. Such a record has the name of the region file for its key, the slot in
 the place of the write id, and a checksum of another seed.
+
+While the file is there it is a feature of the directory: an earlier release would serve the older values, and what that
+release stored would not be believed later.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Mapping
 import xxhash
 
 from kvstore.keys import DIGEST_BYTES
-from kvstore.tiers.nvme.directory import Directory
+from kvstore.tiers.nvme.directory import NEWEST, Directory
 
 NEWEST_FILE = "newest"
 COUNT_MAX = 4096
@@ -54,7 +57,9 @@ class Newest:
         try:
             data = self._directory.read(NEWEST_FILE)
         except FileNotFoundError:
+            self._directory.features.discard(NEWEST)
             return
+        self._directory.features.add(NEWEST)
         size = _RECORD.size + _CHECKSUM_BYTES
         self._is_damaged = not data or len(data) % size != 0
         for at in range(0, len(data) - size + 1, size):
@@ -104,7 +109,9 @@ class Newest:
         records += [(_RECORD.pack(file.encode(), slot), _PLACE) for file, slot in sorted(closed)]
         if records:
             data = b"".join(packed + xxhash.xxh3_64_digest(packed, seed) for packed, seed in records)
+            self._directory.require(NEWEST)  # first: there is no moment at which an earlier release could be misled
             self._directory.write(NEWEST_FILE, data)
         else:
             self._directory.remove(NEWEST_FILE)
+            self._directory.features.discard(NEWEST)
         self._marks, self.closed, self._is_damaged = dict(marks), closed, False

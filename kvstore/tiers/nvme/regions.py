@@ -12,6 +12,7 @@ import os
 import re
 import struct
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -57,6 +58,7 @@ class Regions:
         self.away: set[str] = set()
         """Files that could not be opened, by name: they may come back with all that they hold."""
         self._numbers: set[int] = set()
+        """Of files that are there, or were: what ``newest`` says of a file must not be taken for another's."""
         self.is_direct = True
 
     @property
@@ -85,6 +87,10 @@ class Regions:
                 continue
             self.by_number[region.number] = region
             self._numbers.add(region.number)
+
+    def avoid(self, names: Iterable[str]) -> None:
+        """No new file gets one of these names."""
+        self._numbers.update(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def _remove_empty(self, path: Path) -> None:
         """A file in which there is nothing. One that stays is met again at the next start."""
@@ -234,20 +240,19 @@ class Regions:
         return None
 
     def retire(self, region: Region) -> None:
-        """Take an idle file out of use; ``remove_file`` follows. Its bytes count until then."""
+        """Take an idle file out of use; ``remove_file`` follows. Until then its bytes count, and what was not erased
+        there may come back."""
         del self.by_number[region.number]
+        self.away.add(region.path.name)
         self.lost_bytes += region.file_bytes
 
     def remove_file(self, region: Region) -> None:
         """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
         self._close(region.descriptor)
-        self.away.add(region.path.name)
         self._disk.remove(region.path)
         self._disk.sync_directory(self._directory)
         self.away.discard(region.path.name)
         self.lost_bytes -= region.file_bytes
-        if region.path.name.startswith(f"region-{region.number:05d}-"):  # else another file has that name
-            self._numbers.discard(region.number)
 
     def surplus(self, held: dict[int, int]) -> list[Region]:
         """The capacity may be smaller than it was: the files to give up, those that hold the least, so that the others

@@ -90,6 +90,7 @@ class NvmeTier:
             self.regions.open_all()
             self._faults.reach("nvme.recovery.begin")
             self.erasures.newest.load()
+            self.regions.avoid(file for file, _ in self.erasures.newest.closed)
             snapshot = self._directory.begin()
             parts = (self.regions, self.erasures.newest, self._io, self._keepers)
             clean = snapshot is not None and recovery.agree(self.regions, snapshot.columns)
