@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -122,6 +123,15 @@ def lengths_tags(salt: int, parent: bytes, chunk_tokens: int) -> Words:
 def lengths_news(bits: int, group: int) -> int:
     """What such a word says: of ``bits``, where bit n stands for n tokens, the group's."""
     return bits >> group * LENGTHS_PER_WORD & NEWS_MASK
+
+
+def lengths_words(salt: int, parent: bytes, bits: int) -> Iterator[int]:
+    """Those of a parent's words that say anything, for ``bits`` as in ``lengths_news``."""
+    while bits:
+        group = ((bits & -bits).bit_length() - 1) // LENGTHS_PER_WORD
+        news = lengths_news(bits, group)
+        yield lengths_tag(salt, parent, group) | news
+        bits ^= news << group * LENGTHS_PER_WORD
 
 
 def lengths_bits(news: NDArray[np.uint64]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,43 @@ def test_why_chunks_of_a_model_nobody_named_yet_went_is_shown_once_it_is_named()
     catalog.register(spec)
     assert difference(catalog) == ""
     assert catalog.presence.known().size == 2
+
+
+def test_partial_chunks_of_a_model_nobody_named_yet_are_shown_at_once_when_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else is answered meanwhile, so nothing is put one by one of what hangs on each chunk."""
+    catalog, spec = Catalog(4, BytearrayMemory()), replace(small_spec(), chunk_tokens=256)
+    space = catalog.spaces.get(fingerprint(spec, spec.kind), Provenance.IN_CONTEXT, Exactness.EXACT)
+    numbers = iter(range(1 << 20))
+
+    def recovered(parent: bytes, token_count: int) -> bytes:
+        digest = hashlib.sha256(next(numbers).to_bytes(4, "little")).digest()
+        row = catalog.row_of(space, digest, parent, token_count)
+        catalog.table.residencies[row] = RAW | row
+        catalog.publish(row)
+        return digest
+
+    for number in range(200):
+        parent = recovered(ROOT_DIGEST, 256)
+        for token_count in {1 + number, 12, 255}:
+            recovered(parent, token_count)
+    gone = recovered(ROOT_DIGEST, 7)
+    recovered(gone, 9)
+    row = space.index[gone]
+    catalog.table.residencies[row] = NOWHERE
+    catalog.withdraw(row, MissReason.EVICTED)
+    puts: list[int] = []
+    put = catalog.presence.put
+
+    def counted(tag: int, news: int) -> None:
+        puts.append(tag)
+        put(tag, news)
+
+    monkeypatch.setattr(catalog.presence, "put", counted)
+    catalog.register(spec)
+    assert difference(catalog) == ""
+    assert len(puts) < 10
 
 
 def test_a_chunk_is_published_whole_where_no_descriptor_is_left() -> None:
