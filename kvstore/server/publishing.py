@@ -23,11 +23,13 @@ from kvstore.config import EventSettings
 from kvstore.controller import Controller
 from kvstore.errors import Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.seams import Clock
+from kvstore.seams import Clock, LongWork
 from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
 
 BATCH_COUNT_MAX = 512
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
+REQUEST_BYTES_MAX = 4096
+"""What a router has to say, a sequence number or a topic, is shorter. Who sends more is disconnected."""
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
 _log = logging.getLogger("kvstore.events")
 
@@ -61,6 +63,7 @@ class Publisher:
         self._sender, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         for socket in (self._sender, self._replay):
             socket.set_hwm(settings.buffer_count)
+            socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
         try:
             self._sender.bind(settings.endpoint)
             if settings.replay_endpoint:
@@ -118,9 +121,12 @@ class Publisher:
         self._sequence += 1
 
     async def _answer(self) -> None:
-        """Replay what is kept to whoever asks."""
+        """Replay what is kept to whoever asks. Others are served in between: nothing here waits by itself, neither a
+        request that has come nor a reply that nobody reads."""
+        pauses = LongWork(self._clock).begin()
         while True:
             frames = await self._replay.recv_multipart()
+            await pauses.between()
             if len(frames) != 3 or len(frames[2]) != 8:
                 _log.warning("a replay request is no sequence number", extra={"frames": len(frames)})
                 continue
@@ -129,6 +135,7 @@ class Publisher:
                 if sequence >= first:
                     number = sequence.to_bytes(8, "big")
                     await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))
+                    await pauses.between()
             await self._replay.send_multipart((frames[0], b"", b"", END_SEQUENCE, b""))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -16,8 +17,12 @@ import zmq
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.config import EventSettings
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
+from kvstore.seams import SystemClock
+from kvstore.server.publishing import open_publisher
+from tests.controller.service import Service
 from tests.e2e.test_watch import store
 from tests.security.tenancy import client_of, secret_of, write_private
 from tests.server.raw import eventually
@@ -238,6 +243,45 @@ def test_a_request_that_is_no_sequence_is_ignored(router: Router, tmp_path: Path
             router.replay.send_multipart(bad)
         digests = store(client, 16, 1, SPEC)
         eventually(lambda: router.catch_up() or set(router.known) == set(digests))
+
+
+def test_who_says_too_much_to_the_publisher_is_disconnected(router: Router, tmp_path: Path) -> None:
+    """What a frame takes would be the server's memory."""
+    with published(tmp_path) as sidecar, connect(sidecar.address) as client:
+        monitor = router.replay.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        router.replay.send_multipart((b"", bytes(1 << 20)))
+        assert monitor.poll(10_000), "the server took it"
+        router.replay.disable_monitor()
+        digests = store(client, 16, 1, SPEC)
+        eventually(lambda: router.catch_up() or set(router.known) == set(digests))
+
+
+async def test_a_replay_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is kept, and whoever asks for all of it again and again, others are served in between."""
+    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
+    publisher = open_publisher(settings, Service().controller, SystemClock())
+    assert publisher is not None
+    publisher._kept.extend((number, bytes(400)) for number in range(settings.buffer_count))
+    send, turns, sent_at = publisher._replay.send_multipart, 0, []
+
+    async def noted(frames: tuple[bytes, ...]) -> None:
+        sent_at.append(turns)
+        await send(frames)
+
+    monkeypatch.setattr(publisher._replay, "send_multipart", noted)
+    publishing = asyncio.ensure_future(publisher.run())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(settings.replay_endpoint)
+        asking.send_multipart((b"", bytes(8)))
+        async with asyncio.timeout(60.0):
+            while len(sent_at) <= settings.buffer_count:
+                await asyncio.sleep(0)
+                turns += 1
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    publisher.close()
+    assert sent_at[-1] - sent_at[0] >= 5
 
 
 def start(**settings: str) -> subprocess.CompletedProcess[str]:
