@@ -78,8 +78,14 @@ class Calls:
     def is_usable(self) -> bool:
         return not self.ended.is_set() and self.pid == os.getpid()
 
+    def _check_process(self) -> None:
+        """A forked child has none of gRPC's threads: a call there would wait for ever, whatever its deadline."""
+        if self.pid != os.getpid():
+            raise Unavailable("this session is of the process that this one is a fork of: begin anew with the client")
+
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call. Raises the typed error its status means."""
+        self._check_process()
         return _called(method, request, timeout_s, self.metadata)
 
     def give_back(self, call: Callable[[], object]) -> None:
@@ -93,6 +99,7 @@ class Calls:
 
     def begin(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call whose answer is waited for elsewhere: gRPC's future of it. Raises Unavailable."""
+        self._check_process()
         try:
             return noted(method.future(request, timeout=timeout_s, metadata=self.metadata))
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ class Feed:
     def __init__(self, stream: Any, translated: Callable[[grpc.RpcError], KVStoreError], returns: Returns) -> None:
         self._stream = stream
         self._returns = returns
+        self._pid = os.getpid()
         self._is_closed = False
         self._asked: _Asked = SimpleQueue()
         asked = self._asked
@@ -38,10 +40,12 @@ class Feed:
         return future
 
     def close(self) -> None:
-        """End the stream and the thread; what was asked for fails. Idempotent."""
+        """End the stream and the thread; what was asked for fails. Idempotent. A forked child leaves it to its
+        parent."""
         self._is_closed = True
         self._asked.put(None)
-        self._stream.cancel()
+        if self._pid == os.getpid():
+            self._stream.cancel()
 
     def __del__(self) -> None:
         self._asked.put(None)

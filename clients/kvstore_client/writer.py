@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -172,6 +173,8 @@ class StoreWriter:
             raise InvalidRequest(f"tokens {token_start}..{stop} of a store of {plan.token_count}")
         if self._has_ended:
             raise InvalidRequest("this store was committed or aborted")
+        if self._is_elsewhere:  # its staging is not mapped here
+            return
         work: list[tuple[Pile, int, int, int]] = []
         for chunk in range(token_start // step, -(-stop // step)):
             if self._failure or not self._wants(chunk, part):
@@ -303,6 +306,14 @@ class StoreWriter:
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed
             self._fail(f"the sidecar did not take what was put: {error!r}")
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a forked child, and the store its parent's: then it has failed here, and goes on there."""
+        if self._session is None or self._session.pid == os.getpid():
+            return False
+        self._fail("this store is of the process that this one is a fork of: start one here")
+        return True
+
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
 
@@ -318,7 +329,7 @@ class StoreWriter:
         if self._has_ended:
             raise InvalidRequest("this store was committed or aborted")
         self._has_ended = True
-        if self._session is None:
+        if self._session is None or self._is_elsewhere:
             return Receipt.nothing(self._failure)
         beside = commit_beside(self._committer, self._commit, self._abort, waits=self._waits)
         return Receipt(beside, self._settle)

@@ -245,6 +245,41 @@ left[1].put_layer(0, CACHE[0])
 """
 
 
+FORK_USES = """
+import faulthandler, os, sys
+from kvstore_client import Durability, connect
+from kvstore.errors import Unavailable
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, tokens_of
+client = connect(sys.argv[1], timeout_s=2.0)
+watch, writer = client.watch(), client.start_store(SPEC, tokens_of(COUNT, os.getpid()))
+writer.put_layer(0, CACHE[0])
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(25.0, exit=True)  # a child that hangs is not waited for
+    try:
+        next(watch)
+    except Unavailable:
+        writer.put_layer(1, CACHE[1])
+        receipt = writer.commit()
+        assert receipt.wait() is Durability.NONE and "fork" in receipt.reason, receipt.reason
+        os._exit(0)
+    os._exit(1)
+status = os.waitpid(child, 0)[1]
+assert status == 0, status
+writer.put_layer(1, CACHE[1])
+assert writer.commit().wait(20.0) is Durability.MEMORY
+assert next(watch).token_count == SPEC.chunk_tokens
+print("good", flush=True)
+"""
+
+
+def test_a_fork_that_uses_what_is_its_parents_is_told_so(stored: Sidecar) -> None:
+    """It has neither the threads nor the memory: it does not wait for ever, nor end, and its parent goes on."""
+    command = [sys.executable, "-c", FORK_USES, stored.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
+
+
 def test_a_fork_gives_back_nothing_of_its_parents(stored: Sidecar) -> None:
     command = [sys.executable, "-c", FORK, stored.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
