@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOTS = ("kvstore", "clients", "kernels")
 CALLS = {
-    "begun", "done", "commit_beside", "submit", "run_in_executor", "to_thread", "wrap_future", "start_thread",
+    "begun", "done", "commit_beside", "submit", "halves", "run_in_executor", "to_thread", "wrap_future", "start_thread",
     "Thread", "Timer", "Process", "ThreadPoolExecutor", "ProcessPoolExecutor", "fork", "run_read",
 }  # fmt: skip
 BY_RECEIVER = {"_copier.split", "copier.split", "self._run"}
@@ -66,6 +66,7 @@ SITES = {
     ("clients/kvstore_client/copying.py", "_OwnThread.submit"): NO_THREAD,
     ("clients/kvstore_client/copying.py", "Copier.submit"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.split"): FETCH,
+    ("clients/kvstore_client/copying.py", "Copier.halves"): FETCH,
     ("clients/kvstore_client/fetching.py", "_copied"): FETCH,
     ("clients/kvstore_client/fetching.py", "Landing._copy"): LAYERS,
     ("clients/kvstore_client/starting.py", "Means.keep.run"): STORE,
