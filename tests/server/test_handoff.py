@@ -184,7 +184,7 @@ def test_a_client_is_sent_a_few_answers_ahead_of_what_it_reads(own_sidecar: Side
         with suppress(ConnectionError):
             while hasty.receive()[0]:
                 answers += 1
-        assert 1 <= answers <= 16
+        assert answers <= 16  # perhaps none: who is let go with questions unread may be told of the end alone
 
 
 def test_a_client_that_does_not_read_is_disconnected(own_sidecar: Sidecar) -> None:
