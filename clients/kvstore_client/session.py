@@ -159,8 +159,12 @@ class Session(Calls):
             self.presence.take(reply, descriptors)
             return
         with self._arrived:
-            self._replies.append((reply, descriptors))
-            self._arrived.notify_all()
+            if not self.ended.is_set():
+                self._replies.append((reply, descriptors))
+                self._arrived.notify_all()
+                return
+        with closing_all(descriptors):
+            return  # nobody asks any more
 
     # ------------------------------------------------------------ memory
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import Client, connect
+from kvstore_client.session import Session
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.spec import Durability
@@ -271,6 +272,18 @@ assert writer.commit().wait(20.0) is Durability.MEMORY
 assert next(watch).token_count == SPEC.chunk_tokens
 print("good", flush=True)
 """
+
+
+def test_an_answer_that_comes_after_the_end_keeps_no_descriptor(local_sidecar: Sidecar) -> None:
+    with connect(local_sidecar.address) as client:
+        session = client.connect_now()
+        assert isinstance(session, Session)
+        session.close()
+        reading, writing = os.pipe()
+        session.take({"op": "regions", "regions": []}, [reading])
+        with pytest.raises(BrokenPipeError):
+            os.write(writing, b"x")
+        os.close(writing)
 
 
 def test_a_fork_that_uses_what_is_its_parents_is_told_so(stored: Sidecar) -> None:

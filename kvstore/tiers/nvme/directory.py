@@ -71,7 +71,8 @@ class IndexColumns:
         if not len(other):
             return self
         names = list(dict.fromkeys([*self.names, *other.names]))
-        spaces = np.array([names.index(name) for name in other.names], np.uint16)[other.spaces]
+        places = {name: place for place, name in enumerate(names)}
+        spaces = np.array([places[name] for name in other.names], np.uint16)[other.spaces]
         return IndexColumns(
             names,
             np.concatenate([self.residencies, other.residencies | mark]),
