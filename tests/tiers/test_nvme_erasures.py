@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import newest
 from kvstore.tiers.nvme.io import PAGE_BYTES
-from tests.contracts.chunks import SMALL, chunk, holds, write
+from tests.contracts.chunks import SMALL, balance, chunk, holds, write
 from tests.contracts.stands import nvme_tier
 from tests.tiers.test_nvme_meanwhile import held_up
 from tests.tiers.test_nvme_newest import RETRY_S
@@ -218,6 +219,47 @@ def test_a_slot_that_is_written_anew_is_nobody_elses_before_that_ended(tmp_path:
             disk.goes_on.set()
         await renewing
         assert await holds(tier, chunk(2, SMALL), another)
+        await tier.close(None)
+
+    asyncio.run(scenario())
+
+
+class _Told(dict[tuple[int, int], asyncio.Future[None]]):
+    """Calls back as soon as a slot is let go of."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
+
+    def __delitem__(self, place: tuple[int, int]) -> None:
+        super().__delitem__(place)
+        self._callback()
+
+
+def test_a_slot_that_two_have_erased_is_free_once(tmp_path: Path) -> None:
+    """It was being written anew when its chunk failed a check; who erases what was left gets there first."""
+
+    async def scenario() -> None:
+        disk = _Held()
+        tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
+        await tier.recover()
+        first, second = [await write(tier, chunk(number)) for number in (1, 2)]
+        tidied: list[asyncio.Future[None]] = []
+        tier.erasures._at_work = _Told(lambda: tidied.append(asyncio.ensure_future(tier.erasures.tidy())))
+        disk.is_held = True
+        renewing = asyncio.ensure_future(tier.renew(first))
+        try:
+            assert await asyncio.to_thread(disk.is_waiting.wait, 60.0)
+            quarantining = asyncio.ensure_future(tier.quarantine(first))
+            await asyncio.sleep(0.1)
+        finally:
+            disk.goes_on.set()
+        await asyncio.gather(renewing, quarantining)
+        await tier.quarantine(second)
+        await asyncio.gather(*tidied)
+        balance(tier)
+        places = [await write(tier, chunk(number)) for number in range(3, 3 + tier.regions.find(second)[0].slot_count)]
+        assert len(set(places)) == len(places)
+        balance(tier)
         await tier.close(None)
 
     asyncio.run(scenario())

@@ -60,18 +60,20 @@ class Erasures:
 
     @asynccontextmanager
     async def alone_at(self, region: Region, slot: int) -> AsyncIterator[None]:
-        """While nobody else renews or erases this slot, and its file stays."""
+        """While nobody else renews or erases this slot. It is nobody else's, and its file stays, from the call on."""
         place = (region.number, slot)
-        while (other := self._at_work.get(place)) is not None:
-            await asyncio.wait([other])
-        done = self._at_work[place] = asyncio.get_running_loop().create_future()
         self._regions.reading(region, slot)
         try:
-            yield
+            while (other := self._at_work.get(place)) is not None:
+                await asyncio.wait([other])
+            done = self._at_work[place] = asyncio.get_running_loop().create_future()
+            try:
+                yield
+            finally:
+                del self._at_work[place]
+                done.set_result(None)
         finally:
             self._regions.was_read(region, slot)
-            del self._at_work[place]
-            done.set_result(None)
 
     async def note(self, writes: Mapping[bytes, int]) -> None:
         """See ``NvmeTier.supersede``: where something older may lie that nobody can erase, write down what is newer.

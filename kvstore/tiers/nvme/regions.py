@@ -355,7 +355,9 @@ class Regions:
             region.unerased.add(residency & 0xFFFFFFFF)
 
     def rest(self, region: Region, slot: int) -> None:
-        """A slot that was to be erased is erased."""
+        """A slot that was to be erased is erased. Who comes second finds it done: it is free once."""
+        if slot not in region.unerased:
+            return
         region.unerased.discard(slot)
         if self.by_number.get(region.number) is region:
             self.quarantine(region.number << 32 | slot)
