@@ -14,6 +14,8 @@ from kvstore.spec import DTYPES, Durability, LayerKind, LayerSpec, ModelSpec
 from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
 
 WAIT_S = 60.0
+VOCABULARY = 1 << 30
+"""No two prompts begin alike by chance."""
 
 
 @dataclass(eq=False)
@@ -104,8 +106,8 @@ class World:
             hidden_size = min(hidden_size, *(each.kv_heads * (each.k_dim + each.v_dim) - 1 for each in layers))
         return small_spec(
             model_id=f"{self.seed}-{number}", layers=layers, weights_digest=self.numbers.bytes(32).hex(),
-            cache_dtype=dtype, hidden_dtype=dtype, chunk_tokens=self.size(150), mla=shape == "mla",
-            keeps_e=shape == "e", hidden_size=hidden_size,
+            vocab_size=VOCABULARY, cache_dtype=dtype, hidden_dtype=dtype, chunk_tokens=self.size(150),
+            mla=shape == "mla", keeps_e=shape == "e", hidden_size=hidden_size,
         )  # fmt: skip
 
     def make(self, number: int) -> Kept:
@@ -114,7 +116,7 @@ class World:
         old = chance.choice(self.prompts) if self.prompts and chance.random() < 0.4 else None
         spec = old.spec if old else self.spec(number)
         count = self.size(400)
-        tokens = tokens_of(count, self.seed * 1000 + number)
+        tokens = tokens_of(count, self.seed * 1000 + number, VOCABULARY)
         planes = self.planes_of(spec, count)
         rows = UNSIGNED[DTYPES[spec.hidden_dtype]]
         hidden: dict[int, Any] = {}
@@ -145,18 +147,12 @@ class World:
         """The same words in the same place have the same cache."""
         shared = min(self.chance.randint(1, old.count), made.count)
         made.tokens[:shared] = old.tokens[:shared]
-        made.extras, made.is_segment = old.extras, old.is_segment
-        if any(extra.position >= shared for extra in old.extras):
-            made.extras = ()
-            return
-        if shared == made.count:
-            made.hidden = {}
+        made.extras = tuple(extra for extra in old.extras if extra.position < shared)
+        made.is_segment, made.hidden = old.is_segment, {}
         for layer, planes in made.planes.items():
             for ours, theirs in zip(planes, old.planes[layer], strict=True):
                 axis = slice(shared) if made.spec.keeps_e else (slice(None), slice(shared))
                 ours[axis] = theirs[axis]  # type: ignore[index]
-        for layer in set(made.hidden) & set(old.hidden):
-            made.hidden[layer][:shared] = old.hidden[layer][:shared]
 
     # ------------------------------------------------------------ stores
 
