@@ -55,7 +55,8 @@ def test_more_keys_than_one_request_may_have(sidecar: Sidecar) -> None:
 
 def test_after_a_load_that_came_too_late_nothing_is_written(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies are slow. vLLM takes the rows for free once the load has failed, and puts other blocks there."""
-    rows = np.ones((len(KEYS), 5000), np.uint8)
+    keys = [bytes([number]) * 36 for number in range(8)]
+    rows = np.ones((len(keys), 5000), np.uint8)
     begun = []
 
     def slow(target: Any, source: Any) -> None:
@@ -65,12 +66,12 @@ def test_after_a_load_that_came_too_late_nothing_is_written(sidecar: Sidecar, mo
 
     with connect(sidecar.address, timeout_s=2.0) as client:
         values = Offloaded(client, "vllm-offload/late")
-        assert values.store(KEYS, list(rows)) == [True] * len(KEYS)
+        assert values.store(keys, list(rows)) == [True] * len(keys)
         target = np.zeros_like(rows)
         with monkeypatch.context() as patched:
             patched.setattr("kvstore_client.reading.np", SimpleNamespace(copyto=slow))
-            assert values.load(KEYS, list(target)) == [False] * len(KEYS)
-            assert len(begun) == len(KEYS)  # all of them had begun
+            assert values.load(keys, list(target)) == [False] * len(keys)
+            assert 0 < len(begun) < len(keys)  # those that had begun are waited for, and no others
             target[:] = 7
             time.sleep(2.0)
         assert (target == 7).all()
