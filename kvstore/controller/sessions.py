@@ -85,8 +85,9 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         session.is_open = False
-        if self._by_secret.pop(session.secret, None) is not None:
+        if session.secret in self._by_secret:
             self._leaving.append(session)
+        self._by_secret.pop(session.secret, None)
 
     def unfinished(self) -> list[Session]:
         """Sessions that ended and still own something, though no mover is at work for them any more."""
