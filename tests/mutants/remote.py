@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "runs-that-are-not-the-message",
         RECEIVING,
-        "        if sum(run.byte_count for run in fields.runs) != data.size or not data.size:\n",
-        "        if not data.size:\n",
+        "    if total != byte_count or not total:\n",
+        "    if not total:\n",
         "strips are filled from what another client left in the segment",
         (f"{T_REMOTE}::test_bad_store_streams_are_refused",),
     ),
