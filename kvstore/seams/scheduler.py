@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import Unavailable
 from kvstore.seams.mapping import Bytes
@@ -97,7 +97,7 @@ class WorkerThreads:
         future: Future[Result] = Future()
         context = copy_context()
         try:
-            self._pool.submit(run_for, future, context.run, function, *args)
+            self._pool.submit(_run_taken, [future, context.run, function, *args])
         except BaseException:
             if future.cancel():
                 raise
@@ -109,13 +109,32 @@ class WorkerThreads:
 
 def run_for(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
     """Do what the future stands for, unless it was cancelled."""
+    _run_taken([future, function, *args])
+
+
+def _run_taken(call: list[Any]) -> None:
+    """Do what the future ``call[0]`` stands for: call ``call[1]`` with the others. The list is emptied: who is told
+    that it has ended may count on it that nothing here holds the memory any more that it was about, and the pool's own
+    frame, which an error keeps, has no way to the future, which keeps the error."""
+    future: Future[Any]
+    future, function, *args = call
+    call.clear()
+    error: BaseException | None = None
     try:
-        if future.set_running_or_notify_cancel():
-            future.set_result(function(*args))
-    except BaseException as error:  # noqa: BLE001 - a future carries whatever the call raised
-        future.set_exception(error)
+        if not future.set_running_or_notify_cancel():
+            return
+        result = function(*args)
+    except BaseException as raised:  # noqa: BLE001 - a future carries whatever the call raised
+        error = raised
     finally:
-        del future, function, args  # the error keeps this frame, and the future the error
+        del function, args  # the error keeps this frame, and the future the error
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    finally:
+        del future, error
 
 
 class InlineWorkers:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import resource
+import select
 import threading
 import time
 from contextlib import suppress
@@ -14,7 +15,7 @@ import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.server.descriptors import HELLO_COUNT_MAX
-from tests.server.raw import Handoff, Raw, eventually
+from tests.server.raw import TIMEOUT_S, Handoff, Raw, eventually
 
 MIB = 1 << 20
 
@@ -180,6 +181,9 @@ def test_a_client_is_sent_a_few_answers_ahead_of_what_it_reads(own_sidecar: Side
     with Raw(own_sidecar) as hasty:
         for _ in range(64):
             hasty.send(b'{"op": "staging_close", "staging_id": 1}')
+        ended = select.poll()
+        ended.register(hasty.socket, select.POLLRDHUP)  # the end, and no answer: none is read before
+        assert ended.poll(TIMEOUT_S * 1000)
         answers = 0
         with suppress(ConnectionError):
             while hasty.receive()[0]:
