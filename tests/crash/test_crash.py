@@ -21,6 +21,7 @@ def test_a_campaign_covers_every_point_and_comes_from_its_seed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(360)  # a busy machine needs several times what a quiet one does
 def test_what_was_acknowledged_survives_every_crash() -> None:
     started = time.monotonic()
     outcome = run(COUNT, seed=0)

@@ -17,6 +17,7 @@ def test_promises_are_kept(seed: int) -> None:
     assert outcome.failure is None, outcome.told()
 
 
+@pytest.mark.timeout(360)  # hundreds of lives: a busy machine needs several times what a quiet one does
 def test_a_crash_at_every_step_and_in_recovery_from_it() -> None:
     crashes = 0
     for cut in every_cut(stride=STRIDE):
