@@ -60,7 +60,7 @@ class Calls:
         self.returns = Returns(self.ended)
 
     def _ending(self) -> Callable[[], object]:
-        """What ends the session, without it."""
+        """The call that ends the session. It must not keep the session alive; each plane has its own."""
         raise NotImplementedError
 
     def __del__(self) -> None:

@@ -63,7 +63,7 @@ class Receiving:
 
     async def _take(self, message: bytes) -> tuple[rpb.StoreBytesRequest, Segment, int]:
         fields, data = split_message(rpb.StoreBytesRequest, message)
-        check_runs(fields.runs, int(data.size))
+        _check_runs(fields.runs, int(data.size))
         if xxhash.xxh3_128_digest(data.data) != fields.checksum:
             raise DataLoss("the bytes of a message are not the ones that were sent: store again")
         segment = await self._session.take_segment(-(-data.size // SEGMENT_BYTES) * SEGMENT_BYTES)
@@ -112,8 +112,8 @@ class Receiving:
                 self._session.give_back(segment)
 
 
-def check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:
-    """Whether these are a message's bytes of data, and each has what its strips take at the least: one that has less
+def _check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:
+    """Refuse runs that are not a message's bytes of data, or have less than their strips take at the least: such a run
     would be filled from what lies behind it. Raises InvalidRequest naming the run."""
     total = 0
     for number, run in enumerate(runs):
