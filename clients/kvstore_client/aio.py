@@ -19,7 +19,7 @@ from kvstore_client.match import Match
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
 from kvstore_client.transfer import Transfer
-from kvstore_client.watching import AsyncWatch
+from kvstore_client.watching import AsyncWatch, Watch
 from kvstore_client.writer import StoreWriter
 
 Result = TypeVar("Result")
@@ -64,11 +64,17 @@ class AsyncClient:
             raise
 
     def _drop(self, future: Future[Any]) -> None:
-        """Nobody takes the result of a cancelled call. What it holds goes with it, but for a ticket's hold: that is
-        for whoever has its bytes."""
+        """Nobody takes the result of a cancelled call: what it holds is given back now. The error of the cancelled
+        task may keep the result itself until garbage collection."""
         found = None if future.cancelled() or future.exception() is not None else future.result()
         if isinstance(found, Match) and found.ticket:
             begun(self._threads, self.client.release_ticket, found.ticket)  # unless the client is being closed
+        elif isinstance(found, Transfer):
+            found.stop()
+        elif isinstance(found, StoreWriter):
+            begun(self._threads, found.abort)
+        elif isinstance(found, Watch):
+            begun(self._threads, found.close)
 
     async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
         """See ``Client.lookup``."""
@@ -135,8 +141,8 @@ class AsyncClient:
         return await self.call(self.client.fetch_projected, runner, tokens, **options)
 
     async def release_ticket(self, ticket: bytes | None) -> None:
-        """See ``Client.release_ticket``."""
-        await self.call(self.client.release_ticket, ticket)
+        """See ``Client.release_ticket``. Cancelled, it is done all the same: nobody else releases this ticket."""
+        await asyncio.shield(asyncio.wrap_future(begun(self._threads, self.client.release_ticket, ticket)))
 
     async def start_store(self, spec: ModelSpec, tokens: Any, **options: Any) -> StoreWriter:
         """See ``Client.start_store``. Await ``call(writer.put_layer, 0, kv)`` and the like."""

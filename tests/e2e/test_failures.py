@@ -185,18 +185,20 @@ def test_connecting_to_nobody_names_the_remedy(tmp_path: Any) -> None:
 
 def test_the_mappings_go_with_the_server(local_sidecar: Sidecar) -> None:
     """A restart must not double the node's memory: nobody keeps the dead server's regions mapped."""
+
+    def mapped() -> set[str]:
+        """The files that are mapped, by inode."""
+        with open("/proc/self/maps") as maps:
+            return {line.split()[4] for line in maps if "memfd:kvstore-" in line}
+
+    others = mapped()  # of sidecars that run beside this one
     client = connect(local_sidecar.address)
     tokens, kv = large_cache(5)
     client.store(large_spec(), tokens, kv).wait()
     assert client.fetch(large_spec(), tokens).token_count == tokens.size
-
-    def mapped() -> bool:
-        with open("/proc/self/maps") as maps:
-            return any("memfd:kvstore-" in line for line in maps)
-
-    assert mapped()
+    assert mapped() - others
     local_sidecar.stop(kill=True)
-    until(lambda: not mapped())
+    until(lambda: not mapped() - others)
     client.close()
 
 
