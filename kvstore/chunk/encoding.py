@@ -26,7 +26,6 @@ from kvstore.chunk.header import ChunkHeader, pack_header
 from kvstore.chunk.layout import PAGE_BYTES, STRIP_ALIGNMENT, ChunkLayout, place_strips
 from kvstore.chunk.planes import pack_strip, unpack_strip
 from kvstore.errors import DataLoss
-from kvstore.seams import give_way
 from kvstore.seams.memory import Bytes
 
 
@@ -96,7 +95,6 @@ def _encode_slab(
         lengths[strip], checksums[strip] = length, np.frombuffer(digest, np.uint8)
         place = -(-stop // STRIP_ALIGNMENT) * STRIP_ALIGNMENT
         target[stop:place] = 0
-        give_way()
     stop = -(-place // PAGE_BYTES) * PAGE_BYTES
     target[place:stop] = 0
     return stop
@@ -137,7 +135,6 @@ def _decode_strips(
             return False
         if not unpack_strip(piece, layout.item_size, target[low:high]):
             return False
-        give_way()
     return True
 
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
 from kvstore.chunk.layout import ChunkLayout
-from kvstore.seams import give_way
 from kvstore.seams.memory import Bytes, joined
 
 PART_BYTES = 1 << 20
@@ -31,11 +30,8 @@ class StripRun:
     def checksums(self, data: Bytes) -> bytes:
         """Of the strips in ``data``, where the run begins: 16 bytes each."""
         seeds = seeds_of(self.key, self.layers, self.heads)
-        rows: list[bytes] = []
-        for strips in self._parts(seeds):
-            rows += [xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips]
-            give_way()
-        return b"".join(rows)
+        strips = zip(self.starts.tolist(), self.stops.tolist(), seeds, strict=True)
+        return b"".join([xxhash.xxh3_128_digest(data[start:stop].data, seed) for start, stop, seed in strips])
 
     def copy(self, source: Bytes, target: Bytes) -> bytes:
         """Copy the run, and checksum each part of the copy while it is in the processor's cache. ``source`` may end
@@ -46,7 +42,6 @@ class StripRun:
             end = strips[-1][1]
             np.copyto(target[done:end], source[done:end])
             rows += [xxhash.xxh3_128_digest(target[start:stop].data, seed) for start, stop, seed in strips]
-            give_way()
             done = end
         self.zero_gaps(target)
         return b"".join(rows)

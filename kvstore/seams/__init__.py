@@ -16,7 +16,6 @@ from kvstore.seams.scheduler import InlineWorkers, Lender, OwnThreads, SeededWor
 from kvstore.seams.secrets import TenantKeys
 from kvstore.seams.simulated_disk import DiskStopped, SimulatedDisk
 from kvstore.seams.simulated_loop import LoopClock, SimulatedLoop, simulate
-from kvstore.seams.turns import give_way
 
 __all__ = [
     "BytearrayMemory",
@@ -46,6 +45,5 @@ __all__ = [
     "TenantKeys",
     "WorkerThreads",
     "Workers",
-    "give_way",
     "simulate",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import Unavailable
 from kvstore.seams.mapping import Bytes
-from kvstore.seams.turns import be_mover
 
 Result = TypeVar("Result")
 
@@ -76,6 +76,12 @@ MOVER_NICE = 10
 long as with 5, and as much is moved; on a machine that computes on every core they still get a tenth of one each."""
 
 
+def lower_priority(nice: int) -> None:
+    """This thread's, from now on. 0 leaves it as it is."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
 class WorkerThreads:
     """Pool threads; at most ``count`` calls run at once. ``nice`` lowers their priority: an engine beside us must
     not wait for work that nobody waits for. A call runs in its caller's context: its logs say whose it is.
@@ -86,7 +92,7 @@ class WorkerThreads:
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self._count = count
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=be_mover, initargs=(nice,))
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=lower_priority, initargs=(nice,))
 
     @property
     def count(self) -> int:

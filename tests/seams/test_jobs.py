@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_a_call_that_was_taken_while_it_was_refused_is_done() -> None:
     pool.submit = submit  # type: ignore[method-assign]
     assert workers.submit(lambda: 5).result(WAIT_S) == 5
     workers.close()
+
+
+def test_threads_have_the_priority_they_were_asked_for() -> None:
+    """An engine beside the service must not wait for work that nobody waits for."""
+    own, workers = os.getpriority(os.PRIO_PROCESS, 0), WorkerThreads(1, "test", nice=7)
+    found = workers.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(WAIT_S)
+    workers.close()
+    assert found == 7
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_a_cancelled_call_never_runs() -> None:

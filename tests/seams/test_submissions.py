@@ -93,6 +93,7 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",
     ("clients/kvstore_client/aio.py", "AsyncClient._drop"): "a ticket that is not released expires",
+    ("clients/kvstore_client/aio.py", "AsyncClient.release_ticket"): "a ticket that is not released expires",
     ("clients/kvstore_client/aio.py", "AsyncClient.aclose"): "raises where no thread can be had",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
     ("clients/kvstore_client/engines/vllm/scheduler.py", "SchedulerSide._ask"): "a look-up: refused, it is a miss",

@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvstore.errors import Internal, Unavailable
 from kvstore.seams.mapping import Bytes, SharedMap
 from kvstore.seams.movers.crossing import Failure, number_of, pack_answer, resolve_with, unpack, unpack_order
-from kvstore.seams.turns import be_mover
+from kvstore.seams.scheduler import lower_priority
 
 PACKET_BYTES_MAX = 1 << 17
 ARRIVAL_TIMEOUT_S = 10.0
@@ -132,7 +132,7 @@ def _serve(lane: socket.socket, nice: int) -> None:
     """One thread of a lane: a job at a time, until the service closes the lane. One that cannot answer ends its
     process, and the service with it: a job of which nobody knows whether it still runs keeps its memory for ever."""
     try:
-        be_mover(nice)
+        lower_priority(nice)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while packet := lane.recv(PACKET_BYTES_MAX):
                 try:

