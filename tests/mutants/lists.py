@@ -7,6 +7,7 @@ from tests.mutants import (
     chunk,
     client,
     controller,
+    doors,
     kernels,
     keys,
     movers,
@@ -34,5 +35,6 @@ MUTANTS: list[Mutant] = [
     *waits.MUTANTS,
     *remote.MUTANTS,
     *security.MUTANTS,
+    *doors.MUTANTS,
     *recompute.MUTANTS,
 ]

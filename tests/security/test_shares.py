@@ -8,14 +8,17 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.server.outbox import IN_FLIGHT_SHARE
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire import METADATA_TOKEN
-from tests.security.tenancy import client_of, tenants_sidecar, token_of
+from tests.security.tenancy import client_of, secret_of, tenants_sidecar, token_of, write_private
+from tests.server.confined import confined
 from tests.server.raw import Handoff, Raw, eventually
 
 FILES = 512
@@ -83,6 +86,49 @@ def test_a_connection_that_nobody_uses_is_let_go_and_its_client_comes_back(share
         during = files_of(shared)
         eventually(lambda: files_of(shared) < during, 20.0)
         assert client.stats().sessions.session_count == 1
+
+
+def descriptors_ahead(peer: Handoff) -> int:
+    """How many wait to be read."""
+    found = 0
+    peer.socket.setblocking(False)
+    with suppress(OSError):
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(peer.socket, 65536, 253)
+            for each in descriptors:
+                os.close(each)
+            found += len(descriptors)
+            if not data:
+                return found
+    return found
+
+
+def test_answers_that_one_tenant_does_not_read_leave_the_others_theirs(tmp_path: Path) -> None:
+    """Of what the kernel lets travel to a user's processes each tenant has its part."""
+    few = {"SESSION_COUNT_MAX": "20", "CONNECTION_COUNT_MAX": "16", "STAGING_COUNT_TOTAL_MAX": "16"}
+    settings = {f"KVSTORE__LIMITS__{name}": value for name, value in few.items()}
+    settings |= {
+        "KVSTORE__TENANTS__A__SECRET_FILE": write_private(tmp_path / "a", secret_of("a")),
+        "KVSTORE__TENANTS__B__SECRET_FILE": write_private(tmp_path / "b", secret_of("b")),
+        "KVSTORE__TENANTS__A__CAPACITY_BYTES": "20 MiB", "KVSTORE__TENANTS__B__CAPACITY_BYTES": "8 MiB",
+        "KVSTORE__ARENA__REGION_BYTES": "1 MiB",
+    }  # fmt: skip
+    with confined(768, 768, "--capacity", "8 MiB", **settings) as (own, line):
+        assert "ready" in line
+        with Raw(own, "a") as witness:
+            eventually(lambda: witness.stats().arena.region_count == 20, 60.0)
+        peers = [Handoff(own.directory, "a") for _ in range(8)]
+        for each in peers:
+            each.send(b'{"op": "hello", "version": 1}')
+            for _ in range(6):
+                with suppress(OSError):
+                    each.send(b'{"op": "regions", "have": 0}')
+        with Raw(own, "b") as other:
+            other.staging(4096)
+        most = int(768 * IN_FLIGHT_SHARE) // 3
+        assert most / 2 < sum(map(descriptors_ahead, peers)) <= most + len(peers)
+        for each in peers:
+            each.close()
 
 
 def test_many_small_pieces_of_staging_are_counted(shared: Sidecar) -> None:

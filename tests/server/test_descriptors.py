@@ -89,6 +89,22 @@ def test_what_all_tenants_need_is_counted(tmp_path: Path) -> None:
         check_needs({"default": settings, "a": settings, "b": settings}, 1024)
 
 
+def test_files_of_a_device_that_was_larger_are_counted(tmp_path: Path) -> None:
+    """They are opened, and read, before the first of them goes."""
+    device = tmp_path / "nvme"
+    changes: dict[str, object] = {
+        "server.state_directory": tmp_path, "arena.capacity_bytes": "8 MiB", "tiers.nvme.capacity_bytes": "1 MiB",
+        "tiers.nvme.directory": device,
+    }  # fmt: skip
+    settings = load(None, {}, changes).settings
+    check_needs({"default": settings}, 1200)
+    device.mkdir()
+    for number in range(600):
+        (device / f"region-{number:06}.kvs").touch()
+    with pytest.raises(InvalidRequest, match=r"tiers\.nvme\.region_bytes"):
+        check_needs({"default": settings}, 1200)
+
+
 def test_a_setting_that_does_not_fit_stops_the_start() -> None:
     settings = {**FEW, "KVSTORE__ARENA__REGION_BYTES": "1 MiB"}
     with confined(512, 512, "--capacity", "600 MiB", **settings) as (own, line):

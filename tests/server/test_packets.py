@@ -10,7 +10,7 @@ import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
-from kvstore.server.packets import PACKET_BYTES_MAX, REPLIES, REQUESTS, decode, encode, number, operation_of
+from kvstore.server.packets import PACKET_BYTES_MAX, REPLIES, REQUESTS, decode, encode, number, operation_of, refusal
 from tests.server.raw import Raw
 
 ANSWERS = {
@@ -45,6 +45,17 @@ def test_an_operation_that_is_not_declared_is_refused(name: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         operation_of(decode(json.dumps({"op": name}).encode()))
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("packet", [b"", b"[]", b'"hello"', b"1", b"null", b"\xff", b"{", b"[" * 60_000])
+def test_a_packet_that_is_no_object_is_refused(packet: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="JSON objects"):
+        decode(packet)
+
+
+def test_a_refusal_is_cut_to_what_a_packet_may_say() -> None:
+    said = json.loads(encode(refusal(InvalidRequest("x" * 100_000))))
+    assert said == {"op": "error", "status": "INVALID_ARGUMENT", "message": "x" * 500}
 
 
 @pytest.mark.parametrize("kind", REPLIES)
