@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.seams import InlineWorkers, Workers
+from kvstore.seams import Workers
+from kvstore.simulated import InlineWorkers
 
 Job = Callable[..., Any]
 

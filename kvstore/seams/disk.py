@@ -1,5 +1,5 @@
 """Files. The state directory and the tiers that live on disk reach it through here, so that a simulated
-disk (``simulated_disk``) can lose, tear and refuse writes.
+disk (``kvstore.simulated``) can lose, tear and refuse writes.
 
 Every method but ``close`` may raise OSError; who calls translates it.
 """

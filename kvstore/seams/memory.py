@@ -31,8 +31,6 @@ F_SEAL_FUTURE_WRITE = 0x10
 READ_ONLY_SEALS = F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 FIXED_SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 
-POISON = 0xDB
-
 
 class Mapping(Protocol):
     """A run of shared bytes this process owns, and the descriptor that shares it."""
@@ -119,32 +117,6 @@ class SystemMemory:
 
     def writable_by_others(self, name: str, byte_count: int) -> Mapping:
         return _MemfdMapping(name, byte_count, FIXED_SIZE_SEALS, self._lender)
-
-
-class _BytearrayMapping:
-    descriptor = -1
-
-    def __init__(self, byte_count: int) -> None:
-        self.bytes: Bytes = np.full(byte_count, POISON, np.uint8)
-
-    def prefault(self, offset: int, byte_count: int) -> None:
-        return None
-
-    def forget(self, offset: int, byte_count: int) -> None:
-        self.bytes[offset : offset + byte_count] = POISON
-
-    def close(self) -> None:
-        self.bytes[:] = POISON
-
-
-class BytearrayMemory:
-    """Process-private twin: what is freed is poisoned, so that a late reader sees it."""
-
-    def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
-        return _BytearrayMapping(byte_count)
-
-    def writable_by_others(self, name: str, byte_count: int) -> Mapping:
-        return _BytearrayMapping(byte_count)
 
 
 def descriptor_count() -> int:

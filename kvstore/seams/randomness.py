@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Protocol
 
 
@@ -18,13 +17,3 @@ class SystemRandom:
 
     def bytes(self, count: int) -> bytes:
         return os.urandom(count)
-
-
-class SeededRandom:
-    """The same bytes for the same seed. Simulation only: its output is no secret."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - simulation only, as the docstring says
-
-    def bytes(self, count: int) -> bytes:
-        return self._random.randbytes(count)

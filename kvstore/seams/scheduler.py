@@ -3,10 +3,8 @@ never on the event loop. Simulation runs the same calls inline, or later in an o
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -141,53 +139,6 @@ def _run_taken(call: list[Any]) -> None:
             future.set_exception(error)
     finally:
         del future, error
-
-
-class InlineWorkers:
-    """Runs each call at once, in the caller's thread: the deterministic twin."""
-
-    count = 1
-
-    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        future: Future[Result] = Future()
-        run_for(future, function, *args)
-        return future
-
-    def close(self) -> None:
-        return None
-
-
-class SeededWorkers:
-    """Runs each call a little later, on the loop's own thread: which of several runs first is drawn from the seed.
-    With a simulated loop equal seeds give equal orders. A call that raises, DiskStopped too, fails its future only."""
-
-    count = 2
-    DELAY_SECONDS_MAX = 0.001
-
-    def __init__(self, random_seed: int) -> None:
-        self._chance = random.Random(random_seed)  # noqa: S311 - simulation only
-        self._due: dict[Callable[[], None], asyncio.TimerHandle] = {}
-        self._closed = False
-
-    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """From the loop only. Raises RuntimeError after ``close``."""
-        if self._closed:
-            raise RuntimeError("cannot submit to workers that were closed")
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            del self._due[run]
-            run_for(future, function, *args)
-
-        delay_seconds = self._chance.uniform(0, self.DELAY_SECONDS_MAX)
-        self._due[run] = asyncio.get_running_loop().call_later(delay_seconds, run)
-        return future
-
-    def close(self) -> None:
-        self._closed = True
-        for run, timer in sorted(self._due.items(), key=lambda item: item[1].when()):
-            timer.cancel()
-            run()
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:

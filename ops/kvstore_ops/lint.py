@@ -1,7 +1,8 @@
 """House rules that ruff cannot say: what may be touched where, who may import whom, and how long a thing may be.
 
-Seams: outside ``kvstore/seams`` no clock, no randomness, no bare thread, no stray task. Hostile bytes: nowhere a
-reader that can run code. Imports point one way. A line may carry ``# seam: <reason>`` where a rule must yield.
+Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; what users run
+imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way. A line may carry
+``# seam: <reason>`` where a rule must yield.
 
     python -m kvstore_ops.lint
 """
@@ -27,6 +28,7 @@ SEAMED_CALLS = {
     "asyncio.ensure_future",
     "loop.create_task",
 }
+SEAMS = ("kvstore/seams/", "kvstore/simulated/")
 HOSTILE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "tarfile"}
 CHECKING_ROOMS = ("kvstore/remote/", "kvstore/server/")
 SECRET_NAMES = {"authorization", "digest", "given", "mac", "password", "secret", "secrets", "token", "tokens"}
@@ -40,6 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"catalog", "policy", "tiers"}),
     frozenset({"arena", "chunk", "keys", "presence", "wire", "telemetry"}),
     frozenset({"spec", "config", "v1", "v1alpha"}),
+    frozenset({"simulated"}),
     frozenset({"errors", "units", "seams"}),
 )
 SAME_LAYER = {
@@ -67,7 +70,7 @@ def check_source(path: str, text: str) -> list[Finding]:
     """All findings in one file. ``path`` is relative to the repository and decides which rules hold."""
     tree = ast.parse(text)
     lines = text.splitlines()
-    seamed = path.startswith(("kvstore/", "clients/")) and not path.startswith("kvstore/seams/")
+    seamed = path.startswith(("kvstore/", "clients/")) and not path.startswith(SEAMS)
     found = list(_hostile(path, tree))
     if path.startswith(CHECKING_ROOMS):
         found += _secrets(path, tree)
@@ -75,6 +78,8 @@ def check_source(path: str, text: str) -> list[Finding]:
         found += _seams(path, tree)
     if path.startswith(("kvstore/", "clients/")):
         found += _imports(path, tree)
+    if path.startswith(("kvstore/", "clients/", "kernels/")) and not path.startswith("kvstore/simulated/"):
+        found += _simulated(path, tree)
     found = [finding for finding in found if "# seam: " not in lines[finding.line - 1]]
     return found + list(_lengths(path, tree, len(lines)))
 
@@ -167,6 +172,13 @@ def _imports(path: str, tree: ast.AST) -> Iterator[Finding]:
             yield Finding(path, line, f"kvstore.{own} -> kvstore.{room}: give both a layer in kvstore_ops.lint")
         elif _layer(room) <= _layer(own):
             yield Finding(path, line, f"kvstore.{own} imports kvstore.{room}: imports point one way, downwards")
+
+
+def _simulated(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """What users run touches the world through the seams themselves."""
+    for line, module in {*_imported(tree), *_named(tree)}:
+        if _room(module) == "simulated":
+            yield Finding(path, line, "imports kvstore.simulated: it is for tests and benchmarks")
 
 
 def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:

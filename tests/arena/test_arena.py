@@ -15,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.arena import Arena, Placement, Staging, prefault
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SystemMemory
-from kvstore.seams.memory import POISON, Mapping
+from kvstore.seams import FaultPoints, SystemMemory
+from kvstore.seams.memory import Mapping
+from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock
+from kvstore.simulated.memory import POISON
 from tests.faulty_workers import FaultyWorkers, cancelled, refused
 
 PAGE = 4096

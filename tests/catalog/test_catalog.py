@@ -15,7 +15,7 @@ from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, ChunkTable, Namespace
 from kvstore.catalog.tails import NAMED_MAX, Tails
 from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
-from kvstore.seams import BytearrayMemory
+from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
 from tests.presence.shown import difference
 from tests.specs import small_spec

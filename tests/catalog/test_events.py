@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.catalog import Catalog, Watcher
 from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
-from kvstore.seams import BytearrayMemory
+from kvstore.simulated import BytearrayMemory
 from kvstore.spec import EventKind, Exactness, MissReason, Tier
 from tests.specs import small_spec
 

@@ -9,21 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.arena import Arena
-from kvstore.seams import (
-    BytearrayMemory,
-    Clock,
-    Disk,
-    FaultPoints,
-    LoopClock,
-    SeededRandom,
-    SeededWorkers,
-    SimulatedDisk,
-    SystemClock,
-    SystemDisk,
-    Workers,
-    WorkerThreads,
-    simulate,
-)
+from kvstore.seams import Clock, Disk, FaultPoints, SystemClock, SystemDisk, Workers, WorkerThreads
+from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers import ArenaTier, Residency, Tier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions

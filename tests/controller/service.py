@@ -15,7 +15,8 @@ from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings
 from kvstore.controller import ChainQuery, Controller, Fill, ReserveRequest, Session, StoreResult
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import BytearrayMemory, FaultPoints, InlineWorkers, ManualClock, SeededRandom, TenantKeys, Workers
+from kvstore.seams import FaultPoints, TenantKeys, Workers
+from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
 from kvstore.spec import Exactness, ModelSpec, StoreState
 from kvstore.telemetry import Counters
 from tests.specs import small_spec

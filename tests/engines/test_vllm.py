@@ -26,7 +26,7 @@ from kvstore_client.engines.vllm.worker import WorkerSide
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
-from kvstore.seams import ManualClock
+from kvstore.simulated import ManualClock
 from kvstore.spec import LayerSpec
 from tests.server.raw import eventually
 from tests.specs import small_spec, tokens_of

@@ -12,7 +12,7 @@ from kvstore_client import Client, connect
 from kvstore_client.engines.vllm.embeddings import ITEM_COUNT_MAX, WAIT_S_MAX, Fetching, Keeping
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.seams import ManualClock
+from kvstore.simulated import ManualClock
 from tests.faulty_workers import FaultyWorkers, cancelled, refused
 from tests.specs import small_spec
 

@@ -25,6 +25,9 @@ BAD = {
     "eval": "kvstore/x.py|eval('1')\n",
     "one way": "kvstore/catalog/x.py|from kvstore.controller import Controller\n",
     "server's rooms": "clients/kvstore_client/x.py|import kvstore.controller\n",
+    "tests and benchmarks": "kernels/kvstore_kernels/x.py|from kvstore import simulated\n",
+    "is for tests": "kvstore/__init__.py|def f():\n    from kvstore.simulated.disk import SimulatedDisk\n",
+    "imports kvstore.simulated": "clients/kvstore_client/x.py|import kvstore.simulated as twins\n",
     "compares digest by ==": "kvstore/remote/x.py|if digest == given: pass\n",
     "compares secret by ==": "kvstore/server/x.py|x = session.secret != other\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
@@ -42,6 +45,8 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/seams/clock.py", "import time\ntime.sleep(1)\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore.controller import Controller\n") == []
     assert lint.check_source("ops/x.py", "import time\n") == []
+    assert lint.check_source("ops/x.py", "from kvstore.simulated import ManualClock\n") == []
+    assert lint.check_source("kvstore/simulated/x.py", "import random\nfrom kvstore.simulated.disk import File\n") == []
     assert lint.check_source("kvstore/remote/x.py", "parent == ROOT_DIGEST or spec == other\n") == []
     assert lint.check_source("kvstore/catalog/x.py", "digest == other\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore import __version__, controller\n") == []

@@ -15,7 +15,8 @@ from kvstore.controller.residency import Residency
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.presence import SLOTS_MIN, find, tags_of, unpack_news
-from kvstore.seams import BytearrayMemory, FaultPoints, SystemMemory, TenantKeys
+from kvstore.seams import FaultPoints, SystemMemory, TenantKeys
+from kvstore.simulated import BytearrayMemory
 from kvstore.spec import Encoding, Exactness, MissReason, Provenance
 from kvstore.telemetry import Counters
 from tests.presence.shown import difference

@@ -36,8 +36,9 @@ from kvstore.presence import (
 from kvstore.presence import (
     find as found_in,
 )
-from kvstore.seams import BytearrayMemory, SystemMemory
+from kvstore.seams import SystemMemory
 from kvstore.seams.mapping import SharedMap
+from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.seams import Disk, SimulatedDisk, SystemDisk
+from kvstore.seams import Disk, SystemDisk
+from kvstore.simulated import SimulatedDisk
 
 CREATE = os.O_RDWR | os.O_CREAT
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.seams import LongWork, ManualClock
+from kvstore.seams import LongWork
 from kvstore.seams.pauses import STEP_S
+from kvstore.simulated import ManualClock
 
 
 async def test_others_run_after_a_step_and_not_before() -> None:

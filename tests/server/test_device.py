@@ -14,9 +14,10 @@ from kvstore_client import Durability, connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import NvmeSettings
-from kvstore.seams import FaultPoints, SimulatedDisk, SystemClock
+from kvstore.seams import FaultPoints, SystemClock
 from kvstore.server.device import open_nvme
 from kvstore.server.tenant import Tenant
+from kvstore.simulated import SimulatedDisk
 from tests.controller.service import Service
 from tests.specs import random_cache, small_spec, tokens_of
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.seams import SimulatedDisk
-from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.simulated import SimulatedDisk
+from kvstore.simulated.disk import DiskStopped
 from tests.sim.trace import Trace
 
 DIRECTORY = Path("/device")

@@ -14,8 +14,9 @@ from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import BytearrayMemory, FaultPoints, LoopClock, SeededRandom, SimulatedDisk, TenantKeys
-from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.seams import FaultPoints, TenantKeys
+from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SimulatedDisk
+from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Encoding
 from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.simulated.disk import DiskStopped
 
 SECONDS_MAX = 0.001
 

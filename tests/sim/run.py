@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.controller import promotion
-from kvstore.seams import SimulatedDisk, simulate
-from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.simulated import SimulatedDisk, simulate
+from kvstore.simulated.disk import DiskStopped
 from kvstore.tiers.nvme import newest
 from tests.sim.books import settle_down
 from tests.sim.clients import Client, Knowledge

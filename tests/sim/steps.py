@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvstore.controller.writeback import RETRY_S
-from kvstore.seams import SimulatedDisk, simulate
-from kvstore.seams.simulated_disk import DiskStopped
+from kvstore.simulated import SimulatedDisk, simulate
+from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Durability
 from tests.sim.books import settle_down
 from tests.sim.clients import SETTLE_S, Client, Knowledge

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.catalog import NOWHERE, ChunkTable
 from kvstore.presence import PresenceTable, unpack_news
-from kvstore.seams import SimulatedDisk
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import ChunkState
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage

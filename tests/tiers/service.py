@@ -16,16 +16,14 @@ from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Session, Settled, StoreResult
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import (
+from kvstore.seams import FaultPoints, TenantKeys, Workers
+from kvstore.simulated import (
     BytearrayMemory,
-    FaultPoints,
     InlineWorkers,
     LoopClock,
     SeededRandom,
     SeededWorkers,
     SimulatedDisk,
-    TenantKeys,
-    Workers,
     simulate,
 )
 from kvstore.spec import Durability, Encoding, MissReason, ModelSpec

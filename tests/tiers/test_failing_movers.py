@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import KVStoreError
-from kvstore.seams import InlineWorkers, SeededWorkers, Workers
+from kvstore.seams import Workers
+from kvstore.simulated import InlineWorkers, SeededWorkers
 from kvstore.spec import Durability, Encoding
 from tests.faulty_workers import WAYS, FaultyWorkers
 from tests.tiers.service import DeviceService

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DataLoss, Exhausted, KVStoreError
-from kvstore.seams import DiskStopped, FaultPoints, LoopClock, SeededWorkers, SimulatedDisk, simulate
+from kvstore.seams import FaultPoints
+from kvstore.simulated import DiskStopped, LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
 from kvstore.tiers.nvme.slots import Region

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
-from kvstore.seams import InlineWorkers, LoopClock, SimulatedDisk, simulate
+from kvstore.simulated import InlineWorkers, LoopClock, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers.nvme import FutureFormat, NvmeTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, write

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.seams import FaultPoints, SimulatedDisk, simulate
+from kvstore.seams import FaultPoints
+from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.spec import ChunkState, Durability, LayerSpec, MissReason
 from kvstore.tiers.nvme import Directory, FutureFormat
 from tests.specs import small_spec

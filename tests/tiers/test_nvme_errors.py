@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.seams import LoopClock, SeededWorkers, SimulatedDisk, simulate
+from kvstore.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import Residency
 from tests.contracts.chunks import Chunk, balance, chunk, holds, write

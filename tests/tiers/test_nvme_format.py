@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from kvstore.controller import FetchResult
 from kvstore.keys import fingerprint
-from kvstore.seams import SimulatedDisk, simulate
+from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.spec import Encoding, LayerSpec, MissReason, ModelSpec, RopeSpec
 from kvstore.tiers.nvme import recovery
 from tests.tiers.service import HOME, KIB, DeviceService

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvstore.errors import KVStoreError
-from kvstore.seams import FaultPoints, SimulatedDisk
+from kvstore.seams import FaultPoints
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
 from kvstore.tiers.nvme import Directory, FutureFormat, directory, newest
 from tests.tiers.service import HOME, refused

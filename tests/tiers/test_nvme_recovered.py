@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.config import PolicySettings
 from kvstore.errors import Unavailable
-from kvstore.seams import SimulatedDisk
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability, Encoding, MissReason, StoreState
 from tests.tiers.service import DeviceService
 

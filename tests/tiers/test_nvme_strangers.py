@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DataLoss
-from kvstore.seams import FaultPoints, SimulatedDisk, TenantKeys
+from kvstore.seams import FaultPoints, TenantKeys
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import MissReason
 from kvstore.tiers.nvme import Directory, ForeignDirectory
 from kvstore.tiers.nvme.directory import IndexColumns, Snapshot

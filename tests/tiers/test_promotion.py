@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.seams.memory import POISON
+from kvstore.simulated.memory import POISON
 from kvstore.spec import MissReason
 from tests.tiers.service import DeviceService
 

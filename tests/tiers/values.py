@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvstore_client.value import Key, namespace_spec
 
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
-from kvstore.seams import SimulatedDisk
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability, MissReason, Tier
 from tests.tiers.service import DeviceService
 

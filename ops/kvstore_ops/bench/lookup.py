@@ -61,14 +61,8 @@ def _controller() -> Any:
     from kvstore.config import load
     from kvstore.controller import Controller
     from kvstore.policy import LeastRecentlyUsed
-    from kvstore.seams import (
-        BytearrayMemory,
-        FaultPoints,
-        InlineWorkers,
-        SystemClock,
-        SystemRandom,
-        TenantKeys,
-    )
+    from kvstore.seams import FaultPoints, SystemClock, SystemRandom, TenantKeys
+    from kvstore.simulated import BytearrayMemory, InlineWorkers
     from kvstore.telemetry import Counters
 
     memory, faults = BytearrayMemory(), FaultPoints()

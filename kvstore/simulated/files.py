@@ -1,5 +1,5 @@
 """What lies on a simulated disk: contents and names, each as readers see them, as the device holds them, and the
-changes in between. ``simulated_disk`` says what may become of those changes."""
+changes in between. ``disk`` says what may become of those changes."""
 
 from __future__ import annotations
 

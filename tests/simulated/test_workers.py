@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.seams import DiskStopped, SeededWorkers, SimulatedDisk, Workers, simulate
+from kvstore.seams import Workers
+from kvstore.simulated import DiskStopped, SeededWorkers, SimulatedDisk, simulate
 
 
 def order(seed: int) -> list[int]:

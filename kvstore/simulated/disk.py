@@ -32,7 +32,7 @@ import xxhash
 from kvstore.errors import Unavailable
 from kvstore.seams.clock import Clock
 from kvstore.seams.faults import FaultPoints
-from kvstore.seams.simulated_file import DIRECTORY, SECTOR_BYTES, File, Names, os_error
+from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, File, Names, os_error
 
 UNBOUNDED_BYTES = 1 << 50
 """What a disk without a capacity says it has."""

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import Unavailable
-from kvstore.seams import DiskStopped, FaultPoints, ManualClock, SimulatedDisk
+from kvstore.seams import FaultPoints
+from kvstore.simulated import DiskStopped, ManualClock, SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, get, put, read, write
 
 HOME = Path("/home")

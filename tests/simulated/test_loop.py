@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.seams import Clock, LoopClock, SimulatedLoop, simulate
+from kvstore.seams import Clock
+from kvstore.simulated import LoopClock, SimulatedLoop, simulate
 
 
 def test_a_day_takes_no_time() -> None:

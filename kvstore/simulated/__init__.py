@@ -1,0 +1,26 @@
+"""Twins of the seams that touch nothing: clock, randomness, disk, threads, memory and event loop. They live in memory
+and draw from seeds: on them the whole service runs a life of hours in milliseconds, the same way for the same seed.
+
+For tests and benchmarks. What is served to users does not import this room: the lint says so. A twin keeps no promise
+that the real one does not keep.
+"""
+
+from kvstore.simulated.clock import ManualClock
+from kvstore.simulated.disk import DiskStopped, SimulatedDisk
+from kvstore.simulated.loop import LoopClock, SimulatedLoop, simulate
+from kvstore.simulated.memory import BytearrayMemory
+from kvstore.simulated.randomness import SeededRandom
+from kvstore.simulated.workers import InlineWorkers, SeededWorkers
+
+__all__ = [
+    "BytearrayMemory",
+    "DiskStopped",
+    "InlineWorkers",
+    "LoopClock",
+    "ManualClock",
+    "SeededRandom",
+    "SeededWorkers",
+    "SimulatedDisk",
+    "SimulatedLoop",
+    "simulate",
+]

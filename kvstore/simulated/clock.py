@@ -1,0 +1,29 @@
+"""Time that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class ManualClock:
+    """A clock that moves only when told to: ``advance`` is the test's hand on it."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now += seconds
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def wall(self) -> float:
+        return self._now
+
+    def pause(self, seconds: float) -> None:
+        self._now += seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        await asyncio.sleep(0)

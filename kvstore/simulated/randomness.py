@@ -1,0 +1,15 @@
+"""Randomness that can be had again."""
+
+from __future__ import annotations
+
+import random
+
+
+class SeededRandom:
+    """The same bytes for the same seed. Simulation only: its output is no secret."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - simulation only, as the docstring says
+
+    def bytes(self, count: int) -> bytes:
+        return self._random.randbytes(count)
