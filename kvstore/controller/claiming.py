@@ -15,17 +15,14 @@ from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.chunk.checksum import Checksums
 from kvstore.config import LimitSettings
-from kvstore.controller.capacity import Capacity
 from kvstore.controller.fetching import parts_of
 from kvstore.controller.reservation import Entry, Reservation
-from kvstore.controller.residency import Residency
-from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.tickets import TICKET_BYTES
 from kvstore.controller.values import ReserveRequest, StoreResult
-from kvstore.controller.writeback import Writeback
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import ROOT_DIGEST, storage_key
+from kvstore.movement import Movement
 from kvstore.seams import Clock, LongWork, Random, TenantKeys
 from kvstore.spec import CacheKind, MissReason, StoreState
 from kvstore.telemetry import Counters
@@ -45,9 +42,7 @@ class Claiming:
         *,
         arena: Arena,
         catalog: Catalog,
-        capacity: Capacity,
-        scrub: Scrub,
-        writeback: Writeback,
+        movement: Movement,
         sessions: Sessions,
         limits: LimitSettings,
         clock: Clock,
@@ -55,16 +50,12 @@ class Claiming:
         keys: TenantKeys,
         counters: Counters,
         demotion_wait_s: float,
-        residency: Residency,
         deadline_s: float,
     ) -> None:
-        self._residency = residency
+        self._movement = movement
         self._deadline_s = deadline_s
         self._arena = arena
         self._catalog = catalog
-        self._capacity = capacity
-        self._scrub = scrub
-        self._writeback = writeback
         self._sessions = sessions
         self._limits = limits
         self._clock = clock
@@ -135,7 +126,7 @@ class Claiming:
             busy = next((each for each in digests if self._is_in_use(part, each)), None)
             if busy is None:
                 for row in [part.index[each] for each in digests if each in part.index]:
-                    self._residency.remove(row, MissReason.STALE)
+                    self._movement.remove(row, MissReason.STALE)
                 return  # and the claim follows without a pause
             while self._is_in_use(part, busy):  # one name is looked at while it is waited for, however many there are
                 if self._clock.monotonic() >= until_s:
@@ -154,7 +145,7 @@ class Claiming:
         writes = dict.fromkeys((self._storage_key(part, digest) for digest in replaced), NOTHING)
         headers = (entry.header for entry in reservation.entries if entry.header is not None)
         writes.update((header.storage_key, write_mark(header.write_id)) for header in headers)
-        await self._residency.supersede(writes, self._deadline_s)
+        await self._movement.supersede(writes, self._deadline_s)
 
     def _storage_key(self, part: Namespace, digest: bytes) -> bytes:
         return storage_key(self._keys.secret, part.fingerprint, part.provenance, part.exactness, digest)
@@ -194,7 +185,7 @@ class Claiming:
         digests = request.query.digests
         wanted = set(digests)
         found = [part.index[digest] for part in parts for digest in digests if digest in part.index]
-        await self._scrub.prove(found, self._demotion_wait_s)
+        await self._movement.prove(found, self._demotion_wait_s)
         _check_open(reservation.sessions[0])
         keep = frozenset(part.index[digest] for part in parts for digest in wanted if digest in part.index)
         pauses = self._long.begin()
@@ -220,10 +211,10 @@ class Claiming:
         placement: Placement | None = None
         while not self._is_elsewhere(entry):
             is_waiting = self._may_wait(reservation)
-            placement = self._capacity.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
+            placement = self._movement.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
             if placement is not None or not is_waiting:
                 break
-            await self._writeback.progress(self._demotion_wait_s)
+            await self._movement.progress(self._demotion_wait_s)
             _check_open(reservation.sessions[0])
         if entry.state is not StoreState.REFUSED:
             return
@@ -259,7 +250,7 @@ class Claiming:
     def _may_wait(self, reservation: Reservation) -> bool:
         """Whether the device may soon have taken what is in the way."""
         waited_s = self._clock.monotonic() - reservation.born_s
-        return self._writeback.is_moving and waited_s < self._demotion_wait_s
+        return self._movement.is_making_room and waited_s < self._demotion_wait_s
 
     def _header(
         self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int

@@ -10,13 +10,9 @@ from dataclasses import replace
 from kvstore.arena import Arena, Staging
 from kvstore.catalog import Catalog, Watcher
 from kvstore.config import LimitSettings, PolicySettings
-from kvstore.controller.capacity import Capacity
 from kvstore.controller.claiming import Claiming
 from kvstore.controller.fetching import STEP_CHUNKS, Fetching, arrivals_of, parts_of
 from kvstore.controller.joining import Joining, has_filling
-from kvstore.controller.promotion import Promotion
-from kvstore.controller.residency import Residency
-from kvstore.controller.scrub import Scrub
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.storing import Storing
 from kvstore.controller.tickets import Tickets
@@ -32,8 +28,8 @@ from kvstore.controller.values import (
     Stats,
     StoreResult,
 )
-from kvstore.controller.writeback import Writeback
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
+from kvstore.movement import Movement
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.spec import Durability, ModelSpec
@@ -79,35 +75,26 @@ class Controller:
         self._is_write_through = is_write_through
         self.catalog = Catalog(limits.model_count_max, memory, limits.namespace_count_max)
         self.sessions = Sessions(limits, random, memory)
-        self.residency = Residency(
-            arena=arena, catalog=self.catalog, policy=policy, keys=keys, faults=faults, counters=counters
-        )
+        self.movement = Movement(
+            arena=arena, catalog=self.catalog, policy=policy, keys=keys, clock=clock, random=random, workers=workers,
+            faults=faults, counters=counters, policies=policies, revoke_stale=lambda: self.fetching.revoke_stale(),
+        )  # fmt: skip
         self.tickets = Tickets(self.catalog, limits, clock, random, counters)
         self.fetching = Fetching(
-            catalog=self.catalog, residency=self.residency, sessions=self.sessions, limits=limits, clock=clock,
+            catalog=self.catalog, movement=self.movement, sessions=self.sessions, limits=limits, clock=clock,
             counters=counters, tickets=self.tickets,
         )  # fmt: skip
-        self.capacity = Capacity(arena, self.residency, counters, self.fetching.revoke_stale)
-        self.writeback = Writeback(self.catalog, self.residency, clock, faults, counters)
-        self.promotion = Promotion(
-            arena=arena, catalog=self.catalog, residency=self.residency, capacity=self.capacity, workers=workers,
-            faults=faults, counters=counters,
-        )  # fmt: skip
-        self.scrub = Scrub(
-            arena=arena, catalog=self.catalog, residency=self.residency, writeback=self.writeback, clock=clock,
-            random=random, workers=workers, counters=counters, policies=policies,
-        )  # fmt: skip
         self.claiming = Claiming(
-            arena=arena, catalog=self.catalog, capacity=self.capacity, scrub=self.scrub, writeback=self.writeback,
-            sessions=self.sessions, limits=limits, clock=clock, random=random, keys=keys, counters=counters,
-            demotion_wait_s=policies.demotion_wait_s, residency=self.residency, deadline_s=deadline_s,
+            arena=arena, catalog=self.catalog, movement=self.movement, sessions=self.sessions, limits=limits,
+            clock=clock, random=random, keys=keys, counters=counters, demotion_wait_s=policies.demotion_wait_s,
+            deadline_s=deadline_s,
         )  # fmt: skip
         self.storing = Storing(
-            arena=arena, catalog=self.catalog, policy=policy, residency=self.residency, writeback=self.writeback,
-            claiming=self.claiming, sessions=self.sessions, limits=limits, clock=clock, workers=workers,
-            faults=faults, counters=counters, deadline_s=deadline_s,
+            arena=arena, catalog=self.catalog, movement=self.movement, claiming=self.claiming,
+            sessions=self.sessions, limits=limits, clock=clock, workers=workers, faults=faults, counters=counters,
+            deadline_s=deadline_s,
         )  # fmt: skip
-        self.joining = Joining(self.catalog, self.claiming, self.fetching, self.promotion, counters)
+        self.joining = Joining(self.catalog, self.claiming, self.fetching, self.movement, counters)
         self.nvme_reason = ""
         """Why there is no device; empty when there is one, or none is wanted."""
         self._pins: dict[int, int] = {}
@@ -118,34 +105,16 @@ class Controller:
 
     async def attach(self, nvme: NvmeTier) -> None:
         """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
-        started_s = self._clock.monotonic()
-        try:
-            columns, clean = await nvme.recover()
-        except BaseException:
-            await nvme.close(None)
-            raise
-        self.residency.nvme = nvme
-        nvme.on_full = self.residency.make_room
-        count = self.residency.adopt(columns, clean=clean)
-        self.counters.add("nvme_recovered_chunks", count)
-        _log.info(
-            "device attached",
-            extra={"chunks": count, "clean": clean, "seconds": round(self._clock.monotonic() - started_s, 3)},
-        )
+        await self.movement.attach(nvme)
 
     async def detach(self) -> None:
         """A clean stop of the device, after ``run`` has ended."""
-        nvme, self.residency.nvme = self.residency.nvme, None
-        if nvme is not None:
-            await nvme.erasures.erase_doomed()
-            await nvme.close(self.residency.columns())
+        await self.movement.detach()
 
     async def run(self) -> None:
-        """Everything that goes on without being asked, for ever: write-back, promotion, scrub, expiry."""
+        """Everything that goes on without being asked, for ever: movement, expiry."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.writeback.run())
-            group.create_task(self.promotion.run())
-            group.create_task(self.scrub.run())
+            group.create_task(self.movement.run())
             group.create_task(self.sweep(SWEEP_INTERVAL_S))
 
     # ------------------------------------------------------------ sessions
@@ -215,7 +184,7 @@ class Controller:
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         self._check(query)
-        return self.fetching.fetch(session, query, self.promotion)
+        return self.fetching.fetch(session, query)
 
     def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = ()
@@ -224,7 +193,7 @@ class Controller:
         reservation = self.claiming.by_ticket(ticket_id)
         if reservation is not None:
             return self.joining.fetch(session, reservation, frozenset(layers), hidden_layers)
-        return self.fetching.redeem(session, ticket_id, layers, self.promotion)
+        return self.fetching.redeem(session, ticket_id, layers)
 
     def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
         """What lands of a fetch's chunks, at most ``timeout_s`` seconds (None: controller.deadline_s; as long as a
@@ -283,7 +252,7 @@ class Controller:
         result = await self.storing.commit(session, reservation_id, fills, shard, supersedes)
         if not self._is_write_through or not result.rows:
             return result
-        level, reason, _ = await self.writeback.settle(result.rows, self.deadline_s)
+        level, reason, _ = await self.movement.settle(result.rows, self.deadline_s)
         return replace(result, durability=level, refusal=result.refusal or reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float) -> Settled:
@@ -294,7 +263,7 @@ class Controller:
         if not rows:
             return Settled(0, Durability.NONE, "nothing of it is stored any more", True)
         parts = len(parts_of(self.catalog, query))
-        level, reason, is_settled = await self.writeback.settle(rows, timeout_s)
+        level, reason, is_settled = await self.movement.settle(rows, timeout_s)
         return Settled(len(rows) // parts, level, reason, is_settled)
 
     async def abort(self, session: Session, reservation_id: int) -> None:
@@ -351,7 +320,6 @@ class Controller:
             spaces = model.namespaces.values()
             count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
             models.append(ModelCount(model.spec.model_id, model.fingerprint, count, held))
-        nvme = self.residency.nvme
         return Stats(
             capacity_bytes=self.arena.capacity_bytes,
             prefaulted_bytes=self.arena.prefaulted_bytes,
@@ -370,11 +338,11 @@ class Controller:
             watcher_count=len(self.catalog.spaces.events.watchers),
             staging_bytes=self.sessions.staging_bytes,
             models=tuple(models),
-            loading_bytes=self.promotion.loading_bytes,
-            backlog_count=self.writeback.backlog,
+            loading_bytes=self.movement.loading_bytes,
+            backlog_count=self.movement.backlog_count,
             ghost_count=sum(len(space.ghosts) for space in self.catalog.spaces.numbered),
-            nvme=nvme.statistics() if nvme is not None else None,
-            nvme_reason=self.writeback.reason or self.nvme_reason,
+            nvme=self.movement.nvme_statistics(),
+            nvme_reason=self.movement.reason or self.nvme_reason,
             counters=self.counters.snapshot(),
         )
 
@@ -386,7 +354,7 @@ class Controller:
             for session in self.sessions.unfinished():
                 await self.close_session(session)
             self.tickets.expire()
-            self.writeback.retry()
+            self.movement.retry()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new stores; let those in flight finish, at most ``grace_s`` seconds."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
 from kvstore.config import LimitSettings
-from kvstore.controller.promotion import Loading, Promotion
-from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.tickets import Tickets
 from kvstore.controller.values import Arrival, ChainQuery, FetchResult, LookupResult, Resident, Tail
 from kvstore.errors import DataLoss, Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
+from kvstore.movement import Loading, Movement
 from kvstore.seams import Clock, Pauses
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
@@ -92,7 +91,7 @@ class Fetching:
         self,
         *,
         catalog: Catalog,
-        residency: Residency,
+        movement: Movement,
         sessions: Sessions,
         limits: LimitSettings,
         clock: Clock,
@@ -100,7 +99,7 @@ class Fetching:
         tickets: Tickets,
     ) -> None:
         self._catalog = catalog
-        self._residency = residency
+        self._movement = movement
         self._sessions = sessions
         self._limits = limits
         self._clock = clock
@@ -156,11 +155,11 @@ class Fetching:
         alike = Counter((table.spaces[row], table.token_counts[row]) for chain in walk.chains for row in chain)
         return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())
 
-    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...], promotion: Promotion) -> FetchResult:
+    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...]) -> FetchResult:
         """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
         lost after all, Exhausted when memory has no room for it now."""
         query = replace(self._tickets.query(ticket_id), layers=layers)
-        result = self.fetch(session, query, promotion)
+        result = self.fetch(session, query)
         if result.hit_count == len(query.digests):
             self._tickets.redeemed(ticket_id)
             return result
@@ -169,7 +168,7 @@ class Fetching:
             raise Exhausted(f"the ticket's chunks cannot be brought into memory now: {result.reason.name}")
         raise DataLoss(f"a chunk of this ticket was lost: {result.reason.name}", reason=result.reason.name)
 
-    def fetch(self, session: Session, query: ChainQuery, promotion: Promotion) -> FetchResult:
+    def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         """The stored prefix under a lease; what memory does not have is on its way there.
 
         Raises Exhausted past limits.leased_bytes_max or lease_count_max.
@@ -177,7 +176,7 @@ class Fetching:
         parts = parts_of(self._catalog, query)
         walk = self._catalog.walk(parts, query.digests)
         self._counters.add("fetch_calls")
-        chains, loadings, reason = self._bring_in(walk, promotion, frozenset(query.layers))
+        chains, loadings, reason = self._bring_in(walk, frozenset(query.layers))
         count = len(chains[0])
         self._counters.add("fetch_miss_chunks", len(query.digests) - count)
         tails, lengths = self._tails(parts, query, count)
@@ -186,22 +185,21 @@ class Fetching:
         chunks = tuple(self._residents(chains, loadings))
         lease = self.lease(session, tuple(row for chain in chains for row in chain), chunks)
         for chain in chains:
-            self._residency.used(chain)
+            self._movement.used(chain)
         self._counters.add("fetch_hit_chunks", count)
         self._counters.add("fetch_bytes", lease.byte_count)
         cold = any(chunk.loading for chunk in chunks)
         return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails, lengths)
 
     def _bring_in(
-        self, walk: Walk, promotion: Promotion, layers: frozenset[int]
+        self, walk: Walk, layers: frozenset[int]
     ) -> tuple[list[list[int]], dict[int, Loading], MissReason]:  # fmt: skip
         """Start promoting what is cold. The chain ends before the first chunk that cannot be had now."""
-        arena = self._catalog.table.arena
-        if all(all(map(arena.__contains__, chain)) for chain in walk.chains):
+        if all(map(self._movement.are_in_memory, walk.chains)):
             return walk.chains, {}, walk.reason
         keep = frozenset(row for chain in walk.chains for row in chain)
         order = [row for parts in zip(*walk.chains, strict=True) for row in parts]
-        found, reason = promotion.begin(order, keep, layers)
+        found, reason = self._movement.bring(order, keep, layers)
         whole = len(found) // len(walk.chains)
         loadings = {row: loading for row, loading in zip(order, found, strict=False) if loading is not None}
         return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
@@ -211,7 +209,7 @@ class Fetching:
         for part, chain in enumerate(chains):
             for index, row in enumerate(chain):
                 loading = loadings.get(row)
-                placement = loading.placement if loading else table.arena[row]
+                placement = loading.placement if loading else self._movement.placement(row)
                 yield Resident(index, part, table.token_counts[row], placement, loading)
 
     def _tails(self, parts: list[Namespace], query: ChainQuery, count: int) -> tuple[tuple[Tail, ...], int]:

@@ -13,11 +13,11 @@ from kvstore.catalog import Catalog
 from kvstore.chunk import pack_header
 from kvstore.controller.claiming import Claiming
 from kvstore.controller.fetching import Fetching, Lease
-from kvstore.controller.promotion import Loading, Promotion
 from kvstore.controller.reservation import Entry, Reservation
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import FetchResult, Resident
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.movement import Loading, Movement
 from kvstore.spec import MissReason, StoreState, Tier
 from kvstore.telemetry import Counters
 
@@ -83,12 +83,12 @@ class Joining:
     """Fetches by the ticket of a store."""
 
     def __init__(
-        self, catalog: Catalog, claiming: Claiming, fetching: Fetching, promotion: Promotion, counters: Counters
+        self, catalog: Catalog, claiming: Claiming, fetching: Fetching, movement: Movement, counters: Counters
     ) -> None:
         self._catalog = catalog
         self._claiming = claiming
         self._fetching = fetching
-        self._promotion = promotion
+        self._movement = movement
         self._counters = counters
 
     def fetch(
@@ -108,7 +108,7 @@ class Joining:
         count = self._chunk_count(every, len(parts))
         entries = every[: count * len(parts)]
         rows = [entry.held for entry in entries if entry.held is not None]
-        found, reason = self._promotion.begin(rows, frozenset(rows), layers)
+        found, reason = self._movement.bring(rows, frozenset(rows), layers)
         if len(found) < len(rows):
             raise Exhausted(f"the chunks this store continues cannot be brought into memory now: {reason.name}")
         loadings = dict(zip(rows, found, strict=True))
@@ -151,7 +151,7 @@ class Joining:
         table = self._catalog.table
         if entry.held is not None:
             loading = loadings[entry.held]
-            placement = loading.placement if loading else table.arena[entry.held]
+            placement = loading.placement if loading else self._movement.placement(entry.held)
             return Resident(index, part, table.token_counts[entry.held], placement, loading)
         writer = self._source(entry)
         assert writer is not None

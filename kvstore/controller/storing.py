@@ -17,13 +17,11 @@ from kvstore.config import LimitSettings
 from kvstore.controller.claiming import Claiming
 from kvstore.controller.moving import Move, MoveJob, move, moves_of
 from kvstore.controller.reservation import Entry, Reservation
-from kvstore.controller.residency import Residency
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.values import Fill, StoreResult
-from kvstore.controller.writeback import Writeback
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.policy import EvictionPolicy
+from kvstore.movement import Movement
 from kvstore.seams import Clock, FaultPoints, Workers
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, StoreState
@@ -41,9 +39,7 @@ class Storing:
         *,
         arena: Arena,
         catalog: Catalog,
-        policy: EvictionPolicy,
-        residency: Residency,
-        writeback: Writeback,
+        movement: Movement,
         claiming: Claiming,
         sessions: Sessions,
         limits: LimitSettings,
@@ -55,9 +51,7 @@ class Storing:
     ) -> None:
         self._arena = arena
         self._catalog = catalog
-        self._policy = policy
-        self._residency = residency
-        self._writeback = writeback
+        self._movement = movement
         self._claiming = claiming
         self._sessions = sessions
         self._limits = limits
@@ -194,7 +188,7 @@ class Storing:
             for digest in reservation.supersedes:
                 row = part.index.get(digest)
                 if row is not None and self._catalog.is_tail_of(row, beside):
-                    self._residency.superseded(row)
+                    self._movement.superseded(row)
 
     async def _is_last(self, reservation: Reservation, shard: int) -> bool:
         """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
@@ -221,22 +215,19 @@ class Storing:
         packed = pack_header(entry.header, entry.layout)
         np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
         row = self._catalog.row_of(part, entry.digest, entry.parent, entry.header.token_count)
-        self._catalog.table.arena[row] = entry.placement
-        self._catalog.table.write_marks[row] = write_mark(entry.header.write_id)
         del part.pending[entry.digest]
         self._claiming.reserved_bytes -= entry.placement.byte_count
         self._counters.add("store_committed_chunks")
         self._counters.add("store_committed_bytes", entry.placement.byte_count)
+        self._movement.stored(row, entry.placement, write_mark(entry.header.write_id))
         entry.state, entry.placement = StoreState.COMMITTED, None
-        self._catalog.publish(row)
-        self._policy.used([row])
         self._catalog.table.hold(row)
         entry.held = row
         if entry.filling is not None:
             entry.filling.committed(self._catalog, row)
         if entry.ended is not None and not entry.ended.done():
             entry.ended.set_result(None)  # who waits for this chunk need not wait for the others
-        self._writeback.add(row)
+        self._movement.write_down(row)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
         """Truth, not intention: what the catalog holds now."""
@@ -256,7 +247,7 @@ class Storing:
             chain = [
                 part.index[entry.digest] for entry in reservation.entries[number :: reservation.part_count][:count]
             ]
-            self._residency.used(chain)
+            self._movement.used(chain)
             rows += chain
         states = tuple(entry.state for entry in reservation.entries)
         level = Durability.MEMORY if count else Durability.NONE

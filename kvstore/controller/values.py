@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.arena import Placement
 from kvstore.catalog import Run
-from kvstore.controller.promotion import Loading
+from kvstore.movement import Loading
 from kvstore.spec import Durability, Exactness, MissReason, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
 

@@ -39,6 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"remote"}),
     frozenset({"server"}),
     frozenset({"controller"}),
+    frozenset({"movement"}),
     frozenset({"catalog", "policy", "tiers"}),
     frozenset({"arena", "chunk", "keys", "presence", "wire", "telemetry"}),
     frozenset({"spec", "config", "v1", "v1alpha"}),

@@ -84,7 +84,7 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     session = controller.open_session(0)
     await service.store(session, 1, 2)
     ticket = controller.lookup(service.query(1, 2), readers=1).ticket
-    controller.residency.quarantine_arena(max(controller.catalog.table.arena))
+    controller.movement.residency.quarantine_arena(max(controller.catalog.table.arena))
     with pytest.raises(DataLoss, match="CORRUPT"):
         controller.redeem(session, ticket)
     assert not session.leases

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CAPACITY = "kvstore/controller/capacity.py"
+CAPACITY = "kvstore/movement/capacity.py"
 CATALOG = "kvstore/catalog/catalog.py"
 CLAIMING = "kvstore/controller/claiming.py"
 CONTROLLER = "kvstore/controller/controller.py"
 FETCHING = "kvstore/controller/fetching.py"
 JOINING = "kvstore/controller/joining.py"
-RESIDENCY = "kvstore/controller/residency.py"
-SCRUB = "kvstore/controller/scrub.py"
+RESIDENCY = "kvstore/movement/residency.py"
+SCRUB = "kvstore/movement/scrub.py"
 STORING = "kvstore/controller/storing.py"
 TICKETS = "kvstore/controller/tickets.py"
-WRITEBACK = "kvstore/controller/writeback.py"
+WRITEBACK = "kvstore/movement/writeback.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
 T_NEWEST = "tests/tiers/test_nvme_newest.py"
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "doubt-ends-with-a-clean-stop",
-        "kvstore/controller/residency.py",
+        "kvstore/movement/residency.py",
         "        copies = [(row, table.residencies[row], table.write_marks[row]) for row in rows]\n",
         "        copies = [(row, table.residencies[row] & ~UNPROVEN, table.write_marks[row]) for row in rows]\n",
         "a copy that nobody proved is believed after the next clean stop",
@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "promised-for-the-chunk-before",
-        "kvstore/controller/writeback.py",
+        "kvstore/movement/writeback.py",
         "            if table.digests[row] != digest or not self._catalog.is_visible(row):\n",
         "            if not self._catalog.is_visible(row):\n",
         "LOCAL is said of a chunk that went, because its row has another by now",
@@ -267,7 +267,7 @@ MUTANTS = [
     ),
     Mutant(
         "promoted-over-a-newer-one",
-        "kvstore/controller/promotion.py",
+        "kvstore/movement/promotion.py",
         "        if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:\n",
         "        if False:\n",
         "a read that ends late puts an older value in a newer one's place",

@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "stalled-device-is-asked-on",
-        "kvstore/controller/promotion.py",
+        "kvstore/movement/promotion.py",
         "                if self.is_stalled:\n",
         "                if False:\n",
         "every reader waits for a device that answers nobody",

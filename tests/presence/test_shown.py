@@ -11,8 +11,8 @@ import pytest
 
 from kvstore.arena import Arena
 from kvstore.catalog import NOWHERE, Catalog
-from kvstore.controller.residency import Residency
 from kvstore.keys import ROOT_DIGEST, fingerprint
+from kvstore.movement.residency import Residency
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.presence import SLOTS_MIN, find, tags_of, unpack_news
 from kvstore.seams import FaultPoints, SystemMemory, TenantKeys

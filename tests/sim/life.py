@@ -106,7 +106,7 @@ class Life:
 
     @property
     def nvme(self) -> NvmeTier | None:
-        return self.controller.residency.nvme
+        return self.controller.movement.residency.nvme
 
     # ------------------------------------------------------------ start
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.controller import promotion
+from kvstore.movement import promotion
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.tiers.nvme import newest

@@ -163,7 +163,7 @@ class DeviceService(Service):
         """From here on what the device has is read from there."""
         table = self.controller.catalog.table
         for row in [row for row in table.arena if table.residencies[row] >= 0]:
-            self.controller.residency.drop(row)
+            self.controller.movement.residency.drop(row)
 
     # ------------------------------------------------------------ the disk
 
@@ -178,7 +178,7 @@ class DeviceService(Service):
         controller = self.controller
         namespace = controller.catalog.model(self.model).namespace(None, self.query(*path).exactness)
         row = namespace.index[self.query(*path).digests[-1]]
-        region, slot = self.nvme.regions.find(controller.residency.table.residencies[row])
+        region, slot = self.nvme.regions.find(controller.movement.residency.table.residencies[row])
         return region.path, region.offset(slot)
 
     def flip(self, *path: int, offset: int = 0) -> None:

@@ -166,7 +166,7 @@ def test_two_readers_meet_the_same_bad_copy(service: DeviceService) -> None:
             service.flip(*path, offset=4096)
         table = service.controller.catalog.table
         rows = [row for row in table.rows() if table.residencies[row] >= 0]
-        jobs = [service.controller.scrub.check_nvme(row) for row in rows] * 3
+        jobs = [service.controller.movement.scrub.check_nvme(row) for row in rows] * 3
         await asyncio.gather(*jobs, *(service.fetch(*path) for path in PATHS))
         assert service.counters()["quarantined_chunks"] == len(PATHS)
         service.balance()
@@ -186,7 +186,7 @@ def test_a_bad_copy_is_written_again_from_memory(service: DeviceService) -> None
             [service.controller.catalog.model(service.model).namespace(None, service.query(0).exactness)],
             service.query(PATHS[2][0]).digests,
         ).chains[0][0]
-        assert not await service.controller.scrub.check_nvme(row)
+        assert not await service.controller.movement.scrub.check_nvme(row)
         assert await served(service) == {}
         assert (await service.settled(*PATHS[2])).durability is Durability.LOCAL
         service.forget_memory()

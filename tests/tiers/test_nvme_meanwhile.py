@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.controller.writeback import LANE_COUNT
+from kvstore.movement.writeback import LANE_COUNT
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.spec import Durability, MissReason, Tier
 from kvstore.tiers.nvme.io import PAGE_BYTES
@@ -51,8 +51,8 @@ def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() 
         row = row_of(service, 100)
         settling = asyncio.ensure_future(service.settled(100))
         await asyncio.sleep(0.01)
-        service.controller.residency.drop(row)
-        service.controller.residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
+        service.controller.movement.residency.drop(row)
+        service.controller.movement.residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
         await service.store(service.session, 200)
         assert row_of(service, 200) == row
         go_on()
@@ -70,7 +70,7 @@ def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None
 
     async def scenario() -> None:
         await service.put(OLD)
-        row, residency = service.row(), service.controller.residency
+        row, residency = service.row(), service.controller.movement.residency
         residency.drop(row)
         go_on = held_up(service, "open", after=True)
         reading = asyncio.ensure_future(service.get())

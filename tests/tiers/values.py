@@ -54,13 +54,13 @@ class ValueService(DeviceService):
 
     def place_of(self, key: str = "k") -> tuple[str, int]:
         """The region file that holds a key's value, and where it begins."""
-        residency = self.controller.residency.table.residencies[self.row(key)]
+        residency = self.controller.movement.residency.table.residencies[self.row(key)]
         region, slot = self.nvme.regions.find(residency)
         return region.path.name, region.offset(slot)
 
     def evict(self, key: str = "k") -> None:
         """As the policies do for want of room."""
-        row, residency = self.row(key), self.controller.residency
+        row, residency = self.row(key), self.controller.movement.residency
         if residency.table.residencies[row] >= 0:
             residency._evict(row)
         if row in residency.table.arena:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from kvstore.arena import Placement
 from kvstore.catalog import NOWHERE, Catalog
 from kvstore.chunk import parse_header
-from kvstore.controller.residency import Residency
 from kvstore.errors import DataLoss, KVStoreError
+from kvstore.movement.residency import Residency
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters

@@ -12,9 +12,9 @@ import numpy as np
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import UNPROVEN, Catalog
 from kvstore.chunk import ChunkLayout, Run, pack_header, raw_header, slab_runs
-from kvstore.controller.capacity import Capacity
-from kvstore.controller.residency import Residency
 from kvstore.errors import DataLoss, KVStoreError
+from kvstore.movement.capacity import Capacity
+from kvstore.movement.residency import Residency
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.spec import MissReason, Tier

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import NOWHERE
-from kvstore.controller.residency import Residency
+from kvstore.movement.residency import Residency
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
 

@@ -23,9 +23,9 @@ from kvstore.chunk import (
     strip_seeds,
 )
 from kvstore.config import PolicySettings
-from kvstore.controller.residency import Residency
-from kvstore.controller.writeback import Writeback
 from kvstore.errors import DataLoss
+from kvstore.movement.residency import Residency
+from kvstore.movement.writeback import Writeback
 from kvstore.seams import Clock, Random, Workers
 from kvstore.seams.jobs import done
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
