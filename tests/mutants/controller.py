@@ -226,7 +226,7 @@ MUTANTS = [
     Mutant(
         "older-value-after-a-newer-one",
         CLAIMING,
-        "        await self._residency.supersede(writes, self._deadline_s)\n",
+        "        await self._movement.supersede(writes, self._deadline_s)\n",
         "        pass\n",
         "a write whose sync failed comes back where a newer one was acknowledged",
         (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
