@@ -114,6 +114,52 @@ async def test_a_lookup_that_was_cancelled_holds_nothing(sidecar: Sidecar) -> No
             await asyncio.to_thread(eventually, lambda: held(judge)["tickets"] == 0, 20.0)
 
 
+async def test_a_release_that_is_cancelled_is_done_all_the_same(sidecar: Sidecar) -> None:
+    """Also where no thread has begun it."""
+    with connect(sidecar.address) as judge:
+        judge.store(SPEC, TOKENS, CACHE).wait(20.0)
+        async with await connect_async(sidecar.address) as client:
+            match, go = await client.lookup(SPEC, TOKENS, hold=True), threading.Event()
+            assert held(judge)["tickets"] == 1
+            busy = [asyncio.ensure_future(client.call(go.wait, 20.0)) for _ in range(CALLS_AT_ONCE)]
+            await asyncio.sleep(0.05)
+            releasing = asyncio.ensure_future(client.release_ticket(match.ticket))
+            await asyncio.sleep(0.05)
+            releasing.cancel()
+            await asyncio.wait({releasing}, timeout=20.0)
+            go.set()
+            await asyncio.gather(*busy)
+            await asyncio.to_thread(eventually, lambda: held(judge)["tickets"] == 0, 5.0)
+
+
+@pytest.mark.parametrize("kind", ["reservations", "streams", "watchers"])
+async def test_what_comes_for_a_task_that_is_gone_is_given_back_at_once(sidecar: Sidecar, kind: str) -> None:
+    """The error of the cancelled task keeps it: to wait for garbage collection is to wait for long."""
+    with connect(sidecar.address) as judge, judge.start_store(SPEC, tokens_of(COUNT, 2006)) as unwritten:
+        before = held(judge)[kind]
+        async with await connect_async(sidecar.address) as client:
+            has_it, go, kept = threading.Event(), threading.Event(), []
+
+            def late() -> Any:
+                make = {
+                    "reservations": lambda: client.client.start_store(SPEC, tokens_of(COUNT, 2007)),
+                    "streams": lambda: client.client.start_fetch(unwritten.ticket),
+                    "watchers": client.client.watch,
+                }
+                kept.append(make[kind]())
+                has_it.set()
+                assert go.wait(20.0)
+                return kept[0]
+
+            running = asyncio.ensure_future(client.call(late))
+            assert await asyncio.to_thread(has_it.wait, 20.0)
+            await asyncio.to_thread(eventually, lambda: held(judge)[kind] == before + 1, 10.0)
+            running.cancel()
+            await asyncio.wait({running}, timeout=20.0)
+            go.set()
+            await asyncio.to_thread(eventually, lambda: held(judge)[kind] == before, 5.0)
+
+
 async def holding(client: AsyncClient) -> None:
     match = await client.lookup(SPEC, TOKENS, hold=True)
     await client.release_ticket(match.ticket)  # who has the match has its ticket

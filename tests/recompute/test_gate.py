@@ -27,6 +27,19 @@ def keep(directory: Path, **fields: object) -> None:
     profiles.write(replace(PROFILE, **fields), profiles.path(PAIR))  # type: ignore[arg-type]
 
 
+def test_a_forked_child_goes_on_by_itself(tmp_path: Path) -> None:
+    """A thread of its parent may have had the lock just then, and would never let go of it."""
+    keep(tmp_path)
+    gate = Gate(tmp_path)
+    gate._lock.acquire()
+    gate._pid = -1  # as the child of another process sees it
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(gate.permit(RECEIVER, SENDER, "sibling").reason), daemon=True)
+    asking.start()
+    asking.join(10.0)
+    assert found == [""]
+
+
 def test_near_ties_do_not_mislead() -> None:
     full = torch.tensor([[1.0, 1.5, 0.0], [1.0, 1.8, 0.0], [0.0, 0.0, 9.0]])
     lossy = torch.tensor([[5.0, 0.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, 1.0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -139,6 +140,13 @@ def test_a_forked_child_begins_anew() -> None:
     assert found.find(NAME, document) == []
     found.add(NAME, document)
     assert found.find(NAME, document) == [range(64)]
+    found._lock.acquire()
+    found._pid = -1
+    adding = threading.Thread(target=found.add, args=(NAME, document), daemon=True)
+    adding.start()
+    adding.join(10.0)
+    assert not adding.is_alive()
+    assert len(found) == 1
 
 
 def test_short_documents_are_not_kept() -> None:

@@ -1,0 +1,108 @@
+"""A forked child has a client that works, and can do no harm to its parent's. Each scene is a process of its own: fork
+is no friend of a test runner's threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from tests.e2e.test_given_back import CACHE, SPEC, TOKENS
+from tests.server.raw import eventually
+
+LOCK_IS_HELD = """
+import os, sys, threading, faulthandler
+from kvstore_client import connect
+from tests.e2e.test_given_back import SPEC, TOKENS
+client = connect(sys.argv[1])
+client.fetch(SPEC, TOKENS)
+client._connection._lock.acquire()  # as by a thread that connects just now
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)  # a child that hangs is not waited for
+    if sys.argv[2] == "ask":
+        assert client.lookup(SPEC, TOKENS).prefix_token_count == len(TOKENS)
+        assert client.fetch(SPEC, TOKENS).token_count == len(TOKENS)
+    client.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+CHILD_CLOSES = """
+import os, sys, time, threading, faulthandler
+from kvstore_client import Durability, connect
+from tests.e2e.test_given_back import CACHE, SPEC, TOKENS, fresh
+client, go = connect(sys.argv[1]), threading.Event()
+client.fetch(SPEC, TOKENS)
+session, watch, tokens = client.connect_now(), client.watch(), fresh()
+client._committer.submit(go.wait, 60.0)
+receipt = client.store(SPEC, tokens, CACHE)
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)
+    began_s = time.monotonic()
+    assert receipt.wait(3.0) is Durability.NONE, receipt.reason
+    assert "fork" in receipt.reason
+    watch.close()
+    client.close()
+    session.close()
+    assert time.monotonic() - began_s < 3.0, "it waited for what its parent commits"
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+go.set()
+assert status == 0
+assert receipt.wait(20.0) is Durability.MEMORY
+assert next(watch).token_count == SPEC.chunk_tokens
+assert client.fetch(SPEC, tokens).token_count == len(tokens)
+assert client.statistics()["sessions"] == 1
+"""
+
+PARENT_ENDS = """
+import os, sys
+from kvstore_client import connect
+from tests.e2e.test_given_back import SPEC, TOKENS
+client = connect(sys.argv[1])
+client.fetch(SPEC, TOKENS)
+child = os.fork()
+if child == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("forked", flush=True)
+os._exit(0)
+"""
+
+
+def run(code: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("what", ["ask", "close"])
+def test_a_child_does_not_wait_for_a_lock_that_its_parent_holds(sidecar: Sidecar, what: str) -> None:
+    with connect(sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(LOCK_IS_HELD, sidecar.address, what)
+
+
+def test_a_child_that_closes_everything_closes_nothing_of_its_parents(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(CHILD_CLOSES, sidecar.address)
+
+
+def test_a_session_ends_with_its_process_whatever_forks_live_on(local_sidecar: Sidecar) -> None:
+    command = [sys.executable, "-c", PARENT_ENDS, local_sidecar.address]
+    with connect(local_sidecar.address) as judge:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "forked\n"
+        eventually(lambda: judge.stats().sessions.session_count == 1)
+        process.stdin.close()
+        assert process.wait(20) == 0
+        process.stdout.close()

@@ -1,0 +1,164 @@
+"""Forks and cancelled tasks: a child has nothing of its parent's, and what nobody takes any more is given back."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+AIO = "clients/kvstore_client/aio.py"
+CALLS = "clients/kvstore_client/calls.py"
+CLIENT = "clients/kvstore_client/client.py"
+CONNECTION = "clients/kvstore_client/connection.py"
+KNOWN = "clients/kvstore_client/segments/known.py"
+RECEIPT = "clients/kvstore_client/receipt.py"
+SESSION = "clients/kvstore_client/session.py"
+WRITER = "clients/kvstore_client/writer.py"
+GATE = "clients/kvstore_client/recompute/gate.py"
+USES = "tests/e2e/test_given_back.py::test_a_fork_that_uses_what_is_its_parents_is_told_so[local]"
+DROPS = "tests/e2e/test_given_back.py::test_a_fork_gives_back_nothing_of_its_parents[local]"
+CONNECTS = "tests/e2e/test_failures.py::test_a_forked_child_connects_by_itself[local]"
+CLOSES = "tests/e2e/test_forks.py::test_a_child_that_closes_everything_closes_nothing_of_its_parents[local]"
+LOCKED = "tests/e2e/test_forks.py::test_a_child_does_not_wait_for_a_lock_that_its_parent_holds"
+T_ASYNC = "tests/e2e/test_async.py"
+
+MUTANTS = [
+    Mutant(
+        "call-of-the-parents-session",
+        CALLS,
+        "        if self.pid != os.getpid():\n",
+        "        if False:\n",
+        "a call in a forked child waits for ever",
+        (USES,),
+    ),
+    Mutant(
+        "calls-destroyed-in-a-fork",
+        CALLS,
+        "    _inherited.extend(_calls)\n    _inherited.extend(session.channel for session in _sessions)\n",
+        "    pass\n",
+        "a forked child waits for a lock that nobody holds any more",
+        (DROPS,),
+    ),
+    Mutant(
+        "session-of-the-parent",
+        CONNECTION,
+        "        if self._pid != os.getpid():\n"
+        "            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None\n"
+        "        with self._lock:\n            if self._is_closed:\n",
+        "        with self._lock:\n            if self._is_closed:\n",
+        "a forked child waits for a lock that a thread of its parent held",
+        (f"{LOCKED}[local-ask]",),
+    ),
+    Mutant(
+        "connection-closed-in-a-fork",
+        CONNECTION,
+        "        if self._pid != os.getpid():\n"
+        "            self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None\n"
+        "        with self._lock:\n            self._is_closed = True\n",
+        "        with self._lock:\n            self._is_closed = True\n",
+        "a forked child ends its parent's session",
+        (f"{LOCKED}[local-close]",),
+    ),
+    Mutant(
+        "threads-of-the-parent",
+        CLIENT,
+        "            self._start_threads()  # the parent's are not in this forked child\n",
+        "            pass\n",
+        "a forked child waits for threads that it does not have",
+        (CONNECTS,),
+    ),
+    Mutant(
+        "threads-closed-in-a-fork",
+        CLIENT,
+        "        if self._pid == os.getpid():\n            if not is_drained",
+        "        if True:\n            if not is_drained",
+        "a forked child that closes its client waits for threads that it does not have",
+        (CLOSES,),
+    ),
+    Mutant(
+        "remote-session-ended-by-a-fork",
+        "clients/kvstore_client/remote/session.py",
+        "        if self.ended.is_set() or self.pid != os.getpid():\n",
+        "        if self.ended.is_set():\n",
+        "a forked child ends its parent's session",
+        (CLOSES.replace("local", "remote"),),
+    ),
+    Mutant(
+        "sockets-of-the-parent",
+        SESSION,
+        "            os.close(session._socket.detach())\n",
+        "            pass\n",
+        "a session goes on as long as some fork of its process lives",
+        ("tests/e2e/test_forks.py::test_a_session_ends_with_its_process_whatever_forks_live_on",),
+    ),
+    Mutant(
+        "table-of-the-parent",
+        SESSION,
+        "        if session.presence is not None:\n            session.presence.close()\n        try:\n",
+        "        try:\n",
+        "a forked child looks into memory that it does not have",
+        (CONNECTS,),
+    ),
+    Mutant(
+        "store-of-the-parent",
+        WRITER,
+        "        if self._session is None or self._session.pid == os.getpid():\n",
+        "        if True:\n",
+        "a forked child writes into a store of its parent's, or waits for threads that it does not have",
+        (USES,),
+    ),
+    Mutant(
+        "receipt-of-the-parent",
+        RECEIPT,
+        "        return self._pid != os.getpid() and not self._future.done()\n",
+        "        return False\n",
+        "a forked child waits for ever for what its parent stores",
+        (CLOSES,),
+    ),
+    Mutant(
+        "documents-of-the-parent",
+        KNOWN,
+        "        if self._pid != os.getpid():\n            self._begin()\n        if len(tokens) < ANCHOR_TOKENS:\n",
+        "        if len(tokens) < ANCHOR_TOKENS:\n",
+        "a forked child waits for a lock that a thread of its parent held",
+        ("tests/segments/test_known.py::test_a_forked_child_begins_anew",),
+    ),
+    Mutant(
+        "gate-of-the-parent",
+        GATE,
+        "        if self._pid != os.getpid():\n",
+        "        if False:\n",
+        "a forked child waits for a lock that a thread of its parent held",
+        ("tests/recompute/test_gate.py::test_a_forked_child_goes_on_by_itself",),
+    ),
+    Mutant(
+        "release-that-is-cancelled",
+        AIO,
+        "        await asyncio.shield(asyncio.wrap_future(begun(self._threads, self.client.release_ticket, ticket)))\n",
+        "        await self.call(self.client.release_ticket, ticket)\n",
+        "a task that is cancelled while it releases its ticket leaves it held",
+        (f"{T_ASYNC}::test_a_release_that_is_cancelled_is_done_all_the_same",),
+    ),
+    Mutant(
+        "fetch-of-a-cancelled-task",
+        AIO,
+        "            found.stop()\n",
+        "            pass\n",
+        "a fetch goes on, and holds its lease, for a task that is gone",
+        (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
+    ),
+    Mutant(
+        "store-of-a-cancelled-task",
+        AIO,
+        "            begun(self._threads, found.abort)\n",
+        "            pass\n",
+        "a store holds its chunks for a task that is gone",
+        (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
+    ),
+    Mutant(
+        "watch-of-a-cancelled-task",
+        AIO,
+        "            begun(self._threads, found.close)\n",
+        "            pass\n",
+        "a watch takes a place for a task that is gone",
+        (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
+    ),
+]
