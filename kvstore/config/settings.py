@@ -119,6 +119,7 @@ class LimitSettings:
     watcher_count_max: int = 64
     watch_event_count_max: int = 16384
     pin_bytes_max: Size
+    """Nothing can be pinned until pins have their RPC; configurations that set this go on being read."""
     message_bytes_max: Size = 16 * MIB
 
     def __post_init__(self) -> None:

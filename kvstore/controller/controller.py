@@ -97,8 +97,6 @@ class Controller:
         self.joining = Joining(self.catalog, self.claiming, self.fetching, self.movement, counters)
         self.nvme_reason = ""
         """Why there is no device; empty when there is one, or none is wanted."""
-        self._pins: dict[int, int] = {}
-        self._pinned_bytes = 0
         self._is_draining = False
 
     # ------------------------------------------------------------ the device
@@ -280,34 +278,6 @@ class Controller:
 
     # ------------------------------------------------------------ operators
 
-    def pin(self, query: ChainQuery) -> int:
-        """Keep the resident prefix of a chain. Returns how many chunks. Raises Exhausted past limits.pin_bytes_max."""
-        rows = self._resident(query)
-        fresh = sum(self._byte_count(row) for row in rows if row not in self._pins)
-        if self._pinned_bytes + fresh > self.limits.pin_bytes_max:
-            raise Exhausted(f"{self._pinned_bytes + fresh} pinned bytes: raise limits.pin_bytes_max")
-        self._pinned_bytes += fresh
-        for row in rows:
-            self.catalog.table.hold(row)
-            self._pins[row] = self._pins.get(row, 0) + 1
-        return len(rows)
-
-    def unpin(self, query: ChainQuery) -> int:
-        """Undo one ``pin`` of the chain. Returns how many chunks."""
-        spaces = parts_of(self.catalog, query)
-        found = (space.index.get(each, space.ghosts.get(each)) for space in spaces for each in query.digests)
-        rows = [row for row in found if row is not None and row in self._pins]
-        for row in rows:
-            self._pins[row] -= 1
-            if not self._pins[row]:
-                del self._pins[row]
-                self._pinned_bytes -= self._byte_count(row)
-            self.catalog.unhold(row)
-        return len(rows)
-
-    def _byte_count(self, row: int) -> int:
-        return self.catalog.space_of(row).chunk_bytes(self.catalog.table.token_counts[row])
-
     def _resident(self, query: ChainQuery) -> list[int]:
         walk = self.catalog.walk(parts_of(self.catalog, query), query.digests)
         return [row for chain in walk.chains for row in chain]
@@ -325,7 +295,6 @@ class Controller:
             prefaulted_bytes=self.arena.prefaulted_bytes,
             used_bytes=self.arena.used_bytes,
             leased_bytes=self.fetching.leased_bytes,
-            pinned_bytes=self._pinned_bytes,
             reserved_bytes=self.claiming.reserved_bytes,
             region_count=len(self.arena.regions),
             chunk_count=self.arena.chunk_count,

@@ -210,7 +210,6 @@ def render_stats(
             prefaulted_bytes=stats.prefaulted_bytes,
             used_bytes=stats.used_bytes,
             leased_bytes=stats.leased_bytes,
-            pinned_bytes=stats.pinned_bytes,
             region_count=stats.region_count,
             chunk_count=stats.chunk_count,
             reserved_bytes=stats.reserved_bytes,

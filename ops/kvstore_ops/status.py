@@ -37,7 +37,7 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     held.add_row("used", f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}")
     held.add_row("pre-faulted", format_bytes(arena.prefaulted_bytes))
     held.add_row("chunks", str(arena.chunk_count))
-    held.add_row("leased / pinned", f"{format_bytes(arena.leased_bytes)} / {format_bytes(arena.pinned_bytes)}")
+    held.add_row("leased", format_bytes(arena.leased_bytes))
     held.add_row("sessions", str(sessions.session_count))
     held.add_row("stores in flight", f"{sessions.reservation_count} ({format_bytes(arena.reserved_bytes)})")
     held.add_row("staging", format_bytes(sessions.staging_bytes))

@@ -110,9 +110,9 @@ async def test_the_eldest_leaf_goes_first(service: Service, session: Session) ->
     assert service.arena.used_bytes <= service.arena.capacity_bytes
 
 
-async def test_pins_and_leases_keep_their_chunks(service: Service, session: Session) -> None:
+async def test_tickets_and_leases_keep_their_chunks(service: Service, session: Session) -> None:
     await service.store(session, 1, 2, 3, 4)
-    assert service.controller.pin(service.query(1, 2)) == 2
+    ticket = service.controller.lookup(service.query(1, 2), readers=1).ticket
     await service.store(session, 5, 6, 7, 8)
     leased = service.controller.fetch(session, service.query(5, 6, 7))
     done = await service.store(session, *range(20, 28))
@@ -121,9 +121,9 @@ async def test_pins_and_leases_keep_their_chunks(service: Service, session: Sess
     assert service.check(session, 1, 2) == 2
     assert service.check(session, 5, 6, 7) == 3
     service.controller.release(session, [leased.lease_id])
-    assert service.controller.unpin(service.query(1, 2)) == 2
+    service.controller.tickets.release(ticket)
     assert (await service.store(session, *range(30, 38))).committed_count == 8
-    assert service.controller.stats().pinned_bytes == 0
+    assert service.controller.stats().ticket_bytes == 0
 
 
 async def test_old_leases_are_revoked_under_pressure_and_counted(service: Service, session: Session) -> None:
@@ -211,7 +211,7 @@ async def test_filling_twice_is_refused(service: Service, session: Session) -> N
 async def test_limits_name_their_setting() -> None:
     service = Service(
         session_count_max=1, reservation_count_max=1, staging_bytes_max=8192, model_count_max=1, token_count_max=16,
-        lease_count_max=1, pin_bytes_max=0,
+        lease_count_max=1,
     )  # fmt: skip
     controller = service.controller
     session = controller.open_session(0)
@@ -227,8 +227,6 @@ async def test_limits_name_their_setting() -> None:
         controller.register_model(replace(service.spec, model_id="other"))
     with pytest.raises(Exhausted, match="token_count_max"):
         controller.lookup(service.query(1, 2, 3))
-    with pytest.raises(Exhausted, match="pin_bytes_max"):
-        controller.pin(service.query(1))
     controller.fetch(session, service.query(1))
     with pytest.raises(Exhausted, match="lease_count_max"):
         controller.fetch(session, service.query(1))

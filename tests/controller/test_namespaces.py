@@ -31,7 +31,6 @@ async def test_only_a_store_makes_a_namespace() -> None:
         for query in wanted(service, 0, 1):
             assert controller.lookup(query, readers=1).hit_count == 0
             assert controller.fetch(session, query).hit_count == 0
-            assert controller.pin(query) == controller.unpin(query) == 0
             assert (await controller.settle(query, 0.0)).chunk_count == 0
             with pytest.raises(InvalidRequest):  # a store that is refused for what it says
                 await controller.reserve(session, ReserveRequest(query, []))

@@ -31,7 +31,7 @@ MUTANTS = [
         "            return not (leaves and table.child_counts[row]) and not table.is_held(row) and row not in keep\n",
         "            return not (leaves and table.child_counts[row]) and row not in keep\n",
         "what a client copies is given up under its copy",
-        (f"{T_CONTROLLER}::test_pins_and_leases_keep_their_chunks",),
+        (f"{T_CONTROLLER}::test_tickets_and_leases_keep_their_chunks",),
     ),
     Mutant(
         "ticket-without-an-end",

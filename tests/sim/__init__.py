@@ -1,7 +1,7 @@
 """The whole service at once, on simulated parts, from a seed.
 
 A *run* is one seed: several *lives* of a controller over one simulated disk. In each life a few clients store, fetch,
-look up, lease, pin and die, while faults are injected; each life ends with a clean stop, a kill or a power cut, and
+look up, lease, hold and die, while faults are injected; each life ends with a clean stop, a kill or a power cut, and
 the next one recovers what the disk has left. Equal seeds give equal traces.
 
 - ``trace``    what happened, in order; printed when a run fails

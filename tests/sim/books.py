@@ -85,9 +85,9 @@ def _of_memory(life: Life) -> str:
     free = sum(region.free_bytes for region in arena.regions)
     if free + arena.used_bytes != sum(region.usable for region in arena.regions):
         return f"{free} bytes free and {arena.used_bytes} used of {sum(region.usable for region in arena.regions)}"
-    held = (stats.leased_bytes, stats.lease_count, stats.reservation_count, stats.staging_bytes, stats.pinned_bytes)
+    held = (stats.leased_bytes, stats.lease_count, stats.reservation_count, stats.staging_bytes, stats.ticket_bytes)
     if any(held) or stats.reserved_bytes or stats.loading_bytes:
-        return f"leases, reservations, staging, pins: {held}"
+        return f"leases, reservations, staging, tickets: {held}"
     return ""
 
 

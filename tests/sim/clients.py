@@ -66,7 +66,7 @@ class Client:
         self._trace = life.trace
         self.session: Session = self._controller.open_session(0)
         self._leases: list[tuple[int, Chain, FetchResult]] = []
-        self._pins: list[Chain] = []
+        self._tickets: list[bytes] = []
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until told to stop; then give everything back."""
@@ -98,8 +98,8 @@ class Client:
             (5, f"get {key}", 2 * DEADLINE_S + 0.1, lambda: self.get_value(key)),
             (2, f"settle {chain}", SETTLE_S + 0.1, lambda: self._settle(chain)),
             (3, "release", 0.0001, self._release),
-            (1, f"pin {chain}", 0.0001, lambda: self._pin(chain)),
-            (2, "unpin", 0.0001, self._unpin),
+            (1, f"hold {chain}", 0.0001, lambda: self._hold(chain)),
+            (2, "let go", 0.0001, self._let_go),
             (1, "die", DEADLINE_S + 0.1, lambda: self._die(chain)),
             (1, "register", 0.0001, self._register),
             (1, "idle", 20.0, self._idle),
@@ -386,14 +386,17 @@ class Client:
         self._controller.release(self.session, [lease_id])
         return f"{lease_id}, {whole} still whole"
 
-    async def _pin(self, chain: Chain) -> str:
-        count = self._controller.pin(chain.query())
-        if count:
-            self._pins.append(chain)
-        return str(count)
+    async def _hold(self, chain: Chain) -> str:
+        result = self._controller.lookup(chain.query(), readers=1)
+        if result.ticket:
+            self._tickets.append(result.ticket)
+        return str(result.hit_count)
 
-    async def _unpin(self) -> str:
-        return str(self._controller.unpin(self._pins.pop().query())) if self._pins else "nothing"
+    async def _let_go(self) -> str:
+        if not self._tickets:
+            return "nothing"
+        self._controller.tickets.release(self._tickets.pop())
+        return "a ticket"
 
     async def _register(self) -> str:
         for spec in SPECS:
@@ -425,8 +428,8 @@ class Client:
         return "reborn"
 
     async def _leave(self) -> None:
-        while self._pins:
-            self._controller.unpin(self._pins.pop().query())
+        while self._tickets:
+            await self._let_go()
         await self._act("leave", DEADLINE_S + 0.1, self._left)
 
     async def _left(self) -> str:

@@ -82,7 +82,7 @@ class Life:
         self.faults, memory = FaultPoints(), BytearrayMemory()
         self.arena = Arena(memory, self.faults, capacity_bytes=setup.arena_bytes, region_bytes=setup.arena_region_bytes)
         limits = LimitSettings(
-            leased_bytes_max=setup.arena_bytes, pin_bytes_max=setup.arena_bytes // 4, reservation_age_s_max=15.0,
+            leased_bytes_max=setup.arena_bytes, pin_bytes_max=0, reservation_age_s_max=15.0,
             lease_age_s_max=setup.lease_age_s_max,
         )  # fmt: skip
         self.controller = Controller(
