@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from operator import and_
@@ -37,8 +37,7 @@ class TailsFound(NamedTuple):
     lengths: int
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """What a chain met: how many leading chunks hit, runs over the whole chain, and per namespace the hits' rows."""
 
     hit_count: int
@@ -93,12 +92,16 @@ class Catalog:
         hits = len(digests)
         chains: list[list[int]] = []
         for namespace in namespaces:
-            rows = list(map(namespace.index.get, digests[:hits]))
-            if None in rows:
-                hits = rows.index(None)
-            chains.append(rows)  # type: ignore[arg-type]  # cut before the first None below
+            rows: list[int] = []
+            try:
+                rows.extend(map(namespace.index.__getitem__, digests[:hits]))
+            except KeyError:  # the first that is missing; the rows before it have come
+                hits = len(rows)
+            chains.append(rows)
         chains = [rows[:hits] for rows in chains]
-        runs = [*self._hit_runs(chains, hits), *absent_runs(namespaces, digests[hits:])]
+        runs = self._hit_runs(chains, hits)
+        if hits < len(digests):
+            runs += absent_runs(namespaces, digests[hits:])
         return Walk(hits, tuple(runs), chains)
 
     def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
 from kvstore.config import LimitSettings
@@ -128,10 +128,10 @@ class Fetching:
         found = LookupResult(walk.hit_count, walk.runs, tails, lengths)
         if not readers or not walk.hit_count:
             return found
-        held = replace(query, digests=query.digests[: walk.hit_count])
+        held = query._replace(digests=query.digests[: walk.hit_count])
         rows = tuple(row for chain in walk.chains for row in chain)
         ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
-        return replace(found, ticket=ticket.ticket_id, ticket_s=self._limits.ticket_age_s_max)
+        return found._replace(ticket=ticket.ticket_id, ticket_s=self._limits.ticket_age_s_max)
 
     async def lookup_in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, of a chain that takes long to walk: others are answered in between. What left meanwhile is
@@ -146,9 +146,9 @@ class Fetching:
                 hits, digests = hits + found, digests[found:]
             absent += absent_runs(parts, digests)
             await pauses.between()
-        prefix = self.lookup(replace(query, digests=query.digests[:hits]), readers)
+        prefix = self.lookup(query._replace(digests=query.digests[:hits]), readers)
         self._counters.add("lookup_miss_chunks", len(query.digests) - hits)
-        return replace(prefix, runs=tuple(joined_runs((*prefix.runs, *absent))))
+        return prefix._replace(runs=tuple(joined_runs((*prefix.runs, *absent))))
 
     def _byte_count(self, walk: Walk) -> int:
         table, numbered = self._catalog.table, self._catalog.spaces.numbered
@@ -158,7 +158,7 @@ class Fetching:
     def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...]) -> FetchResult:
         """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
         lost after all, Exhausted when memory has no room for it now."""
-        query = replace(self._tickets.query(ticket_id), layers=layers)
+        query = self._tickets.query(ticket_id)._replace(layers=layers)
         result = self.fetch(session, query)
         if result.hit_count == len(query.digests):
             self._tickets.redeemed(ticket_id)

@@ -1,4 +1,5 @@
-"""What goes into the controller and comes out. Plain values; the wire's messages mirror them."""
+"""What goes into the controller and comes out. Plain values; the wire's messages mirror them. What each lookup makes
+is a tuple: that takes a quarter of a dataclass's time."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from kvstore.controller.joining import Filling
 
 
-@dataclass(frozen=True, slots=True)
-class ChainQuery:
+class ChainQuery(NamedTuple):
     """Which chunks: a chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its
     attention cache (unless ``hidden_only``) and the E of each hidden layer; it hits when all of them are there."""
 
@@ -37,8 +37,7 @@ class Tail(NamedTuple):
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LookupResult:
+class LookupResult(NamedTuple):
     """``runs`` cover the whole chain; the first ``hit_count`` chunks are resident. ``tail_lengths``: bit n is set where
     a partial chunk after them has n tokens; 0 while ``tails`` are all. ``tail_found``: which of the partial chunks that
     were asked for is the first that is stored, from 1 on."""

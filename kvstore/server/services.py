@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
 
-from kvstore.controller import Controller, Session
+from kvstore.controller import Controller, LookupResult, Session
 from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
@@ -47,17 +46,18 @@ class CacheService:
         """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
         _session(self._controller, context)
         readers = (request.readers or 1) if request.hold else 0
-        segments = [render.parse_query(each) for each in request.segments]
         query = render.parse_query(request.query)
-        tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
-        found = await self._controller.lookup_segments(segments) if segments else ()
+        found: Sequence[LookupResult] = ()
+        if request.segments:
+            found = await self._controller.lookup_segments([render.parse_query(each) for each in request.segments])
         stored = 0
-        if tail_digests:
+        if request.tail_digests:
+            tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
             pauses = self._controller.long_work.begin()
             stored = await self._controller.fetching.first_stored(query, tail_digests, pauses)
         # Last: where the call is cancelled before, nobody knows of the ticket.
         result = await self._controller.lookup_long(query, readers)
-        return render.render_lookup(replace(result, tail_found=stored), found)
+        return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""

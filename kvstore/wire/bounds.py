@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2, remote_pb2
@@ -15,56 +18,68 @@ from kvstore.wire.limits import FIELD_LIMITS, MESSAGE_BYTES, PARTS_MAX, Limit
 _SIZED = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
-class _Rule(NamedTuple):
-    """What is looked at in a field. ``has_inside``: in each of its items, too."""
+class _Rules(NamedTuple):
+    """What is looked at in one kind of message. Both lists begin with the tightest limit.
 
-    limit: Limit
-    is_repeated: bool
-    is_sized: bool
-    has_inside: bool
+    A field cannot be longer than the message it came in, nor a list have more entries than that has bytes. So most
+    fields of a message of usual length are not looked at: each look costs time, one at 4 KiB of digests copies them.
+    """
+
+    fields: list[tuple[int, str, int, int]]
+    """Bytes of a message that cannot be beyond the field's limit, its name, its limit's count and size."""
+    inside: list[tuple[int, str, bool, _Rules]]
+    """The same of a field that holds messages: whether it is a list, and what is looked at in each."""
+
+    @property
+    def room(self) -> int:
+        """Bytes of a message of which nothing can be beyond its limit."""
+        return min(each[0] for each in (*self.fields, *self.inside))
 
 
 def decode(kind: Any, data: bytes | memoryview) -> Any:
     """A message of ``kind``, whose fields are within their limits. Raises InvalidRequest naming the field and the
     limit, or for bytes that are no such message.
 
-    Cost: the size before it is decoded, then a look at each field that is set; items of a list are looked at one by
-    one only where they have lists or texts of their own.
+    Cost: the size before it is decoded, then a look at each field whose limit is below that size; items of a list are
+    looked at one by one only where they have such fields of their own.
     """
-    name = kind.DESCRIPTOR.full_name
-    most = MESSAGE_BYTES[name]
+    most, rules = _KINDS[kind]
     if len(data) > most:
-        raise InvalidRequest(f"{kind.DESCRIPTOR.name}: {len(data)} bytes, at most {most}", field=name, limit=most)
+        name = kind.DESCRIPTOR
+        raise InvalidRequest(f"{name.name}: {len(data)} bytes, at most {most}", field=name.full_name, limit=most)
     try:
         message = kind.FromString(data)
     except DecodeError as error:
         raise InvalidRequest(f"{kind.DESCRIPTOR.name}: the message cannot be decoded") from error
-    check(message)
+    _check(message, rules, len(data))
     return message
 
 
-def check(message: Any) -> None:
-    """Hold a decoded message to its fields' limits. Raises InvalidRequest."""
-    for field, value in message.ListFields():
-        rule = _RULES.get(field.full_name)
-        if rule is None:
-            continue
-        limit = rule.limit
-        if rule.is_repeated:
-            if len(value) > limit.count:
-                raise _beyond(field, len(value), "entries", limit.count)
-            if rule.is_sized:
-                longest = max(map(len, value))
-                if longest > limit.size:
-                    raise _beyond(field, longest, "bytes in one entry", limit.size)
-            elif rule.has_inside:
-                for each in value:
-                    check(each)
-        elif rule.is_sized:
-            if len(value) > limit.size:
-                raise _beyond(field, len(value), "bytes", limit.size)
-        else:
-            check(value)
+def _check(message: Any, rules: _Rules, byte_count: int) -> None:
+    """Hold a message to its fields' limits. ``byte_count``: of the whole that it came in. Raises InvalidRequest."""
+    for room, name, count, size in rules.fields:
+        if byte_count <= room:
+            break
+        value = getattr(message, name)
+        found = len(value)
+        if not count:
+            if found > size:
+                raise _beyond(message, name, found, "bytes", size)
+        elif found:
+            if found > count:
+                raise _beyond(message, name, found, "entries", count)
+            if size and (longest := max(map(len, value))) > size:
+                raise _beyond(message, name, longest, "bytes in one entry", size)
+    for room, name, is_list, inner in rules.inside:
+        if byte_count <= room:
+            break
+        if is_list:
+            entries = getattr(message, name)
+            if entries:  # a loop over none takes longer than this look
+                for each in entries:
+                    _check(each, inner, byte_count)
+        elif message.HasField(name):
+            _check(getattr(message, name), inner, byte_count)
 
 
 def check_parts(chunk_count: int, part_count: int) -> None:
@@ -76,31 +91,40 @@ def check_parts(chunk_count: int, part_count: int) -> None:
         )  # fmt: skip
 
 
-def _beyond(field: Any, found: int, what: str, limit: int) -> InvalidRequest:
-    name = f"{field.containing_type.name}.{field.name}"
+def _beyond(message: Any, field: str, found: int, what: str, limit: int) -> InvalidRequest:
+    name = f"{message.DESCRIPTOR.name}.{field}"
     return InvalidRequest(f"{name}: {found} {what}, at most {limit}", field=name, limit=limit)
 
 
-def _rules(kind: Any, rules: dict[str, _Rule]) -> bool:
-    """Add the rules of a message's fields and of what they hold. Returns whether there is anything to look at."""
-    has_rules = False
+def _rules(kind: Any) -> _Rules:
+    """The rules of a message's fields and of what they hold."""
+    rules = _Rules([], [])
     for field in kind.fields:
-        inner = field.message_type is not None and _rules(field.message_type, rules)
-        is_sized = field.type in _SIZED
-        if field.is_repeated or is_sized or inner:
-            limit = FIELD_LIMITS[field.full_name] if field.is_repeated or is_sized else Limit()
-            rules[field.full_name] = _Rule(limit, field.is_repeated, is_sized, inner)
-            has_rules = True
-    return has_rules
-
-
-def _all_rules() -> dict[str, _Rule]:
-    rules: dict[str, _Rule] = {}
-    for module in (cache_pb2, remote_pb2, admin_pb2):
-        for kind in module.DESCRIPTOR.message_types_by_name.values():
-            if kind.full_name in MESSAGE_BYTES:
-                _rules(kind, rules)
+        if field.is_repeated or field.type in _SIZED:
+            limit = FIELD_LIMITS[field.full_name]
+            rules.fields.append((_room(field, limit), field.name, limit.count, limit.size))
+        if field.message_type is not None:
+            inner = _rules(field.message_type)
+            if inner.fields or inner.inside:
+                rules.inside.append((inner.room, field.name, field.is_repeated, inner))
+    rules.fields.sort(key=itemgetter(0))
+    rules.inside.sort(key=itemgetter(0))
     return rules
 
 
-_RULES = _all_rules()
+def _room(field: Any, limit: Limit) -> int:
+    """Bytes of the longest message in which a field is within its limit, whatever else is not in it."""
+    has_lengths = field.type in _SIZED or field.message_type is not None
+    entries_bytes = limit.count * (2 if has_lengths else 1)  # an empty entry is a tag and a length, a number one byte
+    return min(each for each in (entries_bytes, limit.size) if each)
+
+
+def _kinds() -> Iterator[tuple[Any, tuple[int, _Rules]]]:
+    for module in (cache_pb2, remote_pb2, admin_pb2):
+        for kind in module.DESCRIPTOR.message_types_by_name.values():
+            if kind.full_name in MESSAGE_BYTES:
+                yield GetMessageClass(kind), (MESSAGE_BYTES[kind.full_name], _rules(kind))
+
+
+_KINDS = dict(_kinds())
+"""Of each message that is read: the bytes it may have, and what is looked at in it."""

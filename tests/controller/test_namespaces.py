@@ -49,7 +49,7 @@ async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() 
     await controller.abort(session, first.reservation_id)
     for _ in range(3):
         with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
-            await controller.reserve(session, replace(request, query=replace(query, exactness=Exactness.DERIVED)))
+            await controller.reserve(session, replace(request, query=query._replace(exactness=Exactness.DERIVED)))
     assert not session.reservations
     assert (await service.store(session, 3)).committed_count == 1
     assert [service.check(session, path) for path in (1, 3)] == [1, 1]

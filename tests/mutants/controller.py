@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "cache-without-its-hidden-states",
         CATALOG,
-        "            if None in rows:\n                hits = rows.index(None)\n",
-        "            if None in rows and not chains:\n                hits = rows.index(None)\n",
+        "                hits = len(rows)\n            chains.append(rows)\n",
+        "                hits = hits if chains else len(rows)\n            chains.append(rows)\n",
         "a chunk counts as there whose hidden states are not",
         ("tests/catalog/test_catalog.py::test_a_chunk_hits_where_every_part_of_it_is",),
     ),

@@ -23,7 +23,7 @@ MUTANTS = [
     Mutant(
         "text-of-any-length",
         BOUNDS,
-        "            if len(value) > limit.size:\n",
+        "            if found > size:\n",
         "            if False:\n",
         "a name of megabytes is hashed, kept and logged",
         (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name[RegisterModelRequest.spec.model_id]",),
@@ -31,15 +31,15 @@ MUTANTS = [
     Mutant(
         "item-of-any-length",
         BOUNDS,
-        "                if longest > limit.size:\n",
-        "                if False:\n",
+        "            if size and (longest := max(map(len, value))) > size:\n",
+        "            if False:\n",
         "a list of few names is as large as its longest one",
         (f"{T_LIMITS}::test_one_long_item_of_a_list_is_refused_by_name",),
     ),
     Mutant(
         "lists-inside-lists",
         BOUNDS,
-        "                for each in value:\n                    check(each)\n",
+        "                for each in entries:\n                    _check(each, inner, byte_count)\n",
         "                pass\n",
         "what is inside of an item has no limit",
         (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name[RegisterModelRequest.spec.rope.factors.name]",),
@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "lists-inside-messages",
         BOUNDS,
-        "        else:\n            check(value)\n",
-        "        else:\n            pass\n",
+        "            _check(getattr(message, name), inner, byte_count)\n",
+        "            pass\n",
         "what is inside of a field has no limit",
         (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name[FetchRequest.query.digests]",),
     ),

@@ -112,9 +112,25 @@ MUTANTS = [
     Mutant(
         "list-of-any-length",
         BOUNDS,
-        "            if len(value) > limit.count:\n",
+        "            if found > count:\n",
         "            if False:\n",
         "one message holds up everybody for seconds",
+        (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name",),
+    ),
+    Mutant(
+        "short-message-with-a-long-list",
+        BOUNDS,
+        "    entries_bytes = limit.count * (2 if has_lengths else 1)",
+        "    entries_bytes = limit.count * (2 if has_lengths else 2)",
+        "a list is not looked at, though its entries are shorter than it was thought they could be",
+        (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name",),
+    ),
+    Mutant(
+        "short-message-with-a-list-of-empty-entries",
+        BOUNDS,
+        "    entries_bytes = limit.count * (2 if has_lengths else 1)",
+        "    entries_bytes = limit.count * (3 if has_lengths else 1)",
+        "the same of entries that are empty texts or messages",
         (f"{T_LIMITS}::test_one_more_than_the_limit_is_refused_by_name",),
     ),
     Mutant(

@@ -75,7 +75,7 @@ def paths(kind: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def message_with(kind: Any, path: tuple[Any, ...], more: int) -> Any:
-    """A message of which the field at the path is at its limit, and ``more`` above it."""
+    """A message of which the field at the path is at its limit, and ``more`` above it, in as few bytes as can be."""
     root = message = GetMessageClass(kind)()
     for step in path[:-1]:
         message = getattr(message, step.name).add() if step.is_repeated else getattr(message, step.name)
@@ -85,7 +85,8 @@ def message_with(kind: Any, path: tuple[Any, ...], more: int) -> Any:
     if not field.is_repeated:
         setattr(message, field.name, text * (limit.size + more))
     elif field.message_type is None:
-        getattr(message, field.name).extend([text] * (limit.count + more))
+        shortest = text if isinstance(text, int) else text[:0]
+        getattr(message, field.name).extend([shortest] * (limit.count + more))
     else:
         items = getattr(message, field.name)
         for _ in range(limit.count + more):
