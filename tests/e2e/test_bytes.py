@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from kvstore_client import Client, Durability, connect
+from kvstore_client.opaque import PUTS_AT_ONCE
 from kvstore_client.remote import fetching
 from kvstore_client.value import CHUNK_BYTES, HEAD, flat
 from kvstore_ops.sidecar import Sidecar
@@ -120,6 +121,29 @@ def test_wrong_targets_are_refused(client: Client) -> None:
         client.get_each("n", ["k"], [])
 
 
+def test_targets_that_share_memory_are_refused(client: Client) -> None:
+    room = np.zeros(30, np.uint8)
+    for targets in ([room[:10], room[9:19]], [[room[:10], room[20:]], [room[10:20], room[25:]]]):
+        with pytest.raises(InvalidRequest, match="targets"):
+            client.get_each("n", ["k", "l"], targets)
+    assert client.get_each("n", ["none", "of them"], [room[::2][:0], room[10:20]]) == [False, False]
+
+
+def test_more_values_at_once_than_a_session_may_reserve(plane: str) -> None:
+    """Who puts many waits for the first of them, and is refused none."""
+    environment = {**os.environ, "KVSTORE__LIMITS__RESERVATION_COUNT_MAX": str(PUTS_AT_ONCE + 6)}
+    with Sidecar("--capacity", "32 MiB", plane=plane, environment=environment) as sidecar:
+        with connect(sidecar.address) as client:
+            keys, go = [f"{number}" for number in range(2 * PUTS_AT_ONCE)], threading.Event()
+            client.put_bytes("many", "first", b"x").wait(20)
+            client._committer.submit(go.wait, 30.0)  # a device that is slow just now
+            waking = threading.Timer(1.0, go.set)
+            waking.start()
+            assert client.put_each("many", keys, [key.encode() for key in keys]) == [True] * len(keys)
+            waking.join()
+            assert all(client.exists("many", keys))
+
+
 def test_many_at_once_and_each_by_itself(client: Client) -> None:
     keys = [f"page-{number}" for number in range(12)]
     for number, key in enumerate(keys):
@@ -145,6 +169,30 @@ def test_a_value_that_finds_no_room_is_not_there_at_all() -> None:
         assert client.get_bytes("n", "big") is None
         assert client.exists("n", "big") is False
         assert client.put_bytes("n", "small", b"x").wait(10) is Durability.MEMORY
+        assert client.put_each("n", ["large", "little"], [noise(40 << 20), b"y"]) == [False, True]
+
+
+def test_a_value_whose_place_is_anothers_under_its_copy_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is revoked for its age, and the arena filled anew, when the copy is about to begin."""
+    environment = {**os.environ, "KVSTORE__LIMITS__LEASE_AGE_S_MAX": "0"}
+    with Sidecar("--capacity", "16 MiB", environment=environment) as sidecar:
+        with connect(sidecar.address) as client, connect(sidecar.address) as other:
+            halves = client._copier.halves
+
+            def late(copy: Any, work: Any) -> Any:
+                assert other.put_bytes("n", "large", noise(14_000_000, 1)).wait(20) is Durability.MEMORY
+                return halves(copy, work)
+
+            for get in (
+                lambda: client.get_bytes("n", "key") is not None,
+                lambda: client.get_each("n", ["key"], [np.zeros(3_000_000, np.uint8)])[0],
+            ):
+                assert client.put_bytes("n", "key", noise(3_000_000, 100)).wait(20) is Durability.MEMORY
+                assert get()
+                with monkeypatch.context() as patch:
+                    patch.setattr(client._copier, "halves", late)
+                    assert not get()
+            assert client.stats().counters["leases_revoked"] >= 2
 
 
 def test_writers_of_one_key_and_its_readers_meet_whole_values_only(sidecar: Sidecar) -> None:
@@ -293,6 +341,25 @@ def test_routers_and_attention_caches_do_not_meet_opaque_values(client: Client) 
     with pytest.raises(InvalidRequest, match="opaque"):
         session.call(session.cache.Store, pb.StoreRequest(reserve=reserve), 10.0)
     assert client.lookup(spec, tokens_of(16, 77)).prefix_token_count == 16
+
+
+def test_bytes_that_changed_on_their_way_are_a_miss_of_their_page_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [noise(2 << 20, number) for number in range(3)]
+    with Sidecar("--capacity", "32 MiB", plane="remote") as sidecar, connect(sidecar.address) as client:
+        assert client.put_each("n", ["a", "b", "c"], pages) == [True] * 3
+
+        def split(kind: Any, message: bytes) -> Any:
+            fields, found = split_message(kind, message)
+            place = found.tobytes().find(pages[2][5000:5016].tobytes())
+            if place >= 0:
+                found = found.copy()
+                found[place] ^= 1
+            return fields, found
+
+        monkeypatch.setattr(fetching, "split_message", split)
+        targets = [np.zeros(2 << 20, np.uint8) for _ in pages]
+        assert client.get_each("n", ["a", "b", "c"], targets) == [True, True, False]
+        assert all((targets[number] == pages[number]).all() for number in range(2))
 
 
 def test_bytes_that_changed_on_their_way_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

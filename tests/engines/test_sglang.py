@@ -156,6 +156,34 @@ def test_wrong_indices_and_an_unnamed_model_are_said(sidecar: Sidecar, caplog: p
         pass
 
 
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        ([-4, -3, -2, -1], "outside of the pool"),
+        ([48, 49, 50, 51], "outside of the pool"),
+        ([46, 47, 48, 49], "outside of the pool"),
+        ([0, 1, 2, 4], "4 tokens in a row"),
+        ([0, 0, 0, 0], "4 tokens in a row"),
+        ([0.0, 1.0, 2.0, 3.0], "whole numbers"),
+        ([[0, 1], [2, 3]], "whole numbers"),
+        ([True, False, True, True], "whole numbers"),
+    ],
+)
+def test_indices_that_are_no_page_of_the_pool_touch_no_memory(
+    sidecar: Sidecar, caplog: pytest.LogCaptureFixture, indices: Any, said: str
+) -> None:
+    """The pool answers with addresses, whatever it is asked: what lies there would be stored, or written over."""
+
+    class Asked(HostPool):
+        def get_page_buffer_meta(self, indices: Any) -> Any:
+            pytest.fail("the pool was asked where they lie")
+
+    with backend(sidecar, Asked()) as one:
+        assert one.batch_set_v1(["k"], torch.tensor(indices), None) == [False]
+        assert one.batch_get_v1(["k"], torch.tensor(indices), None) == [False]
+        assert said in caplog.text
+
+
 def test_without_its_sidecar_pages_are_missing_and_come_back_with_it(own_sidecar: Sidecar) -> None:
     pool = HostPool()
     keys = keys_of(2, 5000)

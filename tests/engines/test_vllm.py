@@ -224,6 +224,23 @@ def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
     assert engine.landed() == {"a"}
 
 
+def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted(sidecar: Sidecar) -> None:
+    """They are another request's by then. vLLM says so in the step that goes on with it."""
+    engine = Engine(sidecar.address)
+    side = SchedulerSide(engine.clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, loads=False)
+    asked, blocks, later = request("a", tokens_of(60, 73)), blocks_of(60), blocks_of(60, 30)
+    side.new_request(asked)
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, blocks, 0)
+    assert [save.block_ids for save in side.step(scheduled("a", blocks[:5], 0, 20)).saves] == [blocks[:4]]
+    side.allocated(asked, later, 0)
+    resumed = scheduled("a", later, 0, 60, is_new=False)
+    resumed.scheduled_cached_reqs.resumed_req_ids.add("a")
+    assert [save.block_ids for save in side.step(resumed).saves] == [later[:15]]
+    side.close()
+    engine.close()
+
+
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: str) -> None:
     tokens = tokens_of(42, 8 if load == "async" else 9)

@@ -8,6 +8,7 @@ from tests.mutants import (
     client,
     controller,
     doors,
+    engines,
     forks,
     kernels,
     keys,
@@ -39,4 +40,5 @@ MUTANTS: list[Mutant] = [
     *security.MUTANTS,
     *doors.MUTANTS,
     *recompute.MUTANTS,
+    *engines.MUTANTS,
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -68,11 +70,53 @@ def test_threads_have_the_priority_they_were_asked_for() -> None:
 
 def test_a_cancelled_call_never_runs() -> None:
     workers, go = WorkerThreads(1, "test"), threading.Event()
-    busy, late = workers.submit(go.wait, WAIT_S), workers.submit(pytest.fail, "it was cancelled")
+    ran: list[str] = []
+    busy, late = workers.submit(go.wait, WAIT_S), workers.submit(ran.append, "it was cancelled")
     assert late.cancel()
     go.set()
     assert busy.result(WAIT_S)
     workers.close()
+    assert ran == []
+
+
+def test_what_a_job_was_about_is_free_when_its_end_is_told() -> None:
+    """Who hears of it takes memory of the same size next."""
+
+    class Cache:
+        pass
+
+    workers, go, cache = WorkerThreads(1, "test"), threading.Event(), Cache()
+    left, seen = weakref.ref(cache), []
+    busy = workers.submit(go.wait, WAIT_S)
+    done = workers.submit(id, cache)
+    done.add_done_callback(lambda _: seen.append(left()))
+    del cache
+    go.set()
+    assert busy.result(WAIT_S)
+    done.result(WAIT_S)
+    workers.close()
+    assert seen == [None]
+
+
+def test_an_error_goes_with_who_was_told_of_it() -> None:
+    """Its frames hold the memory of the cache that was lost: they do not wait for garbage collection."""
+
+    class LostError(Exception):
+        pass
+
+    def lose() -> None:
+        raise LostError
+
+    workers = WorkerThreads(1, "test")
+    gc.disable()
+    try:
+        failed = workers.submit(lose)
+        left = weakref.ref(failed.exception(WAIT_S))
+        workers.close()
+        del failed
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_refusal_is_how_the_job_ended() -> None:

@@ -1,0 +1,210 @@
+"""Engines: whose memory is read and written, and whose cache is loaded and kept."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+OPAQUE = "clients/kvstore_client/opaque.py"
+READING = "clients/kvstore_client/reading.py"
+SGLANG = "clients/kvstore_client/engines/sglang.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+JOBS = "kvstore/seams/scheduler.py"
+T_BYTES = "tests/e2e/test_bytes.py"
+T_SGLANG = "tests/engines/test_sglang.py"
+T_VLLM = "tests/engines/test_vllm.py"
+INDICES = f"{T_SGLANG}::test_indices_that_are_no_page_of_the_pool_touch_no_memory"
+
+MUTANTS = [
+    Mutant(
+        "indices-before-the-pool",
+        SGLANG,
+        "    if found.min() < 0 or (",
+        "    if (",
+        "memory before the pool is stored, and written over",
+        (INDICES,),
+    ),
+    Mutant(
+        "indices-behind-the-pool",
+        SGLANG,
+        " or (size is not None and found.max() >= size):\n",
+        ":\n",
+        "memory behind the pool is stored, and written over",
+        (INDICES,),
+    ),
+    Mutant(
+        "indices-with-holes",
+        SGLANG,
+        "    if (pages != pages[:, :1] + np.arange(step)).any():\n",
+        "    if False:\n",
+        "a page is read as one run, and its tokens lie elsewhere",
+        (INDICES,),
+    ),
+    Mutant(
+        "indices-that-are-no-numbers",
+        SGLANG,
+        '    if found.ndim != 1 or found.dtype.kind not in "iu":\n',
+        "    if False:\n",
+        "a mask is taken for the first tokens of the pool",
+        (INDICES,),
+    ),
+    Mutant(
+        "more-indices-than-pages",
+        SGLANG,
+        "    if found.size != page_count * step:\n",
+        "    if False:\n",
+        "keys are stored with the pages of others",
+        (f"{T_SGLANG}::test_wrong_indices_and_an_unnamed_model_are_said",),
+    ),
+    Mutant(
+        "pages-of-another-form",
+        SGLANG,
+        '            facts |= {name: str(getattr(pool, name, None)) for name in ("dtype", "layout", "page_size")}\n',
+        "",
+        "an engine reads pages that were packed in another way",
+        (f"{T_SGLANG}::test_another_dtype_layout_or_page_size_never_shares",),
+    ),
+    Mutant(
+        "pages-of-another-rank",
+        SGLANG,
+        '        if getattr(storage_config, "is_mla_model", False):  # every rank has the same latents\n',
+        "        if True:\n",
+        "a rank reads another rank's heads",
+        (f"{T_SGLANG}::test_another_model_rank_or_weights_never_share",),
+    ),
+    Mutant(
+        "pages-of-other-weights",
+        SGLANG,
+        '        self._identity["weights"] = extra.get("weights_digest") or f"unverified:{model}"\n',
+        '        self._identity["weights"] = f"unverified:{model}"\n',
+        "after a change of weights the old cache is served",
+        (f"{T_SGLANG}::test_another_model_rank_or_weights_never_share",),
+    ),
+    Mutant(
+        "values-of-another-size",
+        READING,
+        "                    if head is not None and head.size == targets[number].size:\n",
+        "                    if head is not None:\n",
+        "a page is filled with a shorter value and what lies behind it",
+        (f"{T_BYTES}::test_many_at_once_and_each_by_itself[local]",),
+    ),
+    Mutant(
+        "good-or-not",
+        READING,
+        "                    done[number] = is_good\n",
+        "                    done[number] = True\n",
+        "bytes of a value that went under the copy are a page",
+        (f"{T_BYTES}::test_a_value_whose_place_is_anothers_under_its_copy_is_a_miss",),
+    ),
+    Mutant(
+        "targets-that-share-memory",
+        OPAQUE,
+        "        check_apart([span for span, _ in spans], [name for _, name in spans])\n",
+        "",
+        "a page is fetched over another one",
+        (f"{T_BYTES}::test_targets_that_share_memory_are_refused[local]",),
+    ),
+    Mutant(
+        "puts-without-a-limit",
+        OPAQUE,
+        "            if len(receipts) >= PUTS_AT_ONCE:\n",
+        "            if False:\n",
+        "a call with many pages passes what a session may reserve, and most of them are not kept",
+        (f"{T_BYTES}::test_more_values_at_once_than_a_session_may_reserve[local]",),
+    ),
+    Mutant(
+        "refused-and-kept",
+        OPAQUE,
+        "        return receipt.wait(max(0.0, timeout_s)) > Durability.NONE\n",
+        "        return receipt.wait(max(0.0, timeout_s)) >= Durability.NONE\n",
+        "an engine drops a page from its memory that nobody has",
+        (f"{T_BYTES}::test_a_value_that_finds_no_room_is_not_there_at_all",),
+    ),
+    Mutant(
+        "value-replaced-under-its-copy",
+        READING,
+        "        good = prefix.settle(bad)\n        return [chunk.token_start < good for chunk, *_ in work]\n",
+        "        return [True for _ in work]\n",
+        "the bytes of the next value are handed out",
+        (f"{T_BYTES}::test_a_value_whose_place_is_anothers_under_its_copy_is_a_miss",),
+    ),
+    Mutant(
+        "loaded-to-the-last-token",
+        SCHEDULER,
+        "        useful = self._whole(int(request.num_tokens) - 1)\n",
+        "        useful = self._whole(int(request.num_tokens))\n",
+        "vLLM has no token left to compute, and no logits",
+        (f"{T_VLLM}::test_a_prompt_that_is_whole_leaves_a_block_to_compute",),
+    ),
+    Mutant(
+        "loaded-where-nothing-may-be-reused",
+        SCHEDULER,
+        "        if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:\n",
+        "        if not self._does_load or useful <= computed:\n",
+        "a request that wants the logits of its prompt is given none",
+        (f"{T_VLLM}::test_a_prompt_that_is_whole_leaves_a_block_to_compute",),
+    ),
+    Mutant(
+        "loaded-again-after-it-failed",
+        SCHEDULER,
+        "        if tracked is None or tracked.has_failed or self._patience.is_spent:\n",
+        "        if tracked is None or self._patience.is_spent:\n",
+        "a request goes round and round over a load that fails",
+        (f"{T_VLLM}::test_a_load_that_fails_is_told_and_not_tried_again",),
+    ),
+    Mutant(
+        "kept-though-it-is-doubtful",
+        SCHEDULER,
+        "        if until <= tracked.kept or tracked.is_doubtful:\n",
+        "        if until <= tracked.kept:\n",
+        "what was computed beside blocks that never came is stored as the model's own",
+        (f"{T_VLLM}::test_a_load_that_fails_is_told_and_not_tried_again",),
+    ),
+    Mutant(
+        "blocks-of-before-it-was-preempted",
+        SCHEDULER,
+        "                tracked.block_ids = list(block_ids) if is_whole else tracked.block_ids + list(block_ids)\n",
+        "                tracked.block_ids = tracked.block_ids + list(block_ids)\n",
+        "the blocks of another request are stored as this one's",
+        (f"{T_VLLM}::test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted",),
+    ),
+    Mutant(
+        "shared-with-the-old-weights",
+        SCHEDULER,
+        "        self._adapters = self._adapters.of_unknown_weights()\n",
+        "",
+        "after a change of weights the old cache is loaded",
+        (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),
+    ),
+    Mutant(
+        "kept-from-before-the-reset",
+        SCHEDULER,
+        "                tracked.has_failed = tracked.is_doubtful = True\n",
+        "                pass\n",
+        "what two sets of weights computed is stored as one cache",
+        (f"{T_VLLM}::test_after_a_reset_nothing_of_before_is_loaded_or_kept",),
+    ),
+    Mutant(
+        "memory-kept-by-who-did-the-job",
+        JOBS,
+        "    call.clear()\n",
+        "",
+        "the memory of a lost cache stays until the next call, beside the next cache",
+        ("tests/seams/test_jobs.py::test_what_a_job_was_about_is_free_when_its_end_is_told",),
+    ),
+    Mutant(
+        "error-that-keeps-itself",
+        JOBS,
+        "    finally:\n        del future, error\n",
+        "    finally:\n        pass\n",
+        "the memory of a lost cache stays until garbage is collected, beside the next cache",
+        ("tests/seams/test_jobs.py::test_an_error_goes_with_who_was_told_of_it",),
+    ),
+    Mutant(
+        "cancelled-and-run",
+        JOBS,
+        "        if not future.set_running_or_notify_cancel():\n            return\n",
+        "        future.set_running_or_notify_cancel()\n",
+        "a copy that was called off writes into memory that is another's",
+        ("tests/seams/test_jobs.py::test_a_cancelled_call_never_runs",),
+    ),
+]
