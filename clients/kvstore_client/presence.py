@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
+from kvstore.handoff.messages import COUNTED_MAX, LookedUp, PresenceAnswer, PresenceQuestion, Question
+from kvstore.handoff.passing import check_descriptors
 from kvstore.keys import ROOT_DIGEST
 from kvstore.presence import (
     NEWS_MASK,
@@ -80,7 +82,7 @@ class Presence:
     """
 
     def __init__(
-        self, send: Callable[[dict[str, Any]], bool], is_open: Callable[[], bool], clock: Clock | None = None
+        self, send: Callable[[Question], bool], is_open: Callable[[], bool], clock: Clock | None = None
     ) -> None:
         """``send``: a packet by the hand-off, without waiting; whether it was taken. ``is_open``: whether the sidecar
         has not closed the hand-off, as it does when it ends, however it ends."""
@@ -99,18 +101,19 @@ class Presence:
         now = self._clock.monotonic()
         if not self._is_closed and now - self._asked_s >= INTERVAL_S:
             self._asked_s = now
-            self._send({"op": "presence"})
+            self._send(PresenceQuestion())
 
-    def take(self, reply: dict[str, Any], descriptors: Sequence[int]) -> None:
+    def take(self, answer: PresenceAnswer, descriptors: Sequence[int]) -> None:
         """The sidecar's table. One that cannot be had here is asked for again some time."""
         with closing_all(descriptors):
             try:
-                mapping = SharedMap(descriptors[0], reply["bytes"], writable=False)
-            except (IndexError, Unavailable) as error:  # no descriptor left in this process, or no address space
-                _log.warning("kvstore: lookups are calls: %r", error)
+                check_descriptors(answer, descriptors)
+                mapping = SharedMap(descriptors[0], answer.byte_count, writable=False)
+            except Unavailable as error:
+                _log.warning("kvstore: lookups are calls: %s", error.message)
                 return
-        self._token_count_max = int(reply["token_count_max"])
-        self._tail_tokens_max = int(reply.get("tail_tokens_max", 0))  # an earlier release's table has none
+        self._token_count_max = answer.token_count_max
+        self._tail_tokens_max = answer.tail_tokens_max
         self._words = mapping.bytes.view(np.uint64)
         self._asked_s = -math.inf
         if self._is_closed:
@@ -210,8 +213,9 @@ class Presence:
         """Let the sidecar count what was counted here since it was told last."""
         with self._counting:
             self._told_s = self._clock.monotonic()
-            if self._counts and self._send({"op": "looked_up", **self._counts}):
-                self._counts.clear()
+            told = {name: min(count, COUNTED_MAX) for name, count in self._counts.items()}
+            if told and self._send(LookedUp(**told)):
+                self._counts -= Counter(told)
 
     def close(self) -> None:
         """Let go of the table."""

@@ -7,8 +7,6 @@ After a fork the child has no mapping (they are not inherited), closes the socke
 
 from __future__ import annotations
 
-import array
-import json
 import os
 import socket
 import struct
@@ -17,13 +15,29 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable, from_status
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.handoff.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Done,
+    Hello,
+    PresenceAnswer,
+    Question,
+    Refusal,
+    RegionsAnswer,
+    RegionsQuestion,
+    StagingAnswer,
+    StagingClose,
+    StagingQuestion,
+    Welcome,
+)
+from kvstore.handoff.passing import check_descriptors, receive, send
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2_grpc
@@ -32,13 +46,13 @@ from kvstore.wire import METADATA_SESSION
 from kvstore_client.calls import Calls
 from kvstore_client.presence import Presence
 
-PROTOCOL_VERSION = 1
-PACKET_BYTES_MAX = 65536
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
     ("SingleThreadedUnaryStream", 1),
 )
+
+Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, Done)
 
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -56,25 +70,26 @@ class Session(Calls):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._growing = threading.Lock()
-        self._replies: list[tuple[dict[str, Any], list[int]]] = []
+        self._answers: list[tuple[Answer, list[int]]] = []
         self._arrived = threading.Condition()
         self._maps: list[SharedMap] = []
         self._regions: dict[int, Bytes] = {}
         self._socket = self._connect(socket_path.with_name("data.sock"), timeout_s)
         try:
-            welcome, descriptors = self._exchange_now({"op": "hello", "version": PROTOCOL_VERSION})
-            self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome["secret"])),)
-            self.session_id: int = welcome["session"]
-            self.server_pid: int = welcome["server_pid"]
+            welcome, descriptors = self._welcome()
+            self.metadata = ((METADATA_SESSION, bytes.fromhex(welcome.secret)),)
+            self.session_id = welcome.session_id
+            self.server_pid = welcome.server_pid
             with closing_all(descriptors):
-                generations = self._map(descriptors[0], welcome["generations_bytes"])
+                check_descriptors(welcome, descriptors)
+                generations = self._map(descriptors[0], welcome.generations_bytes)
                 self.generations: NDArray[np.uint64] = generations.view(np.uint64)
-                self._add_regions(welcome["regions"], descriptors[1:])
+                self._add_regions(welcome, descriptors[1:])
         except BaseException:
             self._socket.close()
             raise
         self._bound_sends()
-        if "presence" in welcome.get("offers", ()):
+        if "presence" in welcome.offers:
             self.presence = Presence(partial(_send_now, self._socket), partial(_is_open, self._socket))
             self.presence.ask()
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
@@ -101,26 +116,10 @@ class Session(Calls):
 
     # ------------------------------------------------------------ hand-off
 
-    @staticmethod
-    def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-        """The next packet, and the descriptors that came with it. Raises OSError, and Unavailable at the end."""
-        data, ancillary, _, _ = connection.recvmsg(
-            PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC
-        )
-        descriptors: list[int] = []
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                rights = array.array("i")
-                rights.frombytes(payload[: len(payload) // 4 * 4])
-                descriptors += rights.tolist()
-        if not data:
-            raise Unavailable("the sidecar closed the session")
-        return json.loads(data), descriptors
-
-    def _exchange_now(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _welcome(self) -> tuple[Welcome, list[int]]:
         try:
-            self._socket.send(json.dumps(request).encode())
-            return _unless_error(*self.receive(self._socket))
+            send(self._socket, Hello(PROTOCOL_VERSION))
+            return _expected(Welcome, *receive(self._socket))
         except OSError as error:
             raise Unavailable(f"the hand-off failed: {error}") from error
 
@@ -132,35 +131,35 @@ class Session(Calls):
         limit = struct.pack("ll", seconds, max(1, int((self._timeout_s - seconds) * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def _exchange(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """One question and its answer, which the watcher receives."""
+    def _exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
+        """One question and its answer, of this kind, which the watcher receives. Raises what a refusal says."""
         with self._lock:
             try:
-                self._socket.send(json.dumps(request).encode())
+                send(self._socket, question)
             except OSError as error:
                 raise Unavailable("the sidecar is gone") from error
             try:
                 with self._arrived:
-                    come = self._arrived.wait_for(lambda: self._replies or self.ended.is_set(), self._timeout_s)
-                    reply = self._replies.pop(0) if self._replies else None
+                    come = self._arrived.wait_for(lambda: self._answers or self.ended.is_set(), self._timeout_s)
+                    answer = self._answers.pop(0) if self._answers else None
             except BaseException:  # an interrupt: as below
                 self.close()
                 raise
-        if reply is not None:
-            return _unless_error(*reply)
+        if answer is not None:
+            return _expected(kind, *answer)
         if come:
             raise Unavailable("the sidecar is gone")
         self.close()  # an answer that comes later would be taken for the next question's
         raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
 
-    def take(self, reply: dict[str, Any], descriptors: list[int]) -> None:
+    def take(self, answer: Answer, descriptors: list[int]) -> None:
         """A packet came."""
-        if reply.get("op") == "presence" and self.presence is not None:
-            self.presence.take(reply, descriptors)
+        if isinstance(answer, PresenceAnswer) and self.presence is not None:
+            self.presence.take(answer, descriptors)
             return
         with self._arrived:
             if not self.ended.is_set():
-                self._replies.append((reply, descriptors))
+                self._answers.append((answer, descriptors))
                 self._arrived.notify_all()
                 return
         with closing_all(descriptors):
@@ -173,8 +172,8 @@ class Session(Calls):
         self._maps.append(mapping)
         return mapping.bytes
 
-    def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
-        for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
+    def _add_regions(self, answer: Welcome | RegionsAnswer, descriptors: list[int]) -> None:
+        for (index, byte_count), descriptor in zip(answer.regions, descriptors, strict=True):
             self._regions[index] = self._map(descriptor, byte_count)
 
     def region(self, index: int) -> Bytes:
@@ -185,9 +184,10 @@ class Session(Calls):
                 raise Unavailable("the sidecar is gone")
             with self._growing:
                 have = len(self._regions)
-                reply, descriptors = self._exchange({"op": "regions", "have": have})
+                answer, descriptors = self._exchange(RegionsQuestion(have), RegionsAnswer)
                 with closing_all(descriptors):
-                    self._add_regions(reply["regions"], descriptors)
+                    check_descriptors(answer, descriptors)
+                    self._add_regions(answer, descriptors)
                 found = self._regions.get(index)
                 if found is None and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
@@ -196,15 +196,16 @@ class Session(Calls):
     def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
         """Writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit, Unavailable
         where it cannot be mapped."""
-        reply, descriptors = self._exchange({"op": "staging", "bytes": byte_count})
+        answer, descriptors = self._exchange(StagingQuestion(byte_count), StagingAnswer)
         with closing_all(descriptors):
             try:
+                check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], byte_count, writable=True)
             except Unavailable:
-                self._exchange({"op": "staging_close", "staging_id": reply["staging_id"]})
+                self._exchange(StagingClose(answer.staging_id), Done)
                 raise
         self._maps.append(mapping)
-        return int(reply["staging_id"]), mapping
+        return answer.staging_id, mapping
 
     # ------------------------------------------------------------ end
 
@@ -218,10 +219,10 @@ class Session(Calls):
         self._ending()()
         self.returns.close()
         with self._arrived:
-            for _, descriptors in self._replies:
+            for _, descriptors in self._answers:
                 with closing_all(descriptors):
                     pass  # nobody waits for this answer any more
-            self._replies.clear()
+            self._answers.clear()
             self._arrived.notify_all()
         self._maps.clear()
         self._regions.clear()
@@ -242,12 +243,13 @@ def _end(ended: threading.Event, connection: socket.socket, channel: Any) -> Non
     channel.close()
 
 
-def _send_now(connection: socket.socket, packet: dict[str, Any]) -> bool:
-    """What wants no answer. False when the sidecar cannot take it now."""
+def _send_now(connection: socket.socket, message: Question) -> bool:
+    """What nobody waits for. False when the sidecar cannot take it now."""
     try:
-        return connection.send(json.dumps(packet).encode(), socket.MSG_DONTWAIT) > 0
+        send(connection, message, flags=socket.MSG_DONTWAIT)
     except OSError:
         return False
+    return True
 
 
 def _is_open(connection: socket.socket) -> bool:
@@ -265,23 +267,24 @@ def _watch(session_of: weakref.ref[Session], connection: socket.socket) -> None:
     session: Session | None = None
     try:
         while True:
-            reply, descriptors = Session.receive(connection)
+            answer, descriptors = receive(connection)
             session = session_of()
             if session is None:
                 with closing_all(descriptors):
                     return
-            session.take(reply, descriptors)
+            session.take(answer, descriptors)
             session = None
-    except (OSError, KVStoreError, ValueError):
+    except (OSError, KVStoreError):
         session = session or session_of()
         if session is not None:
             session.close()
 
 
-def _unless_error(reply: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], list[int]]:
-    if reply.get("op") == "error":
-        raise from_status(reply["status"], reply["message"])
-    return reply, descriptors
+def _expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[Said, list[int]]:
+    if isinstance(answer, kind):
+        return answer, descriptors
+    with closing_all(descriptors):
+        raise answer.error if isinstance(answer, Refusal) else Unavailable(f"the sidecar answered with {answer.op}")
 
 
 def _after_fork_in_child() -> None:

@@ -1,7 +1,7 @@
 """The process's doors. Each parses, calls the controller, renders, and decides nothing.
 
 - ``kvstore.sock``  gRPC: CacheService, AdminService, health, reflection
-- ``data.sock``     the hand-off: session secret and memory by descriptor (``handoff`` has the protocol)
+- ``data.sock``     the hand-off: session secret and memory by descriptor (``kvstore.handoff`` has the protocol)
 - metrics           a Prometheus page on 127.0.0.1
 
 ``serve`` is the whole life of the process.

@@ -1,23 +1,5 @@
-"""The hand-off socket: where a client gets its session and its memory.
-
-AF_UNIX SOCK_SEQPACKET, one JSON object per packet, descriptors by SCM_RIGHTS. The connection is the session: when
-either end closes it, the session's leases, reservations and staging end. The peer's uid must be the tenant's, or the
-server's own.
-
-    > {"op": "hello", "version": 1}
-    < {"op": "welcome", "session": 7, "secret": "<64 hex>", "server_pid": 1, "generations_bytes": n,
-       "regions": [[index, bytes], ...], "offers": ["presence"]}  + [generations, region, ...]
-    > {"op": "regions", "have": 3}
-    < {"op": "regions", "regions": [[3, bytes], ...]}             + [region, ...]   from index 3 on
-    > {"op": "staging", "bytes": n}
-    < {"op": "staging", "staging_id": 9, "bytes": n}              + [staging]
-    > {"op": "staging_close", "staging_id": 9}
-    < {"op": "ok"}
-    > {"op": "presence"}
-    < {"op": "presence", "bytes": n, "token_count_max": n, "tail_tokens_max": n}   + [presence table]
-    > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
-    < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
-"""
+"""The server's half of the hand-off (``kvstore.handoff`` has the protocol): who may connect, how long it may take, and
+what each question is answered with."""
 
 from __future__ import annotations
 
@@ -25,42 +7,44 @@ import asyncio
 import logging
 import os
 import socket
-import struct
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict
 
+from kvstore.arena.region import Region
 from kvstore.controller import Controller, Session
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.handoff.messages import (
+    MESSAGE_CHARACTERS_MAX,
+    PROTOCOL_VERSION,
+    REGIONS_MAX,
+    Answer,
+    Done,
+    Hello,
+    LookedUp,
+    PresenceAnswer,
+    PresenceQuestion,
+    Question,
+    Refusal,
+    RegionsAnswer,
+    RegionsQuestion,
+    StagingAnswer,
+    StagingClose,
+    StagingQuestion,
+    Welcome,
+)
+from kvstore.handoff.packets import PACKET_BYTES_MAX, NoPacket, decode_question
+from kvstore.handoff.passing import peer_uid
 from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
 from kvstore.server.outbox import Outbox, Unread
-from kvstore.server.packets import (
-    COUNTED,
-    MESSAGE_CHARACTERS_MAX,
-    PACKET_BYTES_MAX,
-    REGIONS_MAX,
-    REQUESTS,
-    decode,
-    number,
-    operation_of,
-    refusal,
-)
 
-PROTOCOL_VERSION = 1
 HELLO_TIMEOUT_S = 5.0
 """How long a connection may hold a descriptor of ours without saying who it is."""
 ACCEPT_PAUSE_S = 0.1
 LINGER_STEP_S = 0.5
 
 _log = logging.getLogger("kvstore.handoff")
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """The uid at the other end, told by the kernel."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
 
 
 class Handoff:
@@ -132,7 +116,7 @@ class Handoff:
         self._controller.counters.add("sessions_refused")
         _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
         try:
-            self._outbox.send(connection, refusal(error))
+            self._outbox.send(connection, Refusal.of(error))
         except (OSError, Unread) as reason:
             _log.info("refusal not taken", extra={"reason": str(reason)})
 
@@ -145,17 +129,17 @@ class Handoff:
         loop = asyncio.get_running_loop()
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
             await asyncio.sleep(0)  # a peer that always has something to say holds up nobody
-            request = decode(packet)
-            if request.get("op") == "looked_up":
-                self._count(request)
-                continue
             try:
-                reply, descriptors = self._answer(session, connection, request)
-            except Unread:
+                question = decode_question(packet)
+                if isinstance(question, LookedUp):
+                    self._count(question)
+                    continue
+                answer, descriptors = self._answer(session, connection, question)
+            except (NoPacket, Unread):
                 raise
             except KVStoreError as error:
-                reply, descriptors = refusal(error), []
-            self._outbox.send(connection, reply, descriptors)
+                answer, descriptors = Refusal.of(error), []
+            self._outbox.send(connection, answer, descriptors)
 
     async def _close(self, session: Session) -> None:
         try:
@@ -176,61 +160,44 @@ class Handoff:
         # After the packet is read: closing on unread bytes would reset the peer before it sees the refusal.
         if peer_uid(connection) not in self._uids:
             raise PermissionDenied("this socket serves its own user only")
-        request = decode(packet)
-        version = request.get("version")
-        if (
-            operation_of(request) != "hello" or type(version) is not int or version != PROTOCOL_VERSION
-        ):  # true == 1 == 1.0
-            raise InvalidRequest(
-                f"this server speaks hand-off version {PROTOCOL_VERSION}, not {version!r:.40}: "
-                "use a client of the same release"
-            )
+        question = decode_question(packet)
+        if not isinstance(question, Hello):
+            raise InvalidRequest(f"a hand-off begins with hello, version {PROTOCOL_VERSION}, not with {question.op}")
 
-    def _welcome(self, session: Session, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    def _welcome(self, session: Session, connection: socket.socket) -> tuple[Answer, list[int]]:
         arena = self._controller.arena
         regions = arena.regions[:REGIONS_MAX]
         regions = regions[: self._outbox.room(connection, 1 + len(regions)) - 1]  # the client asks for the others
-        reply = {
-            "op": "welcome",
-            "session": session.session_id,
-            "secret": session.secret.hex(),
-            "server_pid": os.getpid(),
-            "generations_bytes": arena.generations_bytes,
-            "regions": [[region.index, region.byte_count] for region in regions],
-            "offers": ["presence"],
-        }
-        return reply, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
+        secret, rows = session.secret.hex(), _rows(regions)
+        answer = Welcome(session.session_id, secret, os.getpid(), arena.generations_bytes, rows, ("presence",))
+        return answer, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
-    def _answer(
-        self, session: Session, connection: socket.socket, request: dict[str, Any]
-    ) -> tuple[dict[str, Any], list[int]]:
-        """One request of an open session. Raises the typed error that is its answer."""
-        operation, controller = operation_of(request), self._controller
-        if operation == "regions":
-            regions = controller.arena.regions[number(request, "have") :][:REGIONS_MAX]
-            regions = regions[: self._outbox.room(connection, len(regions))]
-            rows = [[region.index, region.byte_count] for region in regions]
-            return {"op": "regions", "regions": rows}, [region.mapping.descriptor for region in regions]
-        if operation == "staging":
-            byte_count = number(request, "bytes")
-            self._outbox.room(connection, 1)
-            staging = controller.create_staging(session, byte_count)
-            reply = {"op": "staging", "staging_id": staging.staging_id, "bytes": staging.byte_count}
-            return reply, [staging.mapping.descriptor]
-        if operation == "staging_close":
-            controller.close_staging(session, number(request, "staging_id"))
-            return {"op": "ok"}, []
-        if operation == "presence":
-            self._outbox.room(connection, 1)
-            mapping, most = controller.catalog.presence.mapping, controller.limits.token_count_max
-            reply = {
-                "op": "presence", "bytes": mapping.bytes.size, "token_count_max": most,
-                "tail_tokens_max": TAIL_TOKENS_MAX,
-            }  # fmt: skip
-            return reply, [mapping.descriptor]
-        raise InvalidRequest(f"{operation} is no question of an open session")
+    def _answer(self, session: Session, connection: socket.socket, question: Question) -> tuple[Answer, list[int]]:
+        """One question of an open session. Raises the typed error that is its answer."""
+        controller = self._controller
+        match question:
+            case RegionsQuestion(have):
+                regions = controller.arena.regions[have:][:REGIONS_MAX]
+                regions = regions[: self._outbox.room(connection, len(regions))]
+                return RegionsAnswer(_rows(regions)), [region.mapping.descriptor for region in regions]
+            case StagingQuestion(byte_count):
+                self._outbox.room(connection, 1)
+                staging = controller.create_staging(session, byte_count)
+                return StagingAnswer(staging.staging_id, staging.byte_count), [staging.mapping.descriptor]
+            case StagingClose(staging_id):
+                controller.close_staging(session, staging_id)
+                return Done(), []
+            case PresenceQuestion():
+                self._outbox.room(connection, 1)
+                table = controller.catalog.presence.mapping
+                answer = PresenceAnswer(table.bytes.size, controller.limits.token_count_max, TAIL_TOKENS_MAX)
+                return answer, [table.descriptor]
+        raise InvalidRequest(f"{question.op} is no question of an open session")
 
-    def _count(self, request: dict[str, Any]) -> None:
-        for name in COUNTED:
-            if name in request and REQUESTS["looked_up"][name].allows(request[name]):
-                self._controller.counters.add(name, request[name])
+    def _count(self, done: LookedUp) -> None:
+        for name, count in asdict(done).items():
+            self._controller.counters.add(name, count)
+
+
+def _rows(regions: Sequence[Region]) -> tuple[tuple[int, int], ...]:
+    return tuple((region.index, region.byte_count) for region in regions)

@@ -1,4 +1,4 @@
-"""Replies of the hand-off, and the descriptors that travel in them.
+"""Answers of the hand-off, and the descriptors that travel in them.
 
 What was sent and not yet read lies in the kernel. Its descriptors count against the limit on open files of the user who
 sent them; past that the kernel passes nobody's any more: no session's, and none of the byte movers'. So few
@@ -8,15 +8,14 @@ answers unread is remembered until they are gone: closing our end does not take 
 
 from __future__ import annotations
 
-import array
 import fcntl
 import socket
 import termios
 from collections.abc import Sequence
-from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.server.packets import encode
+from kvstore.handoff.messages import Answer
+from kvstore.handoff.passing import send
 
 IN_FLIGHT_SHARE = 0.4
 """Of the limit on open files, for what the peers of all tenants have not read; byte movers need the rest."""
@@ -54,7 +53,7 @@ class Outbox:
             raise Unread("read the answers before you ask for more")
         return min(wanted, 1)
 
-    def send(self, connection: socket.socket, reply: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def send(self, connection: socket.socket, answer: Answer, descriptors: Sequence[int] = ()) -> None:
         """One packet. Raises Unread for a peer that has not read those before, OSError for one that is gone or to
         whom the kernel passes nothing: it is disconnected, not waited for."""
         sent = self._sent.get(connection)
@@ -62,11 +61,10 @@ class Outbox:
             sent = self._sent[connection] = _Sent()
         if sent.reply_count >= REPLIES_AHEAD:
             raise Unread(f"{sent.reply_count} answers are unread: read them before you ask again")
-        rights = array.array("i", descriptors)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        assert len(descriptors) == answer.descriptor_count, answer.op
         sent.reply_count += 1
         sent.descriptor_count += len(descriptors)
-        connection.sendmsg([encode(reply)], ancillary)
+        send(connection, answer, descriptors)
 
     def is_in_flight(self, connection: socket.socket) -> bool:
         """Whether descriptors that were sent there are still on their way."""

@@ -41,7 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"controller"}),
     frozenset({"movement"}),
     frozenset({"catalog", "policy", "tiers"}),
-    frozenset({"arena", "chunk", "keys", "presence", "wire", "telemetry"}),
+    frozenset({"arena", "chunk", "handoff", "keys", "presence", "wire", "telemetry"}),
     frozenset({"spec", "config", "v1", "v1alpha"}),
     frozenset({"simulated"}),
     frozenset({"errors", "units", "seams"}),
@@ -52,7 +52,9 @@ SAME_LAYER = {
     ("seams", "errors"),
     ("units", "errors"),
 }
-CLIENT_MAY_IMPORT = {"spec", "keys", "chunk", "presence", "wire", "errors", "units", "seams", "v1", "v1alpha"}
+CLIENT_MAY_IMPORT = {
+    *("spec", "keys", "chunk", "presence", "handoff", "wire", "errors", "units", "seams", "v1", "v1alpha"),
+}
 
 
 @dataclass(frozen=True)

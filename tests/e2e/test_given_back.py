@@ -17,6 +17,7 @@ from kvstore_client import Client, connect
 from kvstore_client.session import Session
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.handoff.messages import RegionsAnswer
 from kvstore.spec import Durability
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
@@ -280,7 +281,7 @@ def test_an_answer_that_comes_after_the_end_keeps_no_descriptor(local_sidecar: S
         assert isinstance(session, Session)
         session.close()
         reading, writing = os.pipe()
-        session.take({"op": "regions", "regions": []}, [reading])
+        session.take(RegionsAnswer(()), [reading])
         with pytest.raises(BrokenPipeError):
             os.write(writing, b"x")
         os.close(writing)

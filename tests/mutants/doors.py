@@ -6,14 +6,14 @@ from tests.mutants.mutant import Mutant
 
 BOUNDS = "kvstore/wire/bounds.py"
 LIMITS = "kvstore/wire/limits.py"
-PACKETS = "kvstore/server/packets.py"
+PACKETS = "kvstore/handoff/packets.py"
 OUTBOX = "kvstore/server/outbox.py"
 HANDOFF = "kvstore/server/handoff.py"
 DESCRIPTORS = "kvstore/server/descriptors.py"
 TENANT = "kvstore/server/tenant.py"
 SESSIONS = "kvstore/controller/sessions.py"
 T_LIMITS = "tests/wire/test_limits.py"
-T_PACKETS = "tests/server/test_packets.py"
+T_PACKETS = "tests/handoff/test_packets.py"
 T_OUTBOX = "tests/server/test_outbox.py"
 T_HANDOFF = "tests/server/test_handoff.py"
 T_DESCRIPTORS = "tests/server/test_descriptors.py"
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "operation-that-is-none",
         PACKETS,
-        "    if not isinstance(operation, str) or operation not in REQUESTS:\n",
+        "    if not isinstance(operation, str) or operation not in kinds:\n",
         "    if not isinstance(operation, str):\n",
         "a packet that says nothing known is a bug somewhere else",
         (f"{T_PACKETS}::test_an_operation_that_is_not_declared_is_refused",),
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "packet-that-is-no-object",
         PACKETS,
-        "    if not isinstance(request, dict):\n",
+        "    if not isinstance(said, dict):\n",
         "    if False:\n",
         "a packet that is a list is an error of ours",
         (f"{T_PACKETS}::test_a_packet_that_is_no_object_is_refused",),
@@ -85,28 +85,52 @@ MUTANTS = [
         (f"{T_PACKETS}::test_a_packet_that_is_no_object_is_refused",),
     ),
     Mutant(
-        "reply-with-more-than-it-says",
+        "answer-without-what-it-says",
         PACKETS,
-        '    assert reply.keys() == {"op", *shapes}, reply["op"]\n',
-        "",
-        "a packet grows beyond what clients read, and nobody sees it",
-        (f"{T_PACKETS}::test_a_reply_says_all_its_fields_and_no_other",),
+        "        if value != place.default:\n",
+        "        if value:\n",
+        "a region of number 0, or a list of none, is not said",
+        (f"{T_PACKETS}::test_an_answer_is_the_bytes_it_always_was",),
     ),
     Mutant(
-        "reply-of-any-length",
+        "answer-of-any-length",
         PACKETS,
-        '    assert all(shape.allows(reply[name]) for name, shape in shapes.items()), reply["op"]\n',
+        "        assert place.shape.allows(value), place.name\n",
         "",
-        "the kernel cuts a reply off, with the descriptors in it",
-        (f"{T_PACKETS}::test_a_long_reply_is_never_sent",),
+        "the kernel cuts an answer off, with the descriptors in it",
+        (f"{T_PACKETS}::test_a_long_answer_is_never_sent",),
     ),
     Mutant(
         "refusal-that-quotes-all",
-        PACKETS,
-        '"message": error.message[:MESSAGE_CHARACTERS_MAX]}',
-        '"message": error.message}',
+        "kvstore/handoff/messages.py",
+        "cls(error.status, error.message[:MESSAGE_CHARACTERS_MAX])",
+        "cls(error.status, error.message)",
         "a long refusal is an error of ours, and its peer is cut off without a word",
-        (f"{T_PACKETS}::test_a_refusal_is_cut_to_what_a_packet_may_say",),
+        (f"{T_PACKETS}::test_a_refusal_is_cut_to_what_a_packet_may_say_and_is_the_error_again",),
+    ),
+    Mutant(
+        "secret-of-any-kind",
+        "kvstore/handoff/messages.py",
+        "len(value) == 64 and set(value)",
+        "set(value)",
+        "an answer that is none is taken for a session",
+        (f"{T_PACKETS}::test_an_answer_that_no_server_gives_is_none",),
+    ),
+    Mutant(
+        "files-that-come-with-nonsense",
+        "kvstore/handoff/passing.py",
+        "        for descriptor in descriptors:\n            os.close(descriptor)\n",
+        "",
+        "each packet of another release leaves open files behind in the engine",
+        ("tests/handoff/test_passing.py::test_files_that_come_with_nonsense_are_closed",),
+    ),
+    Mutant(
+        "files-that-did-not-come",
+        "kvstore/handoff/passing.py",
+        "    if len(descriptors) != answer.descriptor_count:\n",
+        "    if False:\n",
+        "an engine that has no file more fails with an error of ours",
+        ("tests/handoff/test_passing.py::test_a_client_without_a_file_more_says_so_and_keeps_no_staging",),
     ),
     Mutant(
         "more-for-who-has-some-unread",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from kvstore_client import Client, Durability, Match, connect
 from kvstore_client.prompt import PageHashes
-from kvstore_client.session import Session
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, Unavailable
+from kvstore.handoff import passing
+from kvstore.handoff.messages import Answer, PresenceAnswer
+from kvstore.handoff.packets import decode_answer
 from kvstore.keys import chain_digests, fingerprint, presence_salt
 from kvstore.presence import HEADER_WORDS, PARTIAL, SLOTS_MIN, pack_news, slots_of, tag_of
 from kvstore.spec import ChunkState, Encoding, Exactness, LayerSpec, MissReason, Provenance, RopeSpec, Tier
@@ -316,16 +318,15 @@ def test_the_limit_on_tokens_holds(tmp_path: Any) -> None:
 def test_an_earlier_sidecar_is_called(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that offers no table is not asked for it."""
     spec, tokens = small_spec(model_id="earlier"), tokens_of(2 * STEP)
-    real = Session.receive
 
-    def earlier(connection: socket.socket) -> Any:
-        reply, descriptors = real(connection)
-        assert reply.pop("op") != "presence"
-        return {"op": "welcome", **{name: each for name, each in reply.items() if name != "offers"}}, descriptors
+    def earlier(packet: bytes) -> Answer:
+        said = json.loads(packet)
+        assert said.pop("offers") == ["presence"]
+        return decode_answer(json.dumps(said).encode())
 
-    monkeypatch.setattr(Session, "receive", staticmethod(earlier))
+    monkeypatch.setattr(passing, "decode_answer", earlier)
     with connect(sidecar.address) as client:
-        monkeypatch.setattr(Session, "receive", staticmethod(real))
+        monkeypatch.undo()
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         assert client.connect_now().presence is None
         assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
@@ -344,7 +345,7 @@ def test_a_table_that_cannot_be_had_leaves_calls(sidecar: Sidecar, monkeypatch: 
         session.presence._words = None
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP
-        session.presence.take({"op": "presence", "bytes": 4096, "token_count_max": 1}, [])
+        session.presence.take(PresenceAnswer(4096, 1, 0), [])
         assert client.fetch(spec, tokens).token_count == 2 * STEP
         monkeypatch.undo()
         session.presence._asked_s = 0.0

@@ -8,9 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.handoff.messages import Done, RegionsAnswer
 from kvstore.server.outbox import REPLIES_AHEAD, Outbox, Unread
 
-OK = {"op": "ok"}
+OK = Done()
+
+
+def regions(count: int) -> RegionsAnswer:
+    """Which brings so many descriptors."""
+    return RegionsAnswer(((0, 4096),) * count)
+
+
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -33,10 +41,10 @@ def descriptor() -> Iterator[int]:
 def test_past_the_share_each_has_one_and_who_has_some_unread_none(pairs: list[Pair], descriptor: int) -> None:
     outbox, (first, second, third) = Outbox(4), [ours for ours, _ in pairs]
     assert outbox.room(first, 3) == 3
-    outbox.send(first, OK, [descriptor] * 3)
+    outbox.send(first, regions(3), [descriptor] * 3)
     assert outbox.room(second, 2) == 1, "with one everybody gets on"
     assert outbox.room(second, 1) == 1
-    outbox.send(second, OK, [descriptor])
+    outbox.send(second, regions(1), [descriptor])
     assert outbox.room(third, 5) == 1
     with pytest.raises(Unread):
         outbox.room(first, 1)
@@ -47,13 +55,13 @@ def test_what_was_read_counts_no_more(pairs: list[Pair], descriptor: int) -> Non
     outbox, (ours, theirs), (other, _) = Outbox(1), pairs[0], pairs[1]
     for _ in range(2 * REPLIES_AHEAD):
         assert outbox.room(ours, 1) == 1
-        outbox.send(ours, OK, [descriptor])
+        outbox.send(ours, regions(1), [descriptor])
         assert outbox.is_in_flight(ours)
         _, descriptors, _, _ = socket.recv_fds(theirs, 100, 1)
         os.close(descriptors[0])
         assert not outbox.is_in_flight(ours)
     assert outbox.room(other, 1) == 1
-    outbox.send(other, OK, [descriptor])
+    outbox.send(other, regions(1), [descriptor])
     with pytest.raises(Unread):
         outbox.room(other, 1)
 

@@ -1,0 +1,216 @@
+"""What the two ends of a hand-off say: each message a value, each field with its limit.
+
+A field with a default may be missing in a packet, and has its default, too, where the packet says what is none of its
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple
+
+from kvstore.errors import KVStoreError, from_status
+
+PROTOCOL_VERSION = 1
+REGIONS_MAX = 64
+"""Regions per packet, each with its descriptor; the kernel's own limit is 253."""
+COUNTED_MAX = 1 << 32
+"""Of a counter in one packet: counters are 64 bits on the wire."""
+NUMBER_MAX = (1 << 62) - 1
+MESSAGE_CHARACTERS_MAX = 500
+"""Refusals quote what was sent; this bounds how much of it goes back."""
+
+
+class Shape(NamedTuple):
+    """What a field may be, in words too, and how much of it. ``wire``: what packets call it, if not as here."""
+
+    most: int
+    wanted: str
+    allows: Callable[[object], bool]
+    wire: str = ""
+
+
+def number(most: int = NUMBER_MAX, wire: str = "") -> Shape:
+    """A whole number from 0."""
+    return Shape(most, f"a whole number up to {most}", lambda value: _is_number(value, most), wire)
+
+
+def text(most: int) -> Shape:
+    return Shape(most, f"a text of at most {most} characters", lambda value: _is_text(value, most))
+
+
+def rows(most: int, wanted: str, is_row: Callable[[object], bool]) -> Shape:
+    def allows(value: object) -> bool:
+        return isinstance(value, list | tuple) and len(value) <= most and all(map(is_row, value))
+
+    return Shape(most, f"at most {most} {wanted}", allows)
+
+
+def _is_number(value: object, most: int = NUMBER_MAX) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _is_text(value: object, most: int) -> bool:
+    return isinstance(value, str) and len(value) <= most
+
+
+def _is_region(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_version(value: object) -> bool:
+    return type(value) is int and value == PROTOCOL_VERSION  # true == 1 == 1.0
+
+
+def _is_secret(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+_VERSION = f"{PROTOCOL_VERSION}: this server speaks hand-off version {PROTOCOL_VERSION}; use a client of its release"
+
+Number = Annotated[int, number()]
+Counted = Annotated[int, number(COUNTED_MAX)]
+ByteCount = Annotated[int, number(wire="bytes")]
+Version = Annotated[int, Shape(PROTOCOL_VERSION, _VERSION, _is_version)]
+Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_secret)]
+Offers = Annotated[tuple[str, ...], rows(8, "short texts", lambda value: _is_text(value, 32))]
+RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of numbers", _is_region)]
+"""(index, bytes) of each region; their descriptors travel in the same order."""
+
+# ------------------------------------------------------------ from the client
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a session. The first packet, and no other. The answer is ``Welcome``."""
+
+    op: ClassVar[str] = "hello"
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class RegionsQuestion:
+    """Asks for the arena's regions from index ``have`` on. The answer has the first of them."""
+
+    op: ClassVar[str] = "regions"
+    have: Number
+
+
+@dataclass(frozen=True, slots=True)
+class StagingQuestion:
+    """Asks for memory that the client may write and the server reads."""
+
+    op: ClassVar[str] = "staging"
+    byte_count: ByteCount
+
+
+@dataclass(frozen=True, slots=True)
+class StagingClose:
+    """Gives such memory back. The answer is ``Done``."""
+
+    op: ClassVar[str] = "staging_close"
+    staging_id: Number
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceQuestion:
+    """Asks for the presence table, where ``Welcome`` offers it."""
+
+    op: ClassVar[str] = "presence"
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What the client did without a call, by the server's counters' names. Never answered."""
+
+    op: ClassVar[str] = "looked_up"
+    lookup_calls: Counted = 0
+    lookup_hit_chunks: Counted = 0
+    lookup_miss_chunks: Counted = 0
+    fetch_calls: Counted = 0
+    fetch_miss_chunks: Counted = 0
+
+
+# ------------------------------------------------------------ from the server
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A session. With the generations, and the first regions."""
+
+    op: ClassVar[str] = "welcome"
+    session_id: Annotated[int, number(wire="session")]
+    secret: Secret
+    server_pid: Number
+    generations_bytes: Number
+    regions: RegionRows
+    offers: Offers = ()
+
+    @property
+    def descriptor_count(self) -> int:
+        return 1 + len(self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionsAnswer:
+    """Some regions; none where the client has them all."""
+
+    op: ClassVar[str] = "regions"
+    regions: RegionRows
+
+    @property
+    def descriptor_count(self) -> int:
+        return len(self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingAnswer:
+    """Memory of the length that was asked for."""
+
+    op: ClassVar[str] = "staging"
+    descriptor_count: ClassVar[int] = 1
+    staging_id: Number
+    byte_count: ByteCount
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It was done."""
+
+    op: ClassVar[str] = "ok"
+    descriptor_count: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceAnswer:
+    """The table that is in use now. ``token_count_max``: longer lookups are refused. ``tail_tokens_max``: the partial
+    chunks of larger chunks are not in the table; releases before partial chunks do not say it."""
+
+    op: ClassVar[str] = "presence"
+    descriptor_count: ClassVar[int] = 1
+    byte_count: ByteCount
+    token_count_max: Number
+    tail_tokens_max: Number = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Instead of any answer: the error, by its status."""
+
+    op: ClassVar[str] = "error"
+    descriptor_count: ClassVar[int] = 0
+    status: Annotated[str, text(32)]
+    message: Annotated[str, text(MESSAGE_CHARACTERS_MAX)]
+
+    @classmethod
+    def of(cls, error: KVStoreError) -> Refusal:
+        return cls(error.status, error.message[:MESSAGE_CHARACTERS_MAX])
+
+    @property
+    def error(self) -> KVStoreError:
+        return from_status(self.status, self.message)
+
+
+Question = Hello | RegionsQuestion | StagingQuestion | StagingClose | PresenceQuestion | LookedUp
+Answer = Welcome | RegionsAnswer | StagingAnswer | Done | PresenceAnswer | Refusal
