@@ -65,7 +65,7 @@ class Movement:
         """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
         started_s = self._clock.monotonic()
         try:
-            columns, clean = await nvme.recover()
+            columns, clean = await nvme.read_back()
         except BaseException:
             await nvme.close(None)
             raise

@@ -15,8 +15,8 @@ from kvstore.policy import EvictionPolicy, LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.spec import MissReason, Tier
 from kvstore.telemetry import Counters
-from kvstore.tiers import ChunkName
-from kvstore.tiers.nvme import IndexColumns, NvmeTier
+from kvstore.tiers import ChunkName, IndexColumns
+from kvstore.tiers.nvme import NvmeTier
 
 CLIMB_COUNT_MAX = 512
 _log = logging.getLogger("kvstore.residency")
@@ -231,7 +231,7 @@ class Residency:
         for region in self.nvme.regions.in_the_way(slot_bytes):
             wanted = region.used_slots()
             places = np.frombuffer(table.residencies, np.int64)
-            inside = np.isin(places & 0xFFFFFFFFFFFFFF, np.array(wanted, np.int64)) & (places != NOWHERE)
+            inside = np.isin(places & ~UNPROVEN, np.array(wanted, np.int64)) & (places != NOWHERE)
             rows = np.flatnonzero(inside).tolist()
             del places, inside
             if len(rows) < len(wanted) or any(table.is_held(row) for row in rows):

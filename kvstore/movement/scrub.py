@@ -30,8 +30,8 @@ from kvstore.seams import Clock, Random, Workers
 from kvstore.seams.jobs import done
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.telemetry import Counters
-from kvstore.tiers import ArenaTier, ChunkName, Tier, check_header
-from kvstore.tiers import Residency as Place
+from kvstore.tiers import ChunkName, LocalTier, check_header
+from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import aligned
 
 IDLE_S = 1.0
@@ -203,16 +203,13 @@ class Scrub:
 
     async def _canaries(self) -> None:
         while True:
-            await self.canary("dram", ArenaTier(self._arena))
-            nvme = self._residency.nvme
-            if nvme is not None:
-                slot_bytes = nvme.slot_bytes(_canary_layout())
-                # It never drives out a user's chunk.
-                if nvme.regions.free_count(slot_bytes) or nvme.regions.has_budget(slot_bytes):
-                    await self.canary("nvme", nvme)
+            tiers: list[LocalTier | None] = [DramTier(self._arena, self._workers), self._residency.nvme]
+            for tier in tiers:
+                if tier is not None and tier.has_room(_canary_layout()):  # it never drives out a user's chunk
+                    await self.canary(tier.name, tier)
             await self._clock.sleep(self._policies.canary_interval_s)
 
-    async def canary(self, name: str, tier: Tier) -> bool:
+    async def canary(self, name: str, tier: LocalTier) -> bool:
         """Store a chunk, read it, compare it, remove it. False, and said aloud, when that fails."""
         layout = _canary_layout()
         header, pieces = _canary_chunk(layout, self._random.bytes(layout.body_bytes), self._random.bytes(16))
@@ -226,7 +223,8 @@ class Scrub:
                 finally:
                     stored.close()
             finally:
-                await _removed(tier, residency)
+                tier.remove([residency], erase=True)
+                await tier.tidy()
             works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
             reason = "" if works else "it gave other bytes back"
         except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
@@ -235,15 +233,6 @@ class Scrub:
         if not works:
             _log.error("canary failed", extra={"tier": name, "reason": reason})
         return works
-
-
-async def _removed(tier: Tier, place: Place) -> None:
-    """Raises KVStoreError where the tier cannot erase; the room is the tier's again all the same."""
-    try:
-        await tier.remove([place], erase=True)
-    except BaseException:
-        await tier.remove([place])
-        raise
 
 
 def _canary_layout() -> ChunkLayout:

@@ -1,21 +1,40 @@
-"""Where chunks lie beside each other's copies: memory, a device, later Redis and S3. A tier stores whole chunks and
-gives back runs of their slabs; it knows no policy and records no telemetry.
+"""Where copies of chunks lie: memory, a device, later Redis and S3. A tier stores whole chunks and gives back runs of
+their slabs; it knows no policy and records no telemetry.
 
-``contract`` says what every tier promises; one conformance suite holds each of them, the wrappers and the fakes to
-it. Bytes that leave a tier were checked against the chunk's header (``contract.check_header`` and
-``kvstore.chunk.decode_slab``) before anybody may see them.
+``contract`` says what tiers promise: ``LocalTier`` those whose room is ours, ``SharedTier`` those of an engine that
+other nodes use, too. One conformance suite for each holds its tiers, wrappers and fakes to it. Bytes that leave a tier
+were checked against the chunk's header (``contract.check_header`` and ``kvstore.chunk``) before anybody may see them.
+
+- ``dram``  extents of the arena
+- ``nvme``  region files on a device
 """
 
-from kvstore.tiers.arena import ArenaTier
-from kvstore.tiers.contract import ChunkName, Found, Residency, StoredChunk, Tier, TierStatistics, check_header
+from kvstore.tiers.contract import (
+    Buffer,
+    ChunkName,
+    DeviceMemory,
+    Evictor,
+    IndexColumns,
+    LocalTier,
+    Recovered,
+    Residency,
+    SharedTier,
+    StoredChunk,
+    TierStatistics,
+    check_header,
+)
 
 __all__ = [
-    "ArenaTier",
+    "Buffer",
     "ChunkName",
-    "Found",
+    "DeviceMemory",
+    "Evictor",
+    "IndexColumns",
+    "LocalTier",
+    "Recovered",
     "Residency",
+    "SharedTier",
     "StoredChunk",
-    "Tier",
     "TierStatistics",
     "check_header",
 ]

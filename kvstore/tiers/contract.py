@@ -1,17 +1,47 @@
-"""What a tier promises."""
+"""What a tier promises. There are two kinds: the room of a local tier is ours, that of a shared tier belongs to an
+engine that other nodes use, too."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, write_mark
 from kvstore.errors import DataLoss
+from kvstore.keys import DIGEST_BYTES
 from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Exactness, Provenance, Tier
 
 Residency = int
-"""Where a tier keeps one copy: the tier's own number, not negative, meaningless elsewhere."""
+"""Where a local tier keeps one copy: the tier's own number, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
+RESIDENCY_STOP = 1 << 62
+"""The bits from here on are the catalog's. It never shows them to a tier."""
+SpaceName = tuple[bytes, Provenance, Exactness]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A run of bytes in the memory of an accelerator."""
+
+    address: int
+    byte_count: int
+    device: int
+
+
+Buffer = Bytes | DeviceMemory
+"""What bytes are taken from and filled into. Host memory is a uint8 array."""
+
+
+def host_memory(buffers: Sequence[Buffer]) -> list[Bytes]:
+    """The arrays that these buffers are, for a tier that reaches host memory only. Who moves bytes stages those of a
+    device first: anything else is a bug of ours."""
+    arrays = [each for each in buffers if isinstance(each, np.ndarray)]
+    assert len(arrays) == len(buffers), "this tier reaches host memory only"
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +51,6 @@ class ChunkName:
     storage_key: bytes
     layout: ChunkLayout
     mark: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One copy that a scan met."""
-
-    residency: Residency
-    header: ChunkHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,65 @@ class TierStatistics:
     verified_bytes: int
 
 
+@dataclass
+class IndexColumns:
+    """What a local tier holds, a row per copy, the least recently used first. Digests and parents are 32 bytes each,
+    concatenated; ``spaces`` are positions in ``names``."""
+
+    names: list[SpaceName] = field(default_factory=list)
+    residencies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    token_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    spaces: NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
+    digests: bytes = b""
+    parents: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.residencies)
+
+    def each_digest(self) -> Iterator[bytes]:
+        return (self.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.digests), DIGEST_BYTES))
+
+    def where(self, stays: NDArray[np.bool_]) -> IndexColumns:
+        """The rows for which ``stays`` is true."""
+        if stays.all():
+            return self
+
+        def kept(digests: bytes) -> bytes:
+            return np.frombuffer(digests, f"V{DIGEST_BYTES}")[stays].tobytes()
+
+        return IndexColumns(
+            self.names, self.residencies[stays], self.marks[stays], self.token_counts[stays], self.spaces[stays],
+            kept(self.digests), kept(self.parents),
+        )  # fmt: skip
+
+    def followed_by(self, other: IndexColumns) -> IndexColumns:
+        """These rows, then the other's."""
+        if not len(other):
+            return self
+        names = list(dict.fromkeys([*self.names, *other.names]))
+        places = {name: place for place, name in enumerate(names)}
+        spaces = np.array([places[name] for name in other.names], np.uint16)[other.spaces]
+        return IndexColumns(
+            names,
+            np.concatenate([self.residencies, other.residencies]),
+            np.concatenate([self.marks, other.marks]),
+            np.concatenate([self.token_counts, other.token_counts]),
+            np.concatenate([self.spaces, spaces]),
+            self.digests + other.digests,
+            self.parents + other.parents,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a local tier holds at a start. ``is_proven``, a flag per row: a clean stop left the copy. Else a scan found
+    it, and nothing may be promised on it before it was read and renewed."""
+
+    columns: IndexColumns
+    is_proven: NDArray[np.bool_]
+
+
 class StoredChunk(Protocol):
     """One copy, opened: its header was read and is the chunk that was asked for. Close it: the room it takes is not
     reused before."""
@@ -57,36 +138,132 @@ class StoredChunk(Protocol):
     @property
     def header(self) -> ChunkHeader: ...
 
-    async def read(self, slabs: range, target: Sequence[Bytes]) -> None:
-        """Fill ``target`` (one uint8 array per slab of the run, of the slab's raw size) with raw, verified bytes.
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
+        """Fill ``target`` (one buffer per slab of the run, of the slab's raw size) with raw, verified bytes.
 
-        Raises: DataLoss when a strip fails its check; Unavailable when the device fails. ``target`` then holds
+        Raises: DataLoss when a strip fails its check; Unavailable when the tier fails. ``target`` then holds
         anything.
         """
+
+    async def check(self, slabs: range) -> None:
+        """Verify bytes that nobody wants. Raises as ``read``."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
-class Tier(Protocol):
-    """A store of whole chunks. Calls may run concurrently; a cancelled call leaves the tier whole."""
+class Evictor(Protocol):
+    """Who decides what leaves a local tier. The tier says what would help; the policy says in which order. Both calls
+    give copies up by the tier's own ``remove``, before they return."""
 
-    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
+    def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
+        """Give up copies in the policy's order until ``enough``, which is asked after each. A copy goes if it
+        ``helps``, or if its parent's does, which may go next. Returns whether it came to ``enough``."""
+
+    def evict_all(self, residencies: Sequence[Residency]) -> bool:
+        """Give up all of these, or none where somebody holds one of them, or one is not known yet: it is being
+        written. Returns whether they went."""
+
+
+class LocalTier(Protocol):
+    """Whole chunks in room of our own. Calls may run concurrently; a cancelled call leaves the tier whole."""
+
+    @property
+    def name(self) -> str:
+        """As in its settings (``tiers.<name>``), its statistics and logs."""
+
+    @property
+    def kind(self) -> Tier:
+        """As in replies and events."""
+
+    @property
+    def durability(self) -> Durability:
+        """What a copy in this tier survives."""
+
+    async def recover(self, evictor: Evictor) -> Recovered:
+        """Once, before anything else. Raises Unavailable; the tier is closed then."""
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
         """Keep a raw chunk: ``pieces`` are its packed header and its slabs. When it returns the copy is as durable
-        as this tier makes anything. ``pieces`` must not change meanwhile.
+        as this tier makes anything. ``pieces`` must not change meanwhile. Where there is no room the evictor is asked
+        for some.
 
-        Raises: Exhausted when there is no room (the caller evicts); Unavailable when the device refuses.
+        Raises: Exhausted when nothing that may go makes room; Unavailable when the tier fails.
         """
 
     async def open(self, name: ChunkName, residency: Residency) -> StoredChunk:
         """Find one copy. Raises: DataLoss when what lies there is not that chunk; Unavailable as above."""
 
-    async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """Give their room back. ``erase``: for ever, also for a rebuild that knows nothing but the device. Where that
-        raises, the one it failed at and those after it are still the caller's."""
+    async def renew(self, residency: Residency) -> bool:
+        """Make a copy that a scan found as durable as one that was written just now. False where this tier cannot.
+        Raises Unavailable."""
 
-    def scan(self) -> AsyncIterator[Found]:
-        """Every copy there is, by what the tier itself holds. A copy that cannot be read is left out."""
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """Before new writes are promised (storage key -> first 8 bytes of the write id; 0: no write): no later start
+        brings back what was stored under these keys before. The caller has removed it already; what of it is being
+        written is waited for, ``wait_s`` seconds at most. Raises KVStoreError where that cannot be had."""
+
+    def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
+        """Give these copies up at once; the room of one that is open is free when it is closed. ``erase``: for ever,
+        also for a scan. Their room is free once they are erased, which ``tidy`` does."""
+
+    async def quarantine(self, residency: Residency) -> None:
+        """Give up a copy that failed a check, and keep its place out of use for a while. No scan brings it back.
+        Raises KVStoreError where that cannot be had yet; the copy is gone all the same, and ``tidy`` tries again."""
+
+    async def tidy(self) -> None:
+        """Erase what is to be erased. Costs nothing where there is nothing to do."""
+
+    def has_room(self, layout: ChunkLayout) -> bool:
+        """Whether one chunk finds room without anything being given up for it."""
+
+    def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """How these copies are encoded: numbers of ``kvstore.spec.Encoding``."""
+
+    def stalled_s(self) -> float:
+        """For how long it has answered nobody though it was asked. 0: it answers."""
+
+    async def close(self, held: IndexColumns | None) -> None:
+        """A clean stop, ``held`` being what the catalog has in this tier. None: it is not clean, and the next start
+        believes nothing but the tier itself."""
+
+    def statistics(self) -> TierStatistics: ...
+
+
+class SharedTier(Protocol):
+    """Whole chunks in an engine that other nodes use. It may drop any of them at any time, and what it gives back was
+    perhaps not written by us. Calls may run concurrently."""
+
+    @property
+    def name(self) -> str:
+        """As for a local tier."""
+
+    @property
+    def kind(self) -> Tier:
+        """As for a local tier."""
+
+    @property
+    def durability(self) -> Durability:
+        """As for a local tier."""
+
+    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        """Whether each of these is probably there: a hint, of which only a read tells if it was right. Raises
+        Unavailable, DeadlineExceeded."""
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+        """As for a local tier. Raises: Exhausted when the engine is full; Unavailable."""
+
+    async def open(self, name: ChunkName) -> StoredChunk | None:
+        """None: it is not there. Raises: DataLoss when what is there is not that chunk; Unavailable."""
+
+    async def remove(self, storage_keys: Sequence[bytes]) -> None:
+        """What is not there is no error. Raises Unavailable."""
+
+    def stalled_s(self) -> float:
+        """As for a local tier."""
+
+    async def close(self) -> None:
+        """Idempotent."""
 
     def statistics(self) -> TierStatistics: ...
 

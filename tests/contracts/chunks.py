@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
+from kvstore_client.value import namespace_spec
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, layout_of, pack_header, strip_seeds, write_mark
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, LayerSpec
-from kvstore.tiers import ChunkName, Residency, Tier
+from kvstore.tiers import ChunkName, LocalTier, Residency
 from kvstore.tiers.nvme import aligned
 from tests.specs import odd_spec, small_spec
 
 SMALL = layout_of(small_spec(), CacheKind.KV, 16)
 """Three pages: a header and two slabs."""
+VALUE = layout_of(replace(namespace_spec("notes"), chunk_tokens=4), CacheKind.OPAQUE, 4)
+"""Bytes under a key, which may be replaced."""
 
 
 def layouts() -> dict[str, ChunkLayout]:
@@ -84,11 +87,11 @@ def chunk(number: int = 0, layout: ChunkLayout = SMALL, *, write: int = 0, **cha
     return Chunk(layout, header, pieces)
 
 
-async def write(tier: Tier, what: Chunk) -> Residency:
+async def write(tier: LocalTier, what: Chunk) -> Residency:
     return await tier.write(what.header, what.layout, what.pieces)
 
 
-async def read(tier: Tier, name: ChunkName, residency: Residency, slabs: range | None = None) -> list[Bytes]:
+async def read(tier: LocalTier, name: ChunkName, residency: Residency, slabs: range | None = None) -> list[Bytes]:
     """Raw slabs, into memory that held something else."""
     chosen = range(len(name.layout.slabs)) if slabs is None else slabs
     target = [np.full(name.layout.slabs[slab].byte_count, 0x5A, np.uint8) for slab in chosen]
@@ -100,7 +103,7 @@ async def read(tier: Tier, name: ChunkName, residency: Residency, slabs: range |
     return target
 
 
-async def holds(tier: Tier, what: Chunk, residency: Residency) -> bool:
+async def holds(tier: LocalTier, what: Chunk, residency: Residency) -> bool:
     """Whether the tier gives exactly this chunk; False when it says that it is lost. Other bytes fail the test."""
     try:
         found = await read(tier, what.name, residency)
@@ -111,7 +114,7 @@ async def holds(tier: Tier, what: Chunk, residency: Residency) -> bool:
     return True
 
 
-def balance(tier: Tier) -> None:
+def balance(tier: LocalTier) -> None:
     """The account is right, whatever happened before."""
     now = tier.statistics()
     parts = (now.allocated_bytes, now.free_bytes, now.quarantined_bytes, now.overhead_bytes)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, decode_slab, parse_header, strip_seeds
 from kvstore.errors import DataLoss, Exhausted
 from kvstore.seams.memory import Bytes
-from kvstore.tiers import ChunkName, Found, Residency, TierStatistics, check_header
+from kvstore.spec import Durability, Encoding, Tier
+from kvstore.tiers import ChunkName, Evictor, IndexColumns, Recovered, Residency, TierStatistics, check_header
 
 
 class FakeTier:
@@ -28,7 +32,9 @@ class FakeTier:
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
         await asyncio.sleep(0)
-        if self._held_bytes + layout.total_bytes > self._capacity_bytes:
+        if not self.has_room(layout):
+            self._evictor.evict(lambda _: True, lambda: self.has_room(layout))
+        if not self.has_room(layout):
             raise Exhausted("the fake is full")
         self._last += 1
         self.held[self._last] = [piece.copy() for piece in pieces]
@@ -43,10 +49,39 @@ class FakeTier:
         self._open_count[residency] = self._open_count.get(residency, 0) + 1
         return FakeChunk(self, residency, name.layout, header)
 
-    async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        await asyncio.sleep(0)
+    name, kind, durability = "fake", Tier.DRAM, Durability.MEMORY
+
+    async def recover(self, evictor: Evictor) -> Recovered:
+        self._evictor = evictor
+        return Recovered(IndexColumns(), np.empty(0, np.bool_))
+
+    async def close(self, held: IndexColumns | None) -> None:
+        """Nothing to leave."""
+
+    def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
         self._leaving.update(self.held.keys() & set(residencies))
         self._let_go()
+
+    async def quarantine(self, residency: Residency) -> None:
+        self.remove([residency])
+
+    async def renew(self, residency: Residency) -> bool:
+        return True
+
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """No start finds anything here."""
+
+    async def tidy(self) -> None:
+        """Nothing to do."""
+
+    def has_room(self, layout: ChunkLayout) -> bool:
+        return self._held_bytes + layout.total_bytes <= self._capacity_bytes
+
+    def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.full(len(residencies), Encoding.RAW, np.uint8)
+
+    def stalled_s(self) -> float:
+        return 0.0
 
     def _let_go(self) -> None:
         for residency in self._leaving - self._open_count.keys():
@@ -60,15 +95,6 @@ class FakeTier:
         if not self._open_count[residency]:
             del self._open_count[residency]
         self._let_go()
-
-    async def scan(self) -> AsyncIterator[Found]:
-        for residency, pieces in list(self.held.items()):
-            if residency in self._leaving:
-                continue
-            try:
-                yield Found(residency, parse_header(pieces[0]))
-            except DataLoss:
-                continue
 
     def statistics(self) -> TierStatistics:
         held = self._held_bytes
@@ -98,6 +124,9 @@ class FakeChunk:
             if not decode_slab(self.header, self._layout, slab, source, into, self._seeds):
                 raise DataLoss(f"slab {slab} of the fake fails its check", reason="checksum", slab=slab)
             self._read_bytes += into.size
+
+    async def check(self, slabs: range) -> None:
+        await self.read(slabs, [np.empty(self._layout.slabs[slab].byte_count, np.uint8) for slab in slabs])
 
     def close(self) -> None:
         if not self._is_closed:

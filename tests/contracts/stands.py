@@ -12,13 +12,14 @@ from kvstore.arena import Arena
 from kvstore.seams import Clock, Disk, FaultPoints, SystemClock, SystemDisk, Workers, WorkerThreads
 from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Encoding
-from kvstore.tiers import ArenaTier, Residency, Tier
+from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
+from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
-from kvstore.tiers.nvme.directory import IndexColumns
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.recovery import Gathered
-from kvstore.tiers.wrappers import Faulty, Latency, Throttle
+from tests.contracts.evictors import OldestFirst
 from tests.contracts.fake import FakeTier
+from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
 
 CAPACITY_BYTES = 1 << 20
 REGION_BYTES = 64 << 10
@@ -30,14 +31,16 @@ SEED = 7
 class Stand:
     """One tier under test, on virtual time. What an implementation cannot do it says with ``can_...``."""
 
+    evictor: OldestFirst
+    recovered: Recovered
     can_fail = False
     is_durable = False
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
-        self.tier: Tier = self.build()
+        self.tier: LocalTier = self.build()
 
-    def build(self) -> Tier:
+    def build(self) -> LocalTier:
         raise NotImplementedError
 
     def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -49,10 +52,22 @@ class Stand:
         simulate(whole(), seed=SEED)
 
     async def start(self) -> None:
-        """Nothing to wait for where nothing is opened."""
+        self.evictor = OldestFirst()
+        self.evictor.tier = self.tier
+        self.recovered = await self.tier.recover(self.evictor)
 
     async def stop(self, *, kill: bool = False) -> None:
-        """As ``start``."""
+        """Without ``kill``: a clean stop, for which the tier is told what it holds."""
+        await self.tier.close(None if kill else await self.held())
+
+    async def held(self) -> IndexColumns:
+        """What a catalog would say at a clean stop. Memory's goes with it."""
+        return IndexColumns()
+
+    def found(self) -> dict[bytes, Residency]:
+        """Chain digest -> where it lies, of what the last start found."""
+        columns = self.recovered.columns
+        return dict(zip(columns.each_digest(), columns.residencies.tolist(), strict=True))
 
     async def restart(self, *, kill: bool) -> None:
         await self.stop(kill=kill)
@@ -72,7 +87,7 @@ class Stand:
 
 
 class FakeStand(Stand):
-    def build(self) -> Tier:
+    def build(self) -> LocalTier:
         self.fake = FakeTier(self.capacity_bytes)
         return self.fake
 
@@ -86,23 +101,13 @@ class FakeStand(Stand):
 
 
 class LatencyStand(FakeStand):
-    def build(self) -> Tier:
-        return Latency(super().build(), LoopClock(), 0.0005)
+    def build(self) -> LocalTier:
+        return LocalUnder(super().build(), Latency(LoopClock(), 0.0005))
 
 
 class ThrottleStand(FakeStand):
-    def build(self) -> Tier:
-        return Throttle(super().build(), _Clock(), 1e8)
-
-
-class _Clock(LoopClock):
-    """A clock that may be asked before the loop runs: then it is zero."""
-
-    def monotonic(self) -> float:
-        try:
-            return super().monotonic()
-        except RuntimeError:
-            return 0.0
+    def build(self) -> LocalTier:
+        return LocalUnder(super().build(), Throttle(LoopClock(), 1e8))
 
 
 class FaultyStand(FakeStand):
@@ -110,27 +115,27 @@ class FaultyStand(FakeStand):
 
     can_fail = True
 
-    def build(self) -> Tier:
-        self._faulty = Faulty(super().build(), SeededRandom(SEED))
-        return self._faulty
+    def build(self) -> LocalTier:
+        self._faulty = Faulty(SeededRandom(SEED))
+        return LocalUnder(super().build(), self._faulty)
 
     def fail(self, method: str, times: int | None = 1) -> None:
-        self._faulty._unavailable = 1.0
+        self._faulty.unavailable = 1.0
 
     def mend(self) -> None:
-        self._faulty._unavailable = 0.0
+        self._faulty.unavailable = 0.0
 
 
-class ArenaStand(Stand):
-    def build(self) -> Tier:
+class DramStand(Stand):
+    def build(self) -> LocalTier:
         arena = Arena(
             BytearrayMemory(), FaultPoints(), capacity_bytes=self.capacity_bytes, region_bytes=self.capacity_bytes
         )
-        self.arena_tier = ArenaTier(arena)
-        return self.arena_tier
+        self.dram = DramTier(arena, SeededWorkers(SEED))
+        return self.dram
 
     def flip(self, residency: Residency, offset: int) -> None:
-        for piece in self.arena_tier._placements[residency].pieces:
+        for piece in self.dram.placement(residency).pieces:
             if offset < piece.size:
                 piece[offset] ^= 1
                 return
@@ -153,13 +158,13 @@ def nvme_tier(
     )  # fmt: skip
 
 
-async def columns_of(tier: Tier) -> IndexColumns:
+async def columns_of(tier: NvmeTier) -> IndexColumns:
     """What a catalog would leave as the snapshot: here all that the slots in use hold."""
-    assert isinstance(tier, NvmeTier)
+    doomed = set(tier.erasures.doomed)
     gathered = Gathered(Newest(tier._directory))
     async for found in tier.scan():
         region, slot = tier.regions.find(found.residency)
-        if slot not in region.free and slot not in region.quarantined:
+        if slot not in {*region.free, *region.quarantined, *region.unerased} and found.residency not in doomed:
             gathered.add(region.path.name, [found])
     return gathered.columns()[0]
 
@@ -178,16 +183,15 @@ class NvmeStand(Stand):
             capacity_bytes=self.capacity_bytes, encoding=self.encoding,
         )  # fmt: skip
 
-    async def start(self) -> None:
+    async def held(self) -> IndexColumns:
         assert isinstance(self.tier, NvmeTier)
-        await self.tier.recover()
+        return await columns_of(self.tier)
 
     async def stop(self, *, kill: bool = False) -> None:
-        assert isinstance(self.tier, NvmeTier)
         if kill:
             self.disk.kill()
         else:
-            await self.tier.close(await columns_of(self.tier))
+            await super().stop()
 
     def place(self, residency: Residency, offset: int) -> tuple[Path, int]:
         assert isinstance(self.tier, NvmeTier)
@@ -257,8 +261,7 @@ class SystemStand(NvmeStand):
 
     async def stop(self, *, kill: bool = False) -> None:
         """Descriptors and locks go with a process; here they are closed, and nothing else is done."""
-        assert isinstance(self.tier, NvmeTier)
-        await self.tier.close(None if kill else await columns_of(self.tier))
+        await Stand.stop(self, kill=kill)
 
     def flip(self, residency: Residency, offset: int) -> None:
         path, place = self.place(residency, offset)
@@ -276,7 +279,7 @@ class SystemStand(NvmeStand):
 
 
 STANDS: dict[str, Any] = {
-    "arena": lambda _, **options: ArenaStand(**options),
+    "dram": lambda _, **options: DramStand(**options),
     "nvme": lambda _, **options: NvmeStand(**options),
     "nvme lz4": lambda _, **options: Lz4Stand(**options),
     "nvme on files": lambda home, **options: SystemStand(home, **options),

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.chunk import write_mark
+from kvstore.chunk import ChunkLayout, write_mark
 from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.spec import Encoding
 from kvstore.tiers import ChunkName, Residency
-from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, read, write
-from tests.contracts.stands import STANDS, ArenaStand, Stand, SystemStand
+from kvstore.tiers.contract import RESIDENCY_STOP
+from tests.contracts.chunks import SMALL, VALUE, Chunk, balance, chunk, holds, layouts, read, write
+from tests.contracts.stands import STANDS, DramStand, Stand, SystemStand
 
 
 @pytest.fixture(params=STANDS)
@@ -34,7 +36,7 @@ async def room(stand: Stand) -> int:
     with pytest.raises(Exhausted):
         while len(taken) < 1000:
             taken.append(await write(stand.tier, chunk(5000 + len(taken))))
-    await stand.tier.remove(taken)
+    stand.tier.remove(taken)
     return len(taken)
 
 
@@ -65,8 +67,6 @@ def test_a_header_says_what_was_written(stand: Stand) -> None:
         assert stored.header.write_id == what.header.write_id
         stored.close()
         stored.close()
-        found = [each async for each in stand.tier.scan()]
-        assert [each.header.chain_digest for each in found] == [what.header.chain_digest]
 
     stand.run(scenario)
 
@@ -116,7 +116,7 @@ def test_two_writes_of_a_chunk_are_told_apart(stand: Stand) -> None:
         stored = await stand.tier.open(first.any_write, two)
         assert write_mark(stored.header.write_id) == second.name.mark
         stored.close()
-        await stand.tier.remove([one])
+        stand.tier.remove([one])
         assert await holds(stand.tier, second, two)
 
     stand.run(scenario)
@@ -132,7 +132,7 @@ def test_many_at_once(stand: Stand) -> None:
         results = await asyncio.gather(*(holds(stand.tier, what, residency) for _ in range(3)))
         assert results == [True] * 3
         if number % 3 == 0:
-            await stand.tier.remove([residency])
+            stand.tier.remove([residency])
         else:
             assert await holds(stand.tier, what, residency)
         balance(stand.tier)
@@ -152,7 +152,7 @@ def test_a_removal_waits_for_readers_only_with_the_room(stand: Stand) -> None:
     async def scenario() -> None:
         residency = await write(stand.tier, what)
         stored = await stand.tier.open(what.name, residency)
-        await stand.tier.remove([residency])
+        stand.tier.remove([residency])
         others = [chunk(100 + number) for number in range(await room(stand))]
         for other in others:
             await write(stand.tier, other)
@@ -180,7 +180,7 @@ def test_a_cancelled_write_leaves_nothing(stand: Stand) -> None:
     async def scenario() -> None:
         kept = chunk(1)
         residency = await write(stand.tier, kept)
-        await stand.tier.remove([await write(stand.tier, chunk(2))])
+        stand.tier.remove([await write(stand.tier, chunk(2))])
         outcomes = set()
         for step in range(40):
             what = chunk(10 + step, write=step)
@@ -189,10 +189,10 @@ def test_a_cancelled_write_leaves_nothing(stand: Stand) -> None:
             for piece in what.pieces:
                 piece[:] = 0xDB  # the caller may use its memory again
             if done is not None:
-                await stand.tier.remove([done])
+                stand.tier.remove([done])
             balance(stand.tier)
             assert stand.tier.statistics().chunk_count == 1
-        if not isinstance(stand, ArenaStand | SystemStand):  # one never waits, the other as long as it likes
+        if not isinstance(stand, DramStand | SystemStand):  # one never waits, the other as long as it likes
             assert outcomes == {True, False}
         assert await holds(stand.tier, kept, residency)
         assert await holds(stand.tier, chunk(3), await write(stand.tier, chunk(3)))
@@ -221,7 +221,7 @@ def test_a_cancelled_read_leaves_nothing(stand: Stand) -> None:
             assert all((one == other).all() for one, other in zip(seen, target, strict=True)), "it went on writing"
         assert await holds(stand.tier, what, residency)
         before = await room(stand)
-        await stand.tier.remove([residency])
+        stand.tier.remove([residency])
         assert await room(stand) == before + 1
         balance(stand.tier)
 
@@ -240,7 +240,7 @@ def test_full_is_said_and_passes(make: Callable[..., Stand]) -> None:
         assert len(kept) >= 4
         for what, residency in kept:
             assert await holds(stand.tier, what, residency)
-        await stand.tier.remove([kept.pop(1)[1]])
+        stand.tier.remove([kept.pop(1)[1]])
         kept.append((chunk(50), await write(stand.tier, chunk(50))))
         with pytest.raises(Exhausted):
             await write(stand.tier, chunk(51))
@@ -303,7 +303,7 @@ def test_a_read_that_fails_is_no_loss(stand: Stand) -> None:
         stand.mend()
         stored.close()
         assert await holds(stand.tier, chunk(1), residency)
-        await stand.tier.remove([residency])
+        stand.tier.remove([residency])
         assert stand.tier.statistics().chunk_count == 0
         balance(stand.tier)
 
@@ -352,19 +352,23 @@ def test_after_a_restart(stand: Stand, kill: bool) -> None:
 
     async def scenario() -> None:
         places = [await write(stand.tier, what) for what in chunks]
-        await stand.tier.remove([places[4]], erase=True)
+        stand.tier.remove([places[4]], erase=True)
+        await stand.tier.tidy()
         before = stand.tier.statistics()
         await stand.restart(kill=kill)
-        found = {each.header.storage_key: each.residency async for each in stand.tier.scan()}
+        found = stand.found()
         balance(stand.tier)
         if not stand.is_durable:
             assert found == {}
             assert stand.tier.statistics().chunk_count == 0
             return
         left = chunks[:4] + chunks[5:]
-        assert set(found) == {what.header.storage_key for what in left}
+        assert set(found) == {what.header.chain_digest for what in left}
+        assert stand.recovered.is_proven.tolist() == [not kill] * len(left)
+        assert max(found.values()) < RESIDENCY_STOP
         for what in left:
-            assert await holds(stand.tier, what, found[what.header.storage_key])
+            assert await stand.tier.renew(found[what.header.chain_digest])
+            assert await holds(stand.tier, what, found[what.header.chain_digest])
         after = stand.tier.statistics()
         for field in ("file_bytes", "allocated_bytes", "free_bytes", "overhead_bytes", "chunk_count"):
             assert getattr(after, field) == getattr(before, field)
@@ -376,35 +380,188 @@ def test_what_was_erased_never_comes_back(stand: Stand) -> None:
     async def scenario() -> None:
         one, two = await write(stand.tier, chunk(1, write=1)), await write(stand.tier, chunk(1, write=2))
         other = await write(stand.tier, chunk(2))
-        await stand.tier.remove([one, two], erase=True)
-        for kill in (False, True):
+        stand.tier.remove([one, two], erase=True)
+        await stand.restart(kill=False)  # a clean stop erases what is to be erased
+        assert chunk(1).header.chain_digest not in stand.found()
+        three = await write(stand.tier, chunk(1, write=3))
+        stand.tier.remove([three], erase=True)
+        await stand.tier.tidy()
+        for _ in range(2):
             with pytest.raises((DataLoss, Unavailable)):
-                await stand.tier.open(chunk(1).any_write, one)
-            found = [each async for each in stand.tier.scan()]
-            assert all(each.header.storage_key != chunk(1).header.storage_key for each in found)
-            await stand.restart(kill=kill)
+                await stand.tier.open(chunk(1).any_write, three)
+            await stand.restart(kill=True)
+            assert chunk(1).header.chain_digest not in stand.found()
         if stand.is_durable:
             assert await holds(stand.tier, chunk(2), other)
 
     stand.run(scenario)
 
 
-def test_an_erasure_that_fails_says_so_and_can_be_tried_again(stand: Stand) -> None:
+def test_what_was_superseded_never_comes_back(stand: Stand) -> None:
+    """Also where its erasure fails, and the process ends right after."""
+    key = chunk(1).header.storage_key
+
+    async def scenario() -> None:
+        one = await write(stand.tier, chunk(1, VALUE, write=1))
+        kept = await write(stand.tier, chunk(2, VALUE))
+        stand.tier.remove([one], erase=True)
+        if stand.can_fail:
+            stand.fail("pwrite")
+        newer = chunk(1, VALUE, write=2)
+        try:
+            await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
+        except KVStoreError:
+            stand.mend()
+            await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
+        await stand.restart(kill=True)
+        assert chunk(1).header.chain_digest not in stand.found()
+        assert not stand.is_durable or await holds(stand.tier, chunk(2, VALUE), kept)
+
+    stand.run(scenario)
+
+
+def test_an_erasure_that_fails_is_tried_again(stand: Stand) -> None:
     if not stand.can_fail:
         pytest.skip("it has no device that could fail")
 
     async def scenario() -> None:
         residency = await write(stand.tier, chunk(1))
-        stand.fail("pwrite")
-        with pytest.raises(KVStoreError):
-            await stand.tier.remove([residency], erase=True)
+        stand.fail("pwrite", None)
+        stand.tier.remove([residency], erase=True)
+        await stand.tier.tidy()
+        balance(stand.tier)
         stand.mend()
+        await stand.tier.tidy()
+        assert stand.tier.statistics().chunk_count == 0
+        balance(stand.tier)
+        await stand.restart(kill=True)
+        assert stand.found() == {}
+
+    stand.run(scenario)
+
+
+def test_a_copy_that_failed_a_check_is_gone(stand: Stand) -> None:
+    async def scenario() -> None:
+        residency, other = await write(stand.tier, chunk(1)), await write(stand.tier, chunk(2))
+        await stand.tier.quarantine(residency)
         balance(stand.tier)
         assert stand.tier.statistics().chunk_count == 1
-        await stand.tier.remove([residency], erase=True)
-        assert stand.tier.statistics().chunk_count == 0
-        assert [each async for each in stand.tier.scan()] == []
+        with pytest.raises((DataLoss, Unavailable)):
+            await stand.tier.open(chunk(1).name, residency)
+        await stand.restart(kill=True)
+        assert set(stand.found()) == ({chunk(2).header.chain_digest} if stand.is_durable else set())
+        assert not stand.is_durable or await holds(stand.tier, chunk(2), other)
+
+    stand.run(scenario)
+
+
+def test_a_check_reads_what_a_read_would(stand: Stand) -> None:
+    what = chunk(1)
+
+    async def scenario() -> None:
+        residency = await write(stand.tier, what)
+        stored = await stand.tier.open(what.name, residency)
+        await stored.check(range(2))
+        stand.flip(residency, what.layout.header_bytes)
+        with pytest.raises(DataLoss):
+            await stored.check(range(1))
+        await stored.check(range(1, 2))
+        stored.close()
+        assert 0 < stand.tier.statistics().verified_bytes <= sum(slab.byte_count for slab in what.layout.slabs) * 3 / 2
+
+    stand.run(scenario)
+
+
+def test_residencies_say_how_their_copies_are_encoded(stand: Stand) -> None:
+    async def scenario() -> None:
+        places = [await write(stand.tier, chunk(number)) for number in range(3)]
+        found = stand.tier.encodings(np.array(places, np.int64))
+        assert found.dtype == np.uint8
+        for number, residency in enumerate(places):
+            stored = await stand.tier.open(chunk(number).name, residency)
+            assert Encoding(int(found[number])).name.lower() == stored.header.encoding
+            stored.close()
+        assert stand.tier.encodings(np.empty(0, np.int64)).shape == (0,)
+
+    stand.run(scenario)
+
+
+# ---------------------------------------------------------------- room
+
+
+async def fill(stand: Stand, layout: ChunkLayout = SMALL) -> list[tuple[Chunk, Residency]]:
+    """Chunks until there is no room for one more without giving one up."""
+    kept: list[tuple[Chunk, Residency]] = []
+    while stand.tier.has_room(layout):
+        what = chunk(len(kept), layout)
+        kept.append((what, await write(stand.tier, what)))
+        stand.evictor.there.append(kept[-1][1])
+    assert len(kept) >= 4
+    assert stand.evictor.gone == []
+    return kept
+
+
+@pytest.mark.parametrize("erases", [False, True])
+def test_room_is_made_in_the_evictors_order(make: Callable[..., Stand], erases: bool) -> None:
+    stand = make(capacity_bytes=8 * SMALL.total_bytes + 8192)
+
+    async def scenario() -> None:
+        stand.evictor.erases = erases
+        kept = await fill(stand)
+        held = kept[0][1]
+        stand.evictor.held.add(held)
+        fresh = [(what, await write(stand.tier, what)) for what in (chunk(100), chunk(101))]
+        gone = stand.evictor.gone
+        assert gone
+        assert gone == [residency for _, residency in kept[1 : 1 + len(gone)]]
+        for what, residency in [kept[0], *kept[1 + len(gone) :], *fresh]:
+            assert await holds(stand.tier, what, residency)
         balance(stand.tier)
+
+    stand.run(scenario)
+
+
+def test_what_is_held_makes_no_room(make: Callable[..., Stand]) -> None:
+    stand = make(capacity_bytes=8 * SMALL.total_bytes + 8192)
+
+    async def scenario() -> None:
+        kept = await fill(stand)
+        stand.evictor.held.update(residency for _, residency in kept)
+        with pytest.raises(Exhausted):
+            while True:
+                await write(stand.tier, chunk(100))  # one that is encoded may find room that a raw one does not
+        for layout in (layouts()["mla float8"], SMALL):
+            with pytest.raises(Exhausted):
+                await write(stand.tier, chunk(101, layout))
+        assert stand.evictor.gone == []
+        for what, residency in kept:
+            assert await holds(stand.tier, what, residency)
+        balance(stand.tier)
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("erases", [False, True])
+def test_chunks_of_another_size_make_room(make: Callable[..., Stand], erases: bool) -> None:
+    stand = make(capacity_bytes=16 * SMALL.total_bytes + 8192)
+    other = layouts()["mla float8"]
+    assert other.total_bytes != SMALL.total_bytes
+
+    async def scenario() -> None:
+        stand.evictor.erases = erases
+        there = {residency: what for what, residency in await fill(stand)}
+        for number in range(20):
+            what = chunk(200 + number, other if number % 3 else SMALL)
+            residency = await write(stand.tier, what)
+            stand.evictor.there.append(residency)
+            there[residency] = what
+            assert await holds(stand.tier, what, residency)
+            balance(stand.tier)
+        await stand.tier.tidy()
+        assert stand.evictor.gone
+        assert stand.tier.statistics().chunk_count == len(stand.evictor.there)
+        for residency in stand.evictor.there:
+            assert await holds(stand.tier, there[residency], residency)
 
     stand.run(scenario)
 

@@ -25,6 +25,7 @@ JOBS = "tests/seams/test_jobs.py::test_a_refusal_is_how_the_job_ended"
 THREADS = "tests/seams/test_jobs.py::test_a_call_that_found_no_thread_never_runs"
 STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served"
 DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
+DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing"
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
 FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
 LAYERS = "tests/e2e/test_failing_threads.py::test_layers_of_which_a_copy_fails_are_not_shown"
@@ -52,6 +53,7 @@ SITES = {
     ("kvstore/controller/storing.py", "Storing._start"): STORES,
     ("kvstore/movement/promotion.py", "Promotion._finish"): DEVICE,
     ("kvstore/movement/scrub.py", "Scrub._is_intact"): DEVICE,
+    **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
     ("kvstore/tiers/nvme/recovery.py", "_read_all"): DEVICE,

@@ -25,6 +25,7 @@ from kvstore.tiers.nvme.slots import Region
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
+from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import HOME, nvme_tier
 
 SEEDS = range(12)
@@ -67,11 +68,11 @@ class Loop:
             self.disk, HOME, LoopClock(), SeededWorkers(self.seed + life), SeededWorkers(self.seed + life + 100),
             capacity_bytes=4096 + SLOTS * SMALL.total_bytes, faults=FaultPoints(), region_bytes=1 << 20,
         )  # fmt: skip
-        columns, _ = await tier.recover()
+        columns = (await tier.recover(KeepsAll())).columns
         known = {residency for _, residency in self.kept.values()}
         for residency in columns.residencies.tolist():
             if residency not in known:
-                tier.forget(residency)  # evicted before the crash, or never acknowledged
+                tier.remove([residency])  # evicted before the crash, or never acknowledged
         yield tier
 
     async def verify(self, tier: NvmeTier) -> None:
@@ -154,7 +155,7 @@ class Loop:
     async def evict(self, tier: NvmeTier) -> None:
         number = self.pick()
         if number is not None:
-            tier.forget(self.kept.pop(number)[1])
+            tier.remove([self.kept.pop(number)[1]])
 
     async def erase(self, tier: NvmeTier) -> None:
         number = self.pick()
@@ -163,7 +164,8 @@ class Loop:
         self.busy.add(number)
         what, residency = self.kept.pop(number)
         try:
-            await tier.remove([residency], erase=True)
+            tier.remove([residency], erase=True)
+            await tier.tidy()
             if not self.stopped:
                 self.erased.add(what.header.write_id)
         finally:

@@ -16,6 +16,7 @@ from kvstore.simulated import InlineWorkers, LoopClock, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers.nvme import FutureFormat, NvmeTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, write
+from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import HOME, columns_of, nvme_tier
 
 CORRUPTIONS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 1_000
@@ -36,7 +37,7 @@ async def image(encoding: Encoding) -> Files:
     """A directory of forty chunks after a clean stop."""
     disk = SimulatedDisk(1)
     tier = tier_on(disk, encoding)
-    await tier.recover()
+    await tier.recover(KeepsAll())
     for each in CHUNKS:
         await write(tier, each)
     await tier.close(await columns_of(tier))
@@ -110,7 +111,7 @@ async def survivors(files: Files, encoding: Encoding) -> set[int] | None:
         tier = tier_on(disk, encoding)
     except FutureFormat:
         return None
-    columns, _ = await tier.recover()
+    columns = (await tier.recover(KeepsAll())).columns
     balance(tier)
     number_of = {each.header.chain_digest: number for number, each in enumerate(CHUNKS)}
     back: set[int] = set()
@@ -171,8 +172,9 @@ async def where(files: Files, encoding: Encoding) -> list[tuple[str, int, int]]:
     for name, data in files.items():
         disk.write_file(HOME / name, data)
     tier = tier_on(disk, encoding)
-    columns, clean = await tier.recover()
-    assert clean
+    recovered = await tier.recover(KeepsAll())
+    columns = recovered.columns
+    assert recovered.is_proven.all()
     found: dict[bytes, tuple[str, int, int]] = {}
     for row, residency in enumerate(columns.residencies.tolist()):
         region, slot = tier.regions.find(residency)
@@ -187,7 +189,7 @@ def test_an_encoded_chunk_that_ends_in_the_next_slot_is_not_served() -> None:
     async def scenario() -> None:
         disk = SimulatedDisk(1)
         tier = tier_on(disk, Encoding.LZ4)
-        await tier.recover()
+        await tier.recover(KeepsAll())
         places = [tier.regions.find(await write(tier, each)) for each in (wide, *small)]
         (source, slot), (target, _) = places[0], places[1]
         assert target.slot_bytes < source.slot_bytes

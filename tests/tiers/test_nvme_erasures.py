@@ -17,6 +17,7 @@ from kvstore.spec import Durability
 from kvstore.tiers.nvme import newest
 from kvstore.tiers.nvme.io import PAGE_BYTES
 from tests.contracts.chunks import SMALL, balance, chunk, holds, write
+from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import nvme_tier
 from tests.tiers.test_nvme_meanwhile import held_up
 from tests.tiers.test_nvme_newest import RETRY_S
@@ -207,13 +208,13 @@ def test_a_slot_that_is_written_anew_is_nobody_elses_before_that_ended(tmp_path:
     async def scenario() -> None:
         disk = _Held()
         tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
-        await tier.recover()
+        await tier.recover(KeepsAll())
         residency = await write(tier, chunk(1))
         disk.is_held = True
         renewing = asyncio.ensure_future(tier.renew(residency))
         try:
             assert await asyncio.to_thread(disk.is_waiting.wait, 60.0)
-            tier.forget(residency)
+            tier.remove([residency])
             another = await write(tier, chunk(2, SMALL))
         finally:
             disk.goes_on.set()
@@ -241,7 +242,7 @@ def test_a_slot_that_two_have_erased_is_free_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         disk = _Held()
         tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
-        await tier.recover()
+        await tier.recover(KeepsAll())
         first, second = [await write(tier, chunk(number)) for number in (1, 2)]
         tidied: list[asyncio.Future[None]] = []
         tier.erasures._at_work = _Told(lambda: tidied.append(asyncio.ensure_future(tier.erasures.tidy())))

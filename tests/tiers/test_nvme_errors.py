@@ -13,6 +13,7 @@ from kvstore.simulated import LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Durability, MissReason
 from kvstore.tiers import Residency
 from tests.contracts.chunks import Chunk, balance, chunk, holds, write
+from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import HOME, nvme_tier
 from tests.tiers.service import KIB, DeviceService
 
@@ -42,7 +43,7 @@ def test_a_failed_sync_acknowledges_nothing_that_it_took_along(seed: int) -> Non
 
     async def scenario() -> None:
         tier = nvme_tier(disk, HOME, LoopClock(), SeededWorkers(seed), SeededWorkers(seed + 1), region_bytes=256 * KIB)
-        await tier.recover()
+        await tier.recover(KeepsAll())
         kept: dict[int, Residency] = {0: await write(tier, chunk(0))}
         disk.fail("sync", errno.EIO, path_contains="region", after=chance.randrange(3))
         await asyncio.gather(*(one(number, kept, tier) for number in range(1, 9)))
@@ -50,7 +51,7 @@ def test_a_failed_sync_acknowledges_nothing_that_it_took_along(seed: int) -> Non
         assert any(region.is_read_only for region in tier.regions.by_number.values())
         disk.crash()
         again = nvme_tier(disk, HOME, LoopClock(), SeededWorkers(seed), SeededWorkers(seed + 1))
-        await again.recover()
+        await again.recover(KeepsAll())
         for number, residency in kept.items():
             assert await holds(again, chunk(number), residency), number
 
@@ -271,7 +272,7 @@ def test_errors_of_the_device_are_typed() -> None:
             chance = random.Random(seed)
             disk = SimulatedDisk(seed)
             tier = nvme_tier(disk, HOME, LoopClock(), SeededWorkers(seed), SeededWorkers(seed))
-            await tier.recover()
+            await tier.recover(KeepsAll())
             kept: list[tuple[Chunk, Residency]] = []
             for method in ("open", "pread", "pwrite", "sync", "allocate", "sync_directory"):
                 disk.fail(method, chance.choice((errno.EIO, errno.ENOSPC)), after=chance.randrange(12), times=2)
@@ -296,11 +297,12 @@ def test_a_region_whose_erasure_could_not_be_synced_takes_no_more() -> None:
 
     async def scenario() -> None:
         tier = nvme_tier(disk, HOME, LoopClock(), SeededWorkers(3), SeededWorkers(4), region_bytes=256 * KIB)
-        await tier.recover()
+        await tier.recover(KeepsAll())
         first, second = await write(tier, chunk(0)), await write(tier, chunk(1))
         disk.fail("sync", errno.EIO, path_contains="region")
-        with pytest.raises(Unavailable):
-            await tier.remove([first], erase=True)
+        tier.remove([first], erase=True)
+        await tier.tidy()
+        assert tier.regions.find(first)[0].is_read_only
         third = await write(tier, chunk(2))
         assert tier.regions.find(third)[0] is not tier.regions.find(first)[0]
         assert await holds(tier, chunk(1), second)

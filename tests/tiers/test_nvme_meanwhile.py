@@ -13,6 +13,7 @@ from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
 from kvstore.spec import Durability, MissReason, Tier
 from kvstore.tiers.nvme.io import PAGE_BYTES
 from tests.contracts.chunks import chunk, write
+from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import nvme_tier
 from tests.tiers.service import DeviceService
 from tests.tiers.values import ValueService
@@ -110,7 +111,7 @@ def test_a_copy_that_is_written_anew_while_it_is_quarantined_stays_erased(tmp_pa
     async def scenario() -> None:
         disk = _Late()
         tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
-        await tier.recover()
+        await tier.recover(KeepsAll())
         residency = await write(tier, chunk(1))
         disk.is_armed = True
         renewing = asyncio.ensure_future(tier.renew(residency))

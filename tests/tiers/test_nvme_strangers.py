@@ -12,8 +12,9 @@ from kvstore.errors import DataLoss
 from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import MissReason
+from kvstore.tiers import IndexColumns
 from kvstore.tiers.nvme import Directory, ForeignDirectory
-from kvstore.tiers.nvme.directory import IndexColumns, Snapshot
+from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
 from tests.tiers.service import HOME, SEED, DeviceService

@@ -32,7 +32,7 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``recovery``   what the slots hold, in bulk
 """
 
-from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, IndexColumns, Snapshot
+from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, Snapshot
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
 from kvstore.tiers.nvme.newest import NOTHING
 from kvstore.tiers.nvme.regions import Regions
@@ -44,7 +44,6 @@ __all__ = [
     "Directory",
     "ForeignDirectory",
     "FutureFormat",
-    "IndexColumns",
     "NvmeTier",
     "PosixIO",
     "Regions",

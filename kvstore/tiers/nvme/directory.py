@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.seams.disk import LOCK_WAIT_S
 from kvstore.spec import Exactness, Provenance
+from kvstore.tiers.contract import IndexColumns
 
 FORMAT = 1
 NEWEST = "newest"
@@ -31,57 +31,6 @@ _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 FILE_BYTES_MAX = 1 << 40
-SpaceName = tuple[bytes, Provenance, Exactness]
-
-
-@dataclass
-class IndexColumns:
-    """What the device holds, a row per chunk, the least recently used first. Digests and parents are 32 bytes each,
-    concatenated; ``spaces`` are positions in ``names``."""
-
-    names: list[SpaceName] = field(default_factory=list)
-    residencies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    token_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    spaces: NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
-    digests: bytes = b""
-    parents: bytes = b""
-
-    def __len__(self) -> int:
-        return len(self.residencies)
-
-    def each_digest(self) -> Iterator[bytes]:
-        return (self.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.digests), DIGEST_BYTES))
-
-    def where(self, stays: NDArray[np.bool_]) -> IndexColumns:
-        """The rows for which ``stays`` is true."""
-        if stays.all():
-            return self
-
-        def kept(digests: bytes) -> bytes:
-            return np.frombuffer(digests, f"V{DIGEST_BYTES}")[stays].tobytes()
-
-        return IndexColumns(
-            self.names, self.residencies[stays], self.marks[stays], self.token_counts[stays], self.spaces[stays],
-            kept(self.digests), kept(self.parents),
-        )  # fmt: skip
-
-    def followed_by(self, other: IndexColumns, mark: int) -> IndexColumns:
-        """These rows, then the other's with ``mark`` set in their residencies."""
-        if not len(other):
-            return self
-        names = list(dict.fromkeys([*self.names, *other.names]))
-        places = {name: place for place, name in enumerate(names)}
-        spaces = np.array([places[name] for name in other.names], np.uint16)[other.spaces]
-        return IndexColumns(
-            names,
-            np.concatenate([self.residencies, other.residencies | mark]),
-            np.concatenate([self.marks, other.marks]),
-            np.concatenate([self.token_counts, other.token_counts]),
-            np.concatenate([self.spaces, spaces]),
-            self.digests + other.digests,
-            self.parents + other.parents,
-        )
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ class Erasures:
     @property
     def is_tidy(self) -> bool:
         """Whether ``tidy`` would find nothing to do."""
-        return not (self.doomed or self.newest or any(each.unerased for each in self._regions.by_number.values()))
+        is_erasing = bool(self.doomed) or self._erasing.locked()
+        return not (is_erasing or self.newest or any(each.unerased for each in self._regions.by_number.values()))
 
     async def tidy(self) -> None:
         """Erase what could not be erased before. Once no older write can lie anywhere, forget which are the newest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -67,3 +68,17 @@ def aligned(byte_count: int) -> Bytes:
     room = np.empty(byte_count + PAGE_BYTES, np.uint8)
     start = -room.ctypes.data % PAGE_BYTES
     return room[start : start + byte_count]
+
+
+def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]) -> None:
+    """Blocking. Runs of memory, one after the other on the device."""
+    for run in runs:
+        io.write(descriptor, offset, run)
+        offset += run.size
+
+
+def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:
+    """Blocking. Read, and write the same."""
+    data = aligned(byte_count)
+    io.read(descriptor, offset, data)
+    io.write(descriptor, offset, data)

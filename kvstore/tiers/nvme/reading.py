@@ -23,7 +23,7 @@ from kvstore.chunk import (
 )
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
-from kvstore.tiers.contract import ChunkName, check_header
+from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.nvme.io import DeviceIO, aligned
 from kvstore.tiers.nvme.slots import Region
 
@@ -62,16 +62,17 @@ class NvmeChunk:
         self._layout = layout
         self._is_closed = False
 
-    async def read(self, slabs: range, target: Sequence[Bytes]) -> None:
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
         """See ``StoredChunk.read``."""
+        memory = host_memory(target)
         offset, byte_count = self._place(slabs)
         header, descriptor = self.header, self._region.descriptor
         if header.encoding == "raw":
-            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, target)
+            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory)
             good = await self._owner.run_read(read_raw, self._io, descriptor, offset, runs, self._expected(slabs))
         else:
             place = (descriptor, offset, byte_count)
-            good = await self._owner.run_read(read_encoded, self._io, place, header, self._layout, slabs, list(target))
+            good = await self._owner.run_read(read_encoded, self._io, place, header, self._layout, slabs, memory)
         self._was_read(slabs, good, byte_count)
 
     async def check(self, slabs: range) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from kvstore.seams import Workers
 from kvstore.seams.jobs import begun, given_up, to_its_end
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Encoding
-from kvstore.tiers.contract import Found, Residency
-from kvstore.tiers.nvme.directory import IndexColumns, Snapshot, SpaceName
+from kvstore.tiers.contract import RESIDENCY_STOP, IndexColumns, Residency, SpaceName
+from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.regions import Regions
@@ -24,9 +25,17 @@ from kvstore.tiers.nvme.slots import Region
 SMALL_SLOT_BYTES = 64 << 10
 """Slots below are read whole, many at a time: cheaper than a request for each header."""
 SLOTS_PER_JOB = 256
-SCANNED = 1 << 62
-"""Set in a residency that a scan found while others come from a snapshot: the catalog's ``UNPROVEN``."""
+SCANNED = RESIDENCY_STOP
+"""Set, until a recovery ends, in a residency that a scan found while others come from a snapshot."""
 _log = logging.getLogger("kvstore.nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One copy that a scan met."""
+
+    residency: Residency
+    header: ChunkHeader
 
 
 def agree(regions: Regions, columns: IndexColumns) -> bool:
@@ -62,7 +71,7 @@ async def completed(
         if region is not None and 0 <= slot < region.slot_count:
             runs.append((region, slot, slot + 1))
     found, stale = (await _read_all(runs, newest, io, readers)).columns(columns)
-    return columns.followed_by(found, SCANNED), stale
+    return columns.followed_by(replace(found, residencies=found.residencies | SCANNED)), stale
 
 
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:

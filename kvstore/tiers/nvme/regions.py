@@ -1,6 +1,6 @@
 """Region files and their slots: where there is room, and the account of all of it.
 
-A residency is one number: encoding << 56 | region << 32 | slot; bit 62 is the catalog's. Slots are handed out and given
+A residency is one number: encoding << 56 | region << 32 | slot. Slots are handed out and given
 back on the event loop's thread; files are made and removed on a byte mover, one at a time.
 """
 
@@ -15,7 +15,9 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
@@ -33,6 +35,7 @@ FIRST_REGION_BYTES = 4 << 20
 FIRST_SLOT_COUNT = 4
 QUARANTINE_SHARE = 64
 """At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
+ENCODING_MASK = 0x3F
 _log = logging.getLogger("kvstore.nvme")
 
 
@@ -288,7 +291,9 @@ class Regions:
         """A free slot of that size, or None."""
         for region in self.by_number.values():
             if region.slot_bytes == slot_bytes and region.free and not region.is_read_only:
-                return encoding << 56 | region.number << 32 | region.free.pop()
+                slot = region.free.pop()
+                region.encodings[slot] = encoding
+                return encoding << 56 | region.number << 32 | slot
         return None
 
     def slot_bytes_at(self, residency: Residency) -> int:
@@ -323,15 +328,18 @@ class Regions:
             raise Unavailable("the region file of this chunk is gone", residency=residency)
         return region, slot
 
-    def claim(self, residencies: list[Residency]) -> None:
+    def claim(self, residencies: NDArray[np.int64]) -> None:
         """These slots are in use (found on the device). The others stay free, but for those that could not be read."""
-        used: dict[int, set[int]] = {}
-        for residency in residencies:
-            used.setdefault(residency >> 32 & 0xFFFFFF, set()).add(residency & 0xFFFFFFFF)
+        residencies = residencies[np.argsort(residencies >> 32 & 0xFFFFFF, kind="stable")]
+        numbers, slots = residencies >> 32 & 0xFFFFFF, residencies & 0xFFFFFFFF
         for number, region in self.by_number.items():
-            taken = used.get(number, set()) | region.unread
-            if taken:
-                region.free = array("i", (slot for slot in range(region.slot_count - 1, -1, -1) if slot not in taken))
+            first, stop = np.searchsorted(numbers, [number, number + 1])
+            used = slots[first:stop]
+            is_free = np.ones(region.slot_count, np.bool_)
+            is_free[used] = False
+            is_free[list(region.unread)] = False
+            region.free = array("i", np.flatnonzero(is_free)[::-1].astype(np.intc).tobytes())
+            np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> 56 & ENCODING_MASK
 
     def give_back(self, residency: Residency) -> None:
         """A slot's chunk is gone. While somebody reads it the slot is not used again."""

@@ -39,6 +39,11 @@ class Region:
     leaving: set[int] = field(default_factory=set)
     unread: set[int] = field(default_factory=set)
     unerased: set[int] = field(default_factory=set)
+    encodings: bytearray = field(init=False)
+    """How the chunk in each slot that is in use is encoded."""
+
+    def __post_init__(self) -> None:
+        self.encodings = bytearray(self.slot_count)
 
     @property
     def file_bytes(self) -> int:
@@ -57,6 +62,7 @@ class Region:
         return PAGE_BYTES + slot * self.slot_bytes
 
     def used_slots(self) -> list[Residency]:
-        """Residencies without their encoding."""
         idle = {*self.free, *self.quarantined, *self.unread, *self.unerased}
-        return [self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle]
+        return [
+            self.encodings[slot] << 56 | self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle
+        ]

@@ -14,26 +14,39 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, encode_chunk
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, Workers
 from kvstore.seams.jobs import NotBegun, begun, to_its_end
 from kvstore.seams.memory import Bytes, joined
-from kvstore.spec import CacheKind, Encoding
-from kvstore.tiers.contract import ChunkName, Found, Residency, TierStatistics
+from kvstore.spec import CacheKind, Durability, Encoding, Tier
+from kvstore.tiers.contract import (
+    Buffer,
+    ChunkName,
+    Evictor,
+    IndexColumns,
+    Recovered,
+    Residency,
+    TierStatistics,
+    host_memory,
+)
 from kvstore.tiers.nvme import recovery
-from kvstore.tiers.nvme.directory import Directory, IndexColumns, Snapshot
+from kvstore.tiers.nvme.directory import Directory, Snapshot
 from kvstore.tiers.nvme.erasures import Erasures
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, rewrite, write_runs
 from kvstore.tiers.nvme.newest import Newest
+from kvstore.tiers.nvme.pace import Pace
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
-from kvstore.tiers.nvme.regions import Regions
+from kvstore.tiers.nvme.recovery import SCANNED, Found
+from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
 from kvstore.tiers.nvme.slots import Region, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 
@@ -49,6 +62,10 @@ class NvmeTier:
 
     Raises: what the contract says; the device's errors become Unavailable, a lack of room Exhausted.
     """
+
+    name = "nvme"
+    kind = Tier.NVME
+    durability = Durability.LOCAL
 
     def __init__(
         self,
@@ -78,13 +95,24 @@ class NvmeTier:
         self._pace = {workers: Pace() for workers in (readers, writers, keepers)}
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
         self.failures = 0
-        self.on_full: Callable[[int], bool] = _no_room
-        """Asked for a free slot of a size when there is no room for more files; True when there is one now."""
+        self._evictor: Evictor | None = None
+        self.on_full: Callable[[int], bool] | None = None
+        """Asked in the place of an evictor until movement is one."""
         self._in_flight: Counter[bytes] = Counter()
         """Storage keys of chunks that are being written."""
         self.erasures = Erasures(regions, Newest(directory), self._erase, partial(self._run, keepers))
 
-    async def recover(self) -> tuple[IndexColumns, bool]:
+    async def recover(self, evictor: Evictor) -> Recovered:
+        self._evictor = evictor
+        try:
+            columns, is_clean = await self.read_back()
+        except BaseException:
+            await self.close(None)
+            raise
+        is_proven = (columns.residencies & SCANNED == 0) & is_clean
+        return Recovered(replace(columns, residencies=columns.residencies & ~SCANNED), is_proven)
+
+    async def read_back(self) -> tuple[IndexColumns, bool]:
         """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
         try:
             self.regions.open_all()
@@ -103,17 +131,20 @@ class NvmeTier:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
         self._faults.reach("nvme.recovery.read")
         self.erasures.doomed += (each for each in stale if each >> 32 & 0xFFFFFF in self.regions.by_number)
-        self.regions.claim(columns.residencies.tolist() + self.erasures.doomed)
+        self.regions.claim(np.concatenate([columns.residencies, np.array(self.erasures.doomed, np.int64)]))
         await self.erasures.tidy()
         return columns, clean
 
-    async def close(self, columns: IndexColumns | None) -> None:
-        """A clean stop leaves the snapshot; without one (None) the next start reads the headers."""
+    async def close(self, held: IndexColumns | None) -> None:
+        """A clean stop erases what is to be erased, and leaves the snapshot. Without it (None) the next start reads the
+        headers."""
+        if held is not None:
+            await self.erasures.erase_doomed()
         for workers in self._pace:
             workers.close()
         try:
-            if columns is not None:
-                self._directory.end(self._snapshot(columns))
+            if held is not None:
+                self._directory.end(self._snapshot(held))
         except OSError:
             pass  # no snapshot, then: the headers are there
         self.regions.close()
@@ -148,14 +179,14 @@ class NvmeTier:
 
     # ------------------------------------------------------------ write
 
-    def slot_bytes(self, layout: ChunkLayout) -> int:
-        """The slot a raw chunk of this layout takes."""
-        return slot_bytes_for(layout.total_bytes, is_full_raw=layout.is_full)
+    def has_room(self, layout: ChunkLayout) -> bool:
+        slot_bytes = slot_bytes_for(layout.total_bytes, is_full_raw=layout.is_full)
+        return bool(self.regions.free_count(slot_bytes)) or self.regions.has_budget(slot_bytes)
 
-    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
         self._in_flight[header.storage_key] += 1
         try:
-            source = await self._encoded(header, layout, list(pieces))
+            source = await self._encoded(header, layout, host_memory(pieces))
             stored = sum(piece.size for piece in source)
             is_full_raw = self._encoding is Encoding.RAW and layout.is_full
             residency = await self._take(slot_bytes_for(stored, is_full_raw=is_full_raw))
@@ -201,7 +232,7 @@ class NvmeTier:
             await self._run(self._keepers, self.regions.create, slot_bytes)
             return
         except Exhausted:
-            found = self.on_full(slot_bytes)
+            found = self._make_room(slot_bytes)
             await self.erasures.erase_doomed()
             if not found and self.regions.idle_region(slot_bytes) is None:
                 raise
@@ -214,6 +245,31 @@ class NvmeTier:
             await self._run(self._keepers, self.regions.remove_file, idle)
             if self.regions.has_budget(slot_bytes):
                 await self._run(self._keepers, self.regions.create, slot_bytes)
+
+    def _make_room(self, slot_bytes: int) -> bool:
+        """Have chunks given up until there is a slot of that size, or a file that can make way for one. Slots that are
+        yet to be erased count."""
+        if self.on_full is not None:
+            return self.on_full(slot_bytes)
+        if self._evictor is None:
+            return False
+
+        def helps(residency: Residency) -> bool:
+            return self.regions.slot_bytes_at(residency) == slot_bytes
+
+        def enough() -> bool:
+            return self.regions.free_count(slot_bytes) > 0 or any(map(helps, self.erasures.doomed))
+
+        return self._evictor.evict(helps, enough) or self._empty_a_region(self._evictor, slot_bytes)
+
+    def _empty_a_region(self, evictor: Evictor, slot_bytes: int) -> bool:
+        """All files are cut for other sizes: have the one that holds the least given up, of those where nothing is
+        held and nothing is being written."""
+        doomed = set(self.erasures.doomed)
+        return any(
+            evictor.evict_all([each for each in region.used_slots() if each not in doomed])
+            for region in self.regions.in_the_way(slot_bytes)
+        )
 
     def _failed(self, region: Region, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region; that no
@@ -241,7 +297,7 @@ class NvmeTier:
         return await self._run(self._readers, function, *args)
 
     def was_read(self, byte_count: int) -> None:
-        """And verified."""
+        """Count bytes that were read and passed their checksums."""
         self._read_bytes += byte_count
         self._verified_bytes += byte_count
 
@@ -251,22 +307,22 @@ class NvmeTier:
 
     # ------------------------------------------------------------ remove and tell
 
-    def forget(self, residency: Residency, *, erase: bool = False) -> None:
-        """Give a slot back at once, without a word on the device: a scan may bring its chunk back. ``erase``: as soon
-        as its header is erased, which ``erasures`` does."""
+    def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
+        """Without a word on the device: a scan may bring a chunk back that is not erased."""
         if erase:
-            self.erasures.doomed.append(residency)
+            self.erasures.doomed += residencies
             return
-        try:
-            self.regions.give_back(residency)
-        except Unavailable:
-            return  # its file is gone, and the slot with it
-
-    async def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
         for residency in residencies:
-            if erase:
-                await self._erase(*self.regions.find(residency))
-            self.regions.give_back(residency)
+            with suppress(Unavailable):  # its file is gone, and the slot with it
+                self.regions.give_back(residency)
+
+    def forget(self, residency: Residency, *, erase: bool = False) -> None:
+        """As ``remove``, until movement calls that."""
+        self.remove([residency], erase=erase)
+
+    async def tidy(self) -> None:
+        if not self.erasures.is_tidy:
+            await self.erasures.tidy()
 
     async def quarantine(self, residency: Residency) -> None:
         """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan
@@ -321,6 +377,9 @@ class NvmeTier:
                 if found is not None:
                     yield found
 
+    def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return (residencies >> 56 & ENCODING_MASK).astype(np.uint8)
+
     def statistics(self) -> TierStatistics:
         regions = list(self.regions.by_number.values())
         used = sum(region.used_count * region.slot_bytes for region in regions)
@@ -328,7 +387,7 @@ class NvmeTier:
         free = sum(len(region.free) * region.slot_bytes for region in regions)
         read_only = bool(regions) and all(region.is_read_only for region in regions)
         return TierStatistics(
-            name="nvme",
+            name=self.name,
             state="read-only" if read_only else "up",
             capacity_bytes=self.regions.capacity_bytes,
             file_bytes=self.regions.file_bytes,
@@ -341,43 +400,3 @@ class NvmeTier:
             written_bytes=self._written_bytes,
             verified_bytes=self._verified_bytes,
         )
-
-
-@dataclass(eq=False, slots=True)
-class Pace:
-    """What some workers have been given to do with the device, and when they last were done with anything."""
-
-    given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
-    done_at_s: float = 0.0
-
-    def began(self, job: asyncio.Future[Any], clock: Clock) -> None:
-        self.given[job] = clock.monotonic()
-        job.add_done_callback(partial(self._ended, clock))
-
-    def _ended(self, clock: Clock, job: asyncio.Future[Any]) -> None:
-        del self.given[job]
-        self.done_at_s = clock.monotonic()
-
-    def stalled_s(self, clock: Clock) -> float:
-        if not self.given:
-            return 0.0
-        oldest_s = next(iter(self.given.values()))
-        return clock.monotonic() - max(oldest_s, self.done_at_s)
-
-
-def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]) -> None:
-    """Blocking. Runs of memory, one after the other on the device."""
-    for run in runs:
-        io.write(descriptor, offset, run)
-        offset += run.size
-
-
-def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:
-    """Blocking. Read, and write the same."""
-    data = aligned(byte_count)
-    io.read(descriptor, offset, data)
-    io.write(descriptor, offset, data)
-
-
-def _no_room(_: int) -> bool:
-    return False

@@ -37,7 +37,8 @@ from kvstore.server.device import open_nvme
 from kvstore.simulated import InlineWorkers
 from kvstore.spec import Encoding, Exactness, Provenance
 from kvstore.telemetry import Counters
-from kvstore.tiers.nvme import Directory, IndexColumns, PosixIO, Regions, Snapshot, aligned
+from kvstore.tiers import IndexColumns
+from kvstore.tiers.nvme import Directory, PosixIO, Regions, Snapshot, aligned
 from kvstore_ops.bench.footprint import anonymous_mib
 from kvstore_ops.bench.nvme import require_room
 from kvstore_ops.bench.result import Result, show

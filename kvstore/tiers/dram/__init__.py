@@ -1,0 +1,10 @@
+"""The arena as a tier: memory that sidecar and clients share, volatile. A copy is a placement; its residency is the
+placement's generation slot, which is nobody else's while the copy is there.
+
+This is the service's fastest tier, and the one that clients map. So it has two calls that no contract has: ``adopt``
+and ``placement`` (see ``DramTier``).
+"""
+
+from kvstore.tiers.dram.tier import DramTier
+
+__all__ = ["DramTier"]

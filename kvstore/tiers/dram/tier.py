@@ -1,0 +1,247 @@
+"""The DRAM tier: chunks in extents of the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena import Arena, Placement
+from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, are_right, parse_header, slab_runs, strip_run
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest
+from kvstore.seams import Workers
+from kvstore.seams.jobs import done
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Encoding, Tier
+from kvstore.tiers.contract import (
+    Buffer,
+    ChunkName,
+    Evictor,
+    IndexColumns,
+    Recovered,
+    Residency,
+    TierStatistics,
+    check_header,
+    host_memory,
+)
+
+
+class DramTier:
+    """Copies into and out of extents of the arena. A residency is a generation slot. ``workers`` move the bytes.
+
+    Two calls are beyond the contract, and only whoever owns the mapped tier uses them. A store's and a load's bytes are
+    put into extents by the store and the load themselves, before anybody knows whether the chunk will be whole:
+    ``adopt`` makes such an extent a copy of this tier without moving a byte. A client reads a copy without a call, from
+    the extents that ``placement`` names.
+    """
+
+    name = "dram"
+    kind = Tier.DRAM
+    durability = Durability.MEMORY
+
+    def __init__(self, arena: Arena, workers: Workers) -> None:
+        self._arena = arena
+        self._workers = workers
+        self._evictor: Evictor | None = None
+        self._placements: dict[Residency, Placement] = {}
+        self._readers: dict[Residency, int] = {}
+        self._leaving: dict[Residency, Placement] = {}
+        """Copies that were given up while somebody had them open."""
+        self._read_bytes = self._written_bytes = self._verified_bytes = 0
+
+    async def recover(self, evictor: Evictor) -> Recovered:
+        """Memory keeps nothing over a start."""
+        self._evictor = evictor
+        return Recovered(IndexColumns(), np.empty(0, np.bool_))
+
+    async def close(self, held: IndexColumns | None) -> None:
+        """The arena and its mappings end with their owner."""
+
+    # ------------------------------------------------------------ copies come
+
+    def adopt(self, placement: Placement) -> Residency:
+        """Make extents that hold a whole chunk a copy of this tier. From here on they are the tier's: ``remove`` frees
+        them. Bytes that somebody else moved are not counted as written."""
+        assert placement.slot not in self._placements, "adopted twice"
+        self._placements[placement.slot] = placement
+        return placement.slot
+
+    def placement(self, residency: Residency) -> Placement:
+        """Where a copy lies. Raises KeyError for one that is not there: who asks knows that it is."""
+        return self._placements[residency]
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
+        source = host_memory(pieces)
+        placement = self._allocate(layout.piece_bytes)
+        try:
+            await done(self._workers, copy_pieces, source, list(placement.pieces))
+        except BaseException:
+            self._arena.free(placement)
+            raise
+        self._written_bytes += placement.byte_count
+        return self.adopt(placement)
+
+    def _allocate(self, piece_bytes: tuple[int, ...]) -> Placement:
+        """Room for a chunk; other copies go for it. Raises Exhausted."""
+        try:
+            found = self._arena.allocate(piece_bytes)
+        except InvalidRequest as error:
+            raise Exhausted(error.message) from error
+
+        def enough() -> bool:
+            nonlocal found
+            found = self._arena.allocate(piece_bytes)
+            return found is not None
+
+        if found is None and self._evictor is not None:
+            self._evictor.evict(lambda _: True, enough)
+        if found is None:
+            raise Exhausted("the arena is full: raise arena.capacity_bytes")
+        return found
+
+    def has_room(self, layout: ChunkLayout) -> bool:
+        """Asks the arena: only a try tells whether the free bytes are in pieces that are large enough."""
+        try:
+            found = self._arena.allocate(layout.piece_bytes)
+        except InvalidRequest:
+            return False
+        if found is not None:
+            self._arena.free(found)
+        return found is not None
+
+    # ------------------------------------------------------------ copies are read
+
+    async def open(self, name: ChunkName, residency: Residency) -> DramChunk:
+        placement = self._placements.get(residency)
+        if placement is None:
+            raise DataLoss("the arena holds no such chunk", reason="absent")
+        header = check_header(name, parse_header(placement.pieces[0], name.layout))
+        self._readers[residency] = self._readers.get(residency, 0) + 1
+        return DramChunk(self, self._workers, residency, placement, header, name.layout)
+
+    def was_read(self, byte_count: int) -> None:
+        """Count bytes that were read and passed their checksums."""
+        self._read_bytes += byte_count
+        self._verified_bytes += byte_count
+
+    def closed(self, residency: Residency) -> None:
+        """A reader is done."""
+        self._readers[residency] -= 1
+        if not self._readers[residency]:
+            del self._readers[residency]
+            if residency in self._leaving:
+                self._arena.free(self._leaving.pop(residency))
+
+    # ------------------------------------------------------------ copies go
+
+    def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
+        """``erase`` asks for no more: nothing of a copy in memory outlives it."""
+        for residency in residencies:
+            placement = self._placements.pop(residency)
+            if residency in self._readers:
+                self._leaving[residency] = placement
+            else:
+                self._arena.free(placement)
+
+    async def quarantine(self, residency: Residency) -> None:
+        """Memory has no places that go bad: what failed was written over, and the next copy is whole again."""
+        self.remove([residency])
+
+    async def renew(self, residency: Residency) -> bool:
+        return True
+
+    async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
+        """No start finds anything here."""
+
+    async def tidy(self) -> None:
+        """Nothing waits to be erased."""
+
+    # ------------------------------------------------------------ the tier is asked
+
+    def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.full(len(residencies), Encoding.RAW, np.uint8)
+
+    def stalled_s(self) -> float:
+        return 0.0
+
+    def statistics(self) -> TierStatistics:
+        """What stores and loads have taken and nobody adopted yet counts as allocated."""
+        used = self._arena.used_bytes
+        total = sum(region.byte_count for region in self._arena.regions)
+        return TierStatistics(
+            name=self.name, state="up", capacity_bytes=self._arena.capacity_bytes, file_bytes=total,
+            allocated_bytes=used, free_bytes=total - used, quarantined_bytes=0, overhead_bytes=0,
+            chunk_count=len(self._placements), read_bytes=self._read_bytes, written_bytes=self._written_bytes,
+            verified_bytes=self._verified_bytes,
+        )  # fmt: skip
+
+
+class DramChunk:
+    """A chunk in the arena, opened. Its extents are nobody else's until it is closed."""
+
+    def __init__(
+        self, tier: DramTier, workers: Workers, residency: Residency, placement: Placement, header: ChunkHeader,
+        layout: ChunkLayout,
+    ) -> None:  # fmt: skip
+        self.header = header
+        self._tier = tier
+        self._workers = workers
+        self._residency = residency
+        self._placement = placement
+        self._layout = layout
+        self._is_closed = False
+
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
+        """See ``StoredChunk.read``."""
+        header, layout = self.header, self._layout
+        copies: list[Copy] = []
+        for slab, into in zip(slabs, host_memory(target), strict=True):
+            first, stop = self._strips(range(slab, slab + 1))
+            strips = strip_run(layout, header.storage_key, header.write_id, first, stop)
+            copies.append((strips, self._placement.pieces[1 + slab], into))
+        good = await done(self._workers, copy_slabs, copies, self._expected(slabs))
+        self._was_read(slabs, good)
+
+    async def check(self, slabs: range) -> None:
+        """See ``StoredChunk.check``."""
+        header, pieces = self.header, self._placement.pieces[1 + slabs.start : 1 + slabs.stop]
+        runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, pieces)
+        self._was_read(slabs, await done(self._workers, are_right, runs, self._expected(slabs)))
+
+    def _strips(self, slabs: range) -> tuple[int, int]:
+        """The numbers of the first strip of some slabs, and of the one after their last."""
+        last = self._layout.slabs[slabs.stop - 1]
+        return self._layout.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
+
+    def _expected(self, slabs: range) -> bytes:
+        """What the strips check to."""
+        first, stop = self._strips(slabs)
+        return self.header.checksums[first:stop].tobytes()
+
+    def _was_read(self, slabs: range, good: bool) -> None:
+        if not good:
+            raise DataLoss(
+                f"slabs {slabs.start}..{slabs.stop} in the arena fail their check", reason="checksum", slab=slabs.start
+            )
+        self._tier.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._tier.closed(self._residency)
+
+
+Copy = tuple[StripRun, Bytes, Bytes]
+"""A slab's strips, where it lies, and where it goes."""
+
+
+def copy_pieces(source: Sequence[Bytes], target: Sequence[Bytes]) -> None:
+    """Blocking."""
+    for one, other in zip(source, target, strict=True):
+        np.copyto(other, one)
+
+
+def copy_slabs(copies: Sequence[Copy], expected: bytes) -> bool:
+    """Blocking. Copy slabs, and check what was copied. Whether all strips are right."""
+    return b"".join([strips.copy(source, target) for strips, source, target in copies]) == expected

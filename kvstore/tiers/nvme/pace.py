@@ -1,0 +1,32 @@
+"""How long a device has kept its callers waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvstore.seams import Clock
+
+
+@dataclass(eq=False, slots=True)
+class Pace:
+    """What some workers have been given to do with the device, and when they last were done with anything."""
+
+    given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
+    done_at_s: float = 0.0
+
+    def began(self, job: asyncio.Future[Any], clock: Clock) -> None:
+        self.given[job] = clock.monotonic()
+        job.add_done_callback(partial(self._ended, clock))
+
+    def _ended(self, clock: Clock, job: asyncio.Future[Any]) -> None:
+        del self.given[job]
+        self.done_at_s = clock.monotonic()
+
+    def stalled_s(self, clock: Clock) -> float:
+        if not self.given:
+            return 0.0
+        oldest_s = next(iter(self.given.values()))
+        return clock.monotonic() - max(oldest_s, self.done_at_s)
