@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
-from kvstore.tiers.nvme.recovery import Gathered
+from kvstore.tiers.nvme.recovery import Found, Gathered, read_slot
 from tests.contracts.evictors import OldestFirst
 from tests.contracts.fake import FakeTier
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
@@ -158,11 +159,21 @@ def nvme_tier(
     )  # fmt: skip
 
 
+def scan(tier: NvmeTier) -> Iterator[Found]:
+    """Every copy there is, by what the device itself holds. One that cannot be read is left out."""
+    for region in tier.regions.by_number.values():
+        for slot in range(region.slot_count):
+            with suppress(OSError):
+                found = read_slot(tier._io, region, slot)
+                if found is not None:
+                    yield found
+
+
 async def columns_of(tier: NvmeTier) -> IndexColumns:
     """What a catalog would leave as the snapshot: here all that the slots in use hold."""
     doomed = set(tier.erasures.doomed)
     gathered = Gathered(Newest(tier._directory))
-    async for found in tier.scan():
+    for found in scan(tier):
         region, slot = tier.regions.find(found.residency)
         if slot not in {*region.free, *region.quarantined, *region.unerased} and found.residency not in doomed:
             gathered.add(region.path.name, [found])

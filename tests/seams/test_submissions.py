@@ -86,10 +86,6 @@ SITES = {
     ("clients/kvstore_client/engines/vllm/embeddings.py", "Fetching._ask"): ENCODER,
 }
 MOVES_NO_BYTES = {
-    (
-        "kvstore/tiers/nvme/tier.py",
-        "NvmeTier.scan",
-    ): "for tests of the tier's contract: nothing of the service calls it",
     ("kvstore/spec/weights.py", "digested"): "raises what a job raised; a digest of less is no digest",
     ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",

@@ -26,7 +26,7 @@ from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.stands import HOME, nvme_tier
+from tests.contracts.stands import HOME, nvme_tier, scan
 
 SEEDS = range(12)
 LIVES = 5
@@ -77,7 +77,7 @@ class Loop:
 
     async def verify(self, tier: NvmeTier) -> None:
         """After a crash: the acknowledged are there; what was erased is not."""
-        async for found in tier.scan():
+        for found in scan(tier):
             if found.header.write_id in self.erased:
                 raise Broken("an erased chunk came back")
         for what, residency in self.kept.values():

@@ -123,7 +123,7 @@ def test_a_file_that_could_not_be_removed_brings_nothing_back() -> None:
         service.nvme.regions.capacity_bytes = service.nvme.regions.file_bytes
         service.disk.fail("remove", errno.EIO, path_contains="region-00000")
         with pytest.raises(Unavailable):
-            await service.nvme._take(2 * service.nvme.slot_bytes(service.layout))
+            await service.nvme._take(2 * service.nvme.regions.by_number[0].slot_bytes)
         await service.nvme.erasures.tidy()
         await service.restart(kill=True, meanwhile=service.disk.mend)
         assert await service.get() != OLD

@@ -14,7 +14,7 @@ from kvstore.spec import Durability, MissReason, Tier
 from kvstore.tiers.nvme.io import PAGE_BYTES
 from tests.contracts.chunks import chunk, write
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.stands import nvme_tier
+from tests.contracts.stands import nvme_tier, scan
 from tests.tiers.service import DeviceService
 from tests.tiers.values import ValueService
 
@@ -118,7 +118,7 @@ def test_a_copy_that_is_written_anew_while_it_is_quarantined_stays_erased(tmp_pa
         await asyncio.sleep(0.1)
         await tier.quarantine(residency)
         await renewing
-        assert [each async for each in tier.scan()] == []
+        assert list(scan(tier)) == []
         assert tier.statistics().chunk_count == 0
         await tier.close(None)
 

@@ -13,7 +13,7 @@ import asyncio
 import errno
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, rewrite, write_
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.pace import Pace
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
-from kvstore.tiers.nvme.recovery import SCANNED, Found
+from kvstore.tiers.nvme.recovery import SCANNED
 from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
 from kvstore.tiers.nvme.slots import Region, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
@@ -366,16 +366,6 @@ class NvmeTier:
         await self._run(self._keepers, self._io.write, region.descriptor, region.offset(slot), ERASED)
         self._faults.reach("nvme.erased")
         await self._sync.wait(region, failures)
-
-    async def scan(self) -> AsyncIterator[Found]:
-        for region in list(self.regions.by_number.values()):
-            for slot in range(region.slot_count):
-                try:
-                    found = await self._run(self._keepers, recovery.read_slot, self._io, region, slot)
-                except KVStoreError:
-                    continue
-                if found is not None:
-                    yield found
 
     def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
         return (residencies >> 56 & ENCODING_MASK).astype(np.uint8)
