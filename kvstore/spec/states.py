@@ -33,6 +33,7 @@ class Tier(IntEnum):
     DRAM = 2
     NVME = 3
     S3 = 4
+    REDIS = 5
 
 
 class EventKind(IntEnum):

@@ -40,6 +40,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_DRAM: _ClassVar[Tier]
     TIER_NVME: _ClassVar[Tier]
     TIER_S3: _ClassVar[Tier]
+    TIER_REDIS: _ClassVar[Tier]
 
 class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -106,6 +107,7 @@ TIER_HBM: Tier
 TIER_DRAM: Tier
 TIER_NVME: Tier
 TIER_S3: Tier
+TIER_REDIS: Tier
 ENCODING_UNSPECIFIED: Encoding
 ENCODING_RAW: Encoding
 ENCODING_LZ4: Encoding
