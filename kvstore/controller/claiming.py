@@ -26,7 +26,7 @@ from kvstore.movement import Movement
 from kvstore.seams import Clock, LongWork, Random, TenantKeys
 from kvstore.spec import CacheKind, MissReason, StoreState
 from kvstore.telemetry import Counters
-from kvstore.tiers.nvme import NOTHING
+from kvstore.tiers import NOTHING
 
 SHARD_COUNT_MAX = 1024
 REPLACE_STEP_S = 0.005

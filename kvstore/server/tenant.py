@@ -20,14 +20,14 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
 from kvstore.server.descriptors import HELLO_COUNT_MAX
-from kvstore.server.device import open_nvme
 from kvstore.server.handoff import Handoff
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import SocketDirectory
+from kvstore.server.tiers import open_nvme
 from kvstore.telemetry import Counters, log_as
-from kvstore.tiers.nvme import ForeignDirectory, FutureFormat
+from kvstore.tiers import NotOurs
 from kvstore.v1 import cache_pb2
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.limits import REPLY_BYTES_MAX
@@ -117,7 +117,7 @@ class Tenant:
         try:
             tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
             await self.controller.attach(tier)
-        except (FutureFormat, ForeignDirectory):
+        except NotOurs:
             raise
         except (KVStoreError, OSError) as error:
             reason = error.message if isinstance(error, KVStoreError) else f"{nvme.directory}: {error.strerror}"

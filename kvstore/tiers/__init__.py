@@ -10,12 +10,14 @@ were checked against the chunk's header (``contract.check_header`` and ``kvstore
 """
 
 from kvstore.tiers.contract import (
+    NOTHING,
     Buffer,
     ChunkName,
     DeviceMemory,
     Evictor,
     IndexColumns,
     LocalTier,
+    NotOurs,
     Recovered,
     Residency,
     SharedTier,
@@ -25,12 +27,14 @@ from kvstore.tiers.contract import (
 )
 
 __all__ = [
+    "NOTHING",
     "Buffer",
     "ChunkName",
     "DeviceMemory",
     "Evictor",
     "IndexColumns",
     "LocalTier",
+    "NotOurs",
     "Recovered",
     "Residency",
     "SharedTier",

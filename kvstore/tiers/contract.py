@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, write_mark
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, Provenance, Tier
@@ -20,6 +20,8 @@ Residency = int
 """Where a local tier keeps one copy: the tier's own number, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
 RESIDENCY_STOP = 1 << 62
 """The bits from here on are the catalog's. It never shows them to a tier."""
+NOTHING = 0
+"""In the place of a write's first 8 bytes: no write."""
 SpaceName = tuple[bytes, Provenance, Exactness]
 
 
@@ -181,7 +183,7 @@ class LocalTier(Protocol):
         """What a copy in this tier survives."""
 
     async def recover(self, evictor: Evictor) -> Recovered:
-        """Once, before anything else. Raises Unavailable; the tier is closed then."""
+        """Once, before anything else. Raises Unavailable, of which NotOurs ends the start. The tier is closed then."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
         """Keep a raw chunk: ``pieces`` are its packed header and its slabs. When it returns the copy is as durable
@@ -199,7 +201,7 @@ class LocalTier(Protocol):
         Raises Unavailable."""
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """Before new writes are promised (storage key -> first 8 bytes of the write id; 0: no write): no later start
+        """Before new writes are promised (storage key -> first 8 bytes of the write id, or ``NOTHING``): no later start
         brings back what was stored under these keys before. The caller has removed it already; what of it is being
         written is waited for, ``wait_s`` seconds at most. Raises KVStoreError where that cannot be had."""
 
@@ -266,6 +268,11 @@ class SharedTier(Protocol):
         """Idempotent."""
 
     def statistics(self) -> TierStatistics: ...
+
+
+class NotOurs(Unavailable):
+    """A newer release, or another tenant, wrote what a tier was to use. Nothing was changed, and the start ends here:
+    what is left as it is can be used by whoever wrote it."""
 
 
 def check_header(name: ChunkName, header: ChunkHeader) -> ChunkHeader:

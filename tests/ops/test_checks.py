@@ -30,6 +30,13 @@ BAD = {
     "imports kvstore.simulated": "clients/kvstore_client/x.py|import kvstore.simulated as twins\n",
     "compares digest by ==": "kvstore/remote/x.py|if digest == given: pass\n",
     "compares secret by ==": "kvstore/server/x.py|x = session.secret != other\n",
+    "names the NVMe tier": "kvstore/catalog/x.py|def f(tier: NvmeTier) -> None: ...\n",
+    "server/tiers.py builds it": "kvstore/server/x.py|from kvstore.tiers.nvme.regions import Regions\n",
+    "ask what the contract has": "kvstore/movement/x.py|from kvstore.tiers import nvme\n",
+    "takes a residency apart": "kvstore/catalog/x.py|x = table.residencies[row] >> 56\n",
+    "only its tier knows": "kvstore/movement/x.py|np.frombuffer(self._residencies, np.int64)[rows] & 0xFF\n",
+    "what the number means": "kvstore/server/x.py|residency &= mask\n",
+    "without need": "kvstore/catalog/table.py|x = 1\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
     "at most 60": "kvstore/x.py|def f():\n" + "    x = 1\n" * 61,
 }
@@ -55,6 +62,10 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/x.py", "def f():\n" + "    x = 1\n" * 59) == []
     assert lint.check_source("tests/x.py", "x = 1\n" * 401) == []
     assert lint.check_source("kvstore/server/x.py", "import time  # seam: a reason\n") == []
+    assert lint.check_source("kvstore/server/tiers.py", "from kvstore.tiers.nvme import NvmeTier\n") == []
+    assert lint.check_source("kvstore/tiers/nvme/x.py", "x = residency >> 56\n") == []
+    assert lint.check_source("kvstore/catalog/x.py", "residencies[row] &= ~UNPROVEN\n") == []
+    assert lint.check_source("tests/x.py", "from kvstore.tiers.nvme import NvmeTier\n") == []
     assert lint.check_tree() == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from kvstore.config import LoadedSettings
 from kvstore.config.load import load
 from kvstore.seams import FaultPoints, SystemClock, SystemDisk
-from kvstore.server.device import open_nvme
+from kvstore.server.tiers import open_nvme
 from kvstore.units import parse_bytes
 from tests.tiers.service import KIB, DeviceService
 

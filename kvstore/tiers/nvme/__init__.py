@@ -34,12 +34,10 @@ Regions of one slot size begin small and double. All of them together never pass
 
 from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, Snapshot
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
-from kvstore.tiers.nvme.newest import NOTHING
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
 
 __all__ = [
-    "NOTHING",
     "DeviceIO",
     "Directory",
     "ForeignDirectory",

@@ -18,7 +18,7 @@ from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.seams.disk import LOCK_WAIT_S
 from kvstore.spec import Exactness, Provenance
-from kvstore.tiers.contract import IndexColumns
+from kvstore.tiers.contract import IndexColumns, NotOurs
 
 FORMAT = 1
 NEWEST = "newest"
@@ -205,12 +205,12 @@ class Directory:
         self._disk.sync_directory(self.path)
 
 
-class FutureFormat(Unavailable):
-    """The directory was written by a newer release: the start ends here."""
+class FutureFormat(NotOurs):
+    """The directory was written by a newer release."""
 
 
-class ForeignDirectory(Unavailable):
-    """The directory is another tenant's: the start ends here."""
+class ForeignDirectory(NotOurs):
+    """The directory is another tenant's."""
 
 
 def _pack(columns: IndexColumns) -> bytes:

@@ -27,8 +27,6 @@ from kvstore.tiers.nvme.directory import NEWEST, Directory
 
 NEWEST_FILE = "newest"
 COUNT_MAX = 4096
-NOTHING = 0
-"""In the place of a write's mark: no write of the key is believed."""
 Place = tuple[str, int]
 """A region file's name, and a slot."""
 WHOLE_FILE = (1 << 64) - 1

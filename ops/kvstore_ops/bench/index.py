@@ -33,7 +33,7 @@ from kvstore.controller import ChainQuery, Controller
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints, SystemClock, SystemDisk, SystemMemory, SystemRandom, TenantKeys
-from kvstore.server.device import open_nvme
+from kvstore.server.tiers import open_nvme
 from kvstore.simulated import InlineWorkers
 from kvstore.spec import Encoding, Exactness, Provenance
 from kvstore.telemetry import Counters

@@ -15,8 +15,8 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import NvmeSettings
 from kvstore.seams import FaultPoints, SystemClock
-from kvstore.server.device import open_nvme
 from kvstore.server.tenant import Tenant
+from kvstore.server.tiers import open_nvme
 from kvstore.simulated import SimulatedDisk
 from tests.controller.service import Service
 from tests.specs import random_cache, small_spec, tokens_of

@@ -1,4 +1,4 @@
-"""The device tier on the real world: directory, files, workers of its own."""
+"""Where tiers are built: the device's on the real world, with directory, files and workers of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from kvstore.spec import Encoding
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
-_log = logging.getLogger("kvstore.nvme")
-
-
 KEEPER_COUNT = 4
+_log = logging.getLogger("kvstore.nvme")
 
 
 def open_nvme(
@@ -25,7 +23,7 @@ def open_nvme(
     """The tier, not recovered yet; its bytes are moved by ``movers``, or by threads of this process. ``owner`` is
     Directory's.
 
-    Raises: FutureFormat, ForeignDirectory; Unavailable, OSError when the directory cannot be had."""
+    Raises: NotOurs; Unavailable, OSError when the directory cannot be had."""
     lender = movers or OwnThreads()
     directory = Directory(settings.directory, disk, faults, owner, lender)
     kind = disk.file_system(settings.directory)
