@@ -149,7 +149,9 @@ def test_what_tells_tails_does_not_grow_with_them() -> None:
     assert ROOT_DIGEST not in tails
 
 
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from("pq"), st.integers(0, 11)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from([True, True, False]), st.sampled_from("pppq"), st.integers(0, 11)), max_size=60)
+)
 def test_tails_are_those_of_a_dict(history: list[tuple[bool, str, int]]) -> None:
     tails, model = Tails(), dict[str, list[int]]()
     counts = array("i", [1 + row % 3 for row in range(12)])
@@ -167,6 +169,20 @@ def test_tails_are_those_of_a_dict(history: list[tuple[bool, str, int]]) -> None
             named = list(tails.named(digest(name)))
             assert set(named) <= set(rows)
             assert tails.are_all_named(digest(name)) == (sorted(named) == sorted(rows))
+
+
+def test_the_eldest_tail_is_known_by_its_length_when_the_named_are_gone() -> None:
+    tails, counts = Tails(), array("i", [1 + row for row in range(NAMED_MAX + 1)])
+    for row in range(len(counts)):
+        tails.add(ROOT_DIGEST, row, counts)
+    assert tails.bits(ROOT_DIGEST, counts) == sum(1 << each for each in counts)
+    for row in range(1, len(counts)):
+        assert not tails.remove(ROOT_DIGEST, row, counts)
+    assert ROOT_DIGEST in tails
+    assert not tails.are_all_named(ROOT_DIGEST)
+    assert tails.bits(ROOT_DIGEST, counts) == 1 << counts[0]
+    assert tails.remove(ROOT_DIGEST, 0, counts)
+    assert ROOT_DIGEST not in tails
 
 
 def test_documents_are_no_tails() -> None:

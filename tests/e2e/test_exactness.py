@@ -218,6 +218,17 @@ def test_memory_that_is_used_again_is_nobodys(client: Client) -> None:
     assert not derived.is_derived(x for pair in made for x in pair)
 
 
+def test_what_is_marked_while_something_exact_comes_stays_marked() -> None:
+    """It was merged with what came, or over it."""
+    plane = np.zeros((2, 4, 8), np.uint16)
+    began = derived.now()
+    derived.remember([plane])
+    derived.written_anew([plane], since=began)
+    assert derived.is_derived([plane])
+    derived.written_anew([plane], since=derived.now())
+    assert not derived.is_derived([plane])
+
+
 def test_garbage_that_is_collected_meanwhile_disturbs_nobody() -> None:
     """Caches that die in cycles, as those of errors do, take their marks away whenever something is allocated."""
 

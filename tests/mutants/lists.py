@@ -19,6 +19,7 @@ from tests.mutants import (
     security,
     spec,
     storing,
+    telling,
     waits,
 )
 from tests.mutants.mutant import Mutant
@@ -39,6 +40,7 @@ MUTANTS: list[Mutant] = [
     *remote.MUTANTS,
     *security.MUTANTS,
     *doors.MUTANTS,
+    *telling.MUTANTS,
     *recompute.MUTANTS,
     *engines.MUTANTS,
 ]

@@ -87,6 +87,24 @@ def test_anothers_profile_under_this_name_is_refused(tmp_path: Path) -> None:
     assert "other weights" in Gate(tmp_path).permit(RECEIVER, SENDER, "sibling").reason
 
 
+def test_a_profile_of_another_reuse_under_this_name_is_refused(tmp_path: Path) -> None:
+    keep(tmp_path, reuse="both")
+    refused = Gate(tmp_path).permit(RECEIVER, SENDER, "sibling")
+    assert (refused.setting, "'both' reuse" in refused.reason) == (None, True)
+
+
+def test_wrong_answers_of_an_old_profile_say_nothing_of_a_new_one(tmp_path: Path) -> None:
+    """They were given by another setting, and checked after the new profile came."""
+    keep(tmp_path)
+    gate = Gate(tmp_path)
+    old = gate.permit(RECEIVER, SENDER, "sibling")
+    keep(tmp_path, measured_at_s=PROFILE.measured_at_s + 1)
+    assert gate.permit(RECEIVER, SENDER, "sibling").profile != old.profile
+    for _ in range(10):
+        gate.checked(old, RIGHT, WRONG)
+    assert gate.permit(RECEIVER, SENDER, "sibling").setting is not None
+
+
 def test_the_first_and_every_nth_request_is_checked_and_all_under_suspicion(tmp_path: Path) -> None:
     keep(tmp_path)
     counters = Counter[str]()

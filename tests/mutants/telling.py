@@ -1,0 +1,213 @@
+"""What clients and routers are told of what is there: tables, lengths of partial chunks, events, which write is newest,
+and which memory holds what is not exact."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+TAILS = "kvstore/catalog/tails.py"
+PRESENCE = "kvstore/presence.py"
+LOOKING = "clients/kvstore_client/presence.py"
+NEWEST = "kvstore/tiers/nvme/newest.py"
+PUBLISHING = "kvstore/server/publishing.py"
+DERIVED = "clients/kvstore_client/derived.py"
+GATE = "clients/kvstore_client/recompute/gate.py"
+PROFILE = "clients/kvstore_client/recompute/profile.py"
+PROFILES = "clients/kvstore_client/recompute/profiles.py"
+RECEIVING = "kvstore/remote/receiving.py"
+T_CATALOG = "tests/catalog/test_catalog.py"
+T_LOOKUP = "tests/presence/test_lookup.py"
+T_NEWEST = "tests/tiers/test_nvme_newest.py"
+T_PUBLISHING = "tests/server/test_publishing.py"
+T_EXACTNESS = "tests/e2e/test_exactness.py"
+T_GATE = "tests/recompute/test_gate.py"
+T_PROFILE = "tests/recompute/test_profile.py"
+
+MUTANTS = [
+    Mutant(
+        "length-of-a-tail-that-went",
+        TAILS,
+        "            self.bits &= ~(1 << token_count)\n",
+        "            pass\n",
+        "clients look for ever for partial chunks that went",
+        (f"{T_CATALOG}::test_a_parent_keeps_any_number_of_tails",),
+    ),
+    Mutant(
+        "lengths-of-the-named-are-forgotten",
+        TAILS,
+        "            for each in named:\n                lengths.add(token_counts[each])\n",
+        "",
+        "a partial chunk that is stored is said not to be there",
+        (f"{T_CATALOG}::test_the_eldest_tail_is_known_by_its_length_when_the_named_are_gone",),
+    ),
+    Mutant(
+        "parent-forgotten-before-its-last-tail",
+        TAILS,
+        "        if named or parent in self._lengths:\n",
+        "        if named:\n",
+        "a parent's partial chunks are found no more while some are there",
+        (f"{T_CATALOG}::test_the_eldest_tail_is_known_by_its_length_when_the_named_are_gone",),
+    ),
+    Mutant(
+        "every-tail-is-kept",
+        TAILS,
+        "        if len(named) == NAMED_MAX:\n            del named[0]\n",
+        "",
+        "the root of short prompts holds a row of each, and a lookup walks them all",
+        (f"{T_CATALOG}::test_what_tells_tails_does_not_grow_with_them",),
+    ),
+    Mutant(
+        "lengths-under-one-tag",
+        PRESENCE,
+        "    return tag_of(salt ^ (group + 1) * _SPREAD & _ALL_BITS, parent)\n",
+        "    return tag_of(salt, parent)\n",
+        "lengths are read as what is known of the parent, and the other way round",
+        (f"{T_LOOKUP}::test_ragged_tails_are_found",),
+    ),
+    Mutant(
+        "lengths-of-larger-chunks",
+        LOOKING,
+        "        if words is None or chain.chunk_tokens > self._tail_tokens_max:\n",
+        "        if words is None:\n",
+        "an earlier release's table is asked for lengths that it does not have",
+        (f"{T_LOOKUP}::test_ragged_tails_are_found",),
+    ),
+    Mutant(
+        "held-without-a-ticket",
+        LOOKING,
+        "        if seen is None or (readers and seen[0].hit_count):\n",
+        "        if seen is None:\n",
+        "who asks to hold what is there is given nothing that holds it",
+        (f"{T_LOOKUP}::test_a_peek_waits_for_nobody", f"{T_LOOKUP}::test_ragged_tails_are_found"),
+    ),
+    Mutant(
+        "newest-before-the-format-says-so",
+        NEWEST,
+        "            self._directory.require(NEWEST)  # first: there is no moment at which an earlier release could be"
+        " misled\n",
+        "",
+        "an earlier release opens the directory and serves the older value",
+        (f"{T_NEWEST}::test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory",),
+    ),
+    Mutant(
+        "feature-that-stays",
+        NEWEST,
+        "            self._directory.remove(NEWEST_FILE)\n            self._directory.features.discard(NEWEST)\n",
+        "            self._directory.remove(NEWEST_FILE)\n",
+        "an earlier release can never open the directory again",
+        (f"{T_NEWEST}::test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_directory[clean stop]",),
+    ),
+    Mutant(
+        "derived-told-as-exact",
+        PUBLISHING,
+        "    is_prefix = space.exactness is Exactness.EXACT and space.provenance is Provenance.IN_CONTEXT\n",
+        "    is_prefix = space.provenance is Provenance.IN_CONTEXT\n",
+        "routers send prompts to caches that can be had as derived only",
+        (f"{T_PUBLISHING}::test_what_is_no_prefix_of_a_prompt_is_no_block_of_a_router",),
+    ),
+    Mutant(
+        "router-that-says-megabytes",
+        PUBLISHING,
+        "            socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)\n",
+        "",
+        "whoever reaches the replay endpoint fills the server's memory",
+        (f"{T_PUBLISHING}::test_who_says_too_much_to_the_publisher_is_disconnected",),
+    ),
+    Mutant(
+        "replay-without-a-pause",
+        PUBLISHING,
+        '                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n'
+        "                    await pauses.between()\n",
+        '                    await self._replay.send_multipart((frames[0], b"", self._topic, number, payload))\n',
+        "one router's replays hold up every client",
+        (f"{T_PUBLISHING}::test_a_replay_holds_up_nobody",),
+    ),
+    Mutant(
+        "events-that-were-lost-are-not-told",
+        PUBLISHING,
+        "                if news.lost_count:\n",
+        "                if False:\n",
+        "routers believe in blocks that went",
+        (f"{T_PUBLISHING}::test_a_publisher_that_was_too_slow_begins_a_new_account",),
+    ),
+    Mutant(
+        "exact-over-what-was-merged-since",
+        DERIVED,
+        "            if since is not None and number > since:\n                continue\n",
+        "",
+        "a fetch that ends late makes a merged cache exact",
+        (f"{T_EXACTNESS}::test_what_is_marked_while_something_exact_comes_stays_marked",),
+    ),
+    Mutant(
+        "exact-in-part-and-whole",
+        DERIVED,
+        "            return None if all(a <= b for a, b in zip(ours.shape, theirs.shape, strict=True)) else self\n",
+        "            return None\n",
+        "some exact tokens in front make a derived cache exact",
+        (f"{T_EXACTNESS}::test_the_callers_own_tensors_are_known_until_something_exact_is_there",),
+    ),
+    Mutant(
+        "pages-seen-in-another-way",
+        DERIVED,
+        "        if self.slots is None or slots is None or not alike:\n            return True\n",
+        "        if self.slots is None or slots is None or not alike:\n            return False\n",
+        "derived pages are stored as exact through another view of them",
+        (f"{T_EXACTNESS}::test_pages_are_known_by_their_slots",),
+    ),
+    Mutant(
+        "memory-that-was-freed-is-derived",
+        DERIVED,
+        "        return lambda: not storage.expired()\n",
+        "        return lambda: True\n",
+        "a cache is refused for what lay in its memory before",
+        (f"{T_EXACTNESS}::test_memory_that_is_used_again_is_nobodys",),
+    ),
+    Mutant(
+        "profile-of-another-reuse",
+        GATE,
+        "            if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):\n",
+        "            if False:\n",
+        "what was measured of one kind of reuse lets another through",
+        (f"{T_GATE}::test_a_profile_of_another_reuse_under_this_name_is_refused",),
+    ),
+    Mutant(
+        "check-of-another-profile",
+        GATE,
+        "            if state is None or state.watch is None or state.digest != permit.profile:\n",
+        "            if state is None or state.watch is None:\n",
+        "a new profile is switched off for what was answered by the old one",
+        (f"{T_GATE}::test_wrong_answers_of_an_old_profile_say_nothing_of_a_new_one",),
+    ),
+    Mutant(
+        "note-that-cannot-be-read",
+        PROFILES,
+        '            return f"{note} cannot be read: {AGAIN}"\n',
+        '            return ""\n',
+        "what was switched off goes on in processes that cannot read why",
+        (f"{T_GATE}::test_a_note_that_cannot_be_kept_or_read_still_counts",),
+    ),
+    Mutant(
+        "profile-by-another-rule",
+        PROFILE,
+        '        if found.get("rule") != RULE:\n',
+        "        if False:\n",
+        "a floor is held against figures that mean something else",
+        (f"{T_PROFILE}::test_what_is_no_profile_is_refused_by_name",),
+    ),
+    Mutant(
+        "points-in-any-order",
+        PROFILE,
+        "    if any(a.share >= b.share or a.assured >= b.assured for a, b in pairwise(points)):\n",
+        "    if False:\n",
+        "a setting is taken that costs more and keeps less",
+        (f"{T_PROFILE}::test_what_is_no_profile_is_refused_by_name",),
+    ),
+    Mutant(
+        "run-shorter-than-its-strips",
+        RECEIVING,
+        "        if not run.strip_count or run.byte_count < least:\n",
+        "        if False:\n",
+        "strips are filled from what lies behind a message's bytes",
+        ("tests/server/test_receiving.py::test_runs_that_are_not_a_messages_bytes_are_refused",),
+    ),
+]
