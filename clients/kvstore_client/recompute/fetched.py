@@ -65,12 +65,6 @@ class FetchedRun:
         self._transfers.remove(ahead.transfer)
         return come[ahead.rows].to(self._device)
 
-    def finish(self) -> None:
-        """Return when all of it has landed and counts. Raises: DataLoss when it did not."""
-        for transfer in self._transfers:
-            with _as_lost():
-                transfer.wait(self._timeout_s)
-
     def close(self) -> None:
         """Stop what is still on its way. Idempotent."""
         for transfer in self._transfers:

@@ -60,7 +60,8 @@ class Fetching:
     def begin(
         self, setting: Recompute | None, senders: Sequence[ModelSpec], segments: Sequence[Any] | None
     ) -> tuple[Plan, list[Run], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Ask what is there and start what is to be fetched. Returns the plan, its runs, and where they land."""
+        """Ask what is there and start what is to be fetched. Returns the plan, its runs, and where they land. The merge
+        of these runs waits for each layer that is fetched: after it nothing is on its way there."""
         spec = self._runner.spec
         own = self._held(spec, segments)
         exact = min(own.prefix_token_count, self._limit)
@@ -81,11 +82,6 @@ class Fetching:
         lossy = any(not planned.is_exact for planned in self._planned)
         plan = Plan(len(self._tokens), tuple(self._planned), setting if lossy else None, reason)
         return plan, self._runs, self._planes
-
-    def finish(self) -> None:
-        """Return when everything has landed. Raises what did not."""
-        for source in self._sources:
-            source.finish()
 
     def close(self) -> None:
         """Stop what is on its way, and hold nothing. Idempotent."""

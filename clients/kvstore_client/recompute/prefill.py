@@ -124,7 +124,6 @@ def _attempted(
         plan, runs, planes = fetching.begin(request.setting, request.senders, request.segments)
         prepared_s = clock.monotonic()
         result = request.computed(runs, planes, clock, plan.recompute)
-        fetching.finish()
     except BaseException:
         fetching.close()
         raise
