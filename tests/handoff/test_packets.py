@@ -44,6 +44,7 @@ SECRET = "0f" * 32
 QUESTION_PACKETS: list[tuple[Question, str]] = [
     (Hello(1), '{"op": "hello", "version": 1}'),
     (RegionsQuestion(3), '{"op": "regions", "have": 3}'),
+    (RegionsQuestion(0), '{"op": "regions", "have": 0}'),
     (StagingQuestion(4096), '{"op": "staging", "bytes": 4096}'),
     (StagingClose(9), '{"op": "staging_close", "staging_id": 9}'),
     (PresenceQuestion(), '{"op": "presence"}'),
@@ -57,6 +58,7 @@ ANSWER_PACKETS: list[tuple[Answer, str]] = [
         '"regions": [[0, 8192], [1, 4096]], "offers": ["presence"]}',
     ),
     (RegionsAnswer(((3, 4096),)), '{"op": "regions", "regions": [[3, 4096]]}'),
+    (RegionsAnswer(()), '{"op": "regions", "regions": []}'),
     (StagingAnswer(9, 4096), '{"op": "staging", "staging_id": 9, "bytes": 4096}'),
     (Done(), '{"op": "ok"}'),
     (
