@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import numpy as np
@@ -29,7 +29,6 @@ from kvstore.handoff.messages import (
     Hello,
     PresenceAnswer,
     Question,
-    Refusal,
     RegionsAnswer,
     RegionsQuestion,
     StagingAnswer,
@@ -37,7 +36,7 @@ from kvstore.handoff.messages import (
     StagingQuestion,
     Welcome,
 )
-from kvstore.handoff.passing import check_descriptors, receive, send
+from kvstore.handoff.passing import Said, check_descriptors, expected, receive, send
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1 import cache_pb2_grpc
@@ -51,8 +50,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("SingleThreadedUnaryStream", 1),
 )
-
-Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, Done)
 
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -119,7 +116,7 @@ class Session(Calls):
     def _welcome(self) -> tuple[Welcome, list[int]]:
         try:
             send(self._socket, Hello(PROTOCOL_VERSION))
-            return _expected(Welcome, *receive(self._socket))
+            return expected(Welcome, *receive(self._socket))
         except OSError as error:
             raise Unavailable(f"the hand-off failed: {error}") from error
 
@@ -146,7 +143,7 @@ class Session(Calls):
                 self.close()
                 raise
         if answer is not None:
-            return _expected(kind, *answer)
+            return expected(kind, *answer)
         if come:
             raise Unavailable("the sidecar is gone")
         self.close()  # an answer that comes later would be taken for the next question's
@@ -278,13 +275,6 @@ def _watch(session_of: weakref.ref[Session], connection: socket.socket) -> None:
         session = session or session_of()
         if session is not None:
             session.close()
-
-
-def _expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[Said, list[int]]:
-    if isinstance(answer, kind):
-        return answer, descriptors
-    with closing_all(descriptors):
-        raise answer.error if isinstance(answer, Refusal) else Unavailable(f"the sidecar answered with {answer.op}")
 
 
 def _after_fork_in_child() -> None:

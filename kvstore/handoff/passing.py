@@ -7,11 +7,13 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kvstore.errors import Unavailable
-from kvstore.handoff.messages import Answer, Question
+from kvstore.handoff.messages import Answer, Done, Question, Refusal, RegionsAnswer, StagingAnswer, Welcome
 from kvstore.handoff.packets import PACKET_BYTES_MAX, decode_answer, encode
 
+Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, Done)
 DESCRIPTORS_MAX = 253
 """The kernel's limit for one packet."""
 
@@ -49,9 +51,17 @@ def receive(connection: socket.socket) -> tuple[Answer, list[int]]:
             raise Unavailable("the sidecar closed the session")
         return decode_answer(packet), descriptors
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close(descriptors)
         raise
+
+
+def expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[Said, list[int]]:
+    """An answer of this kind, with what came with it. Raises the error that a refusal is, and Unavailable for an answer
+    to something else."""
+    if isinstance(answer, kind):
+        return answer, descriptors
+    _close(descriptors)
+    raise answer.error if isinstance(answer, Refusal) else Unavailable(f"the sidecar answered with {answer.op}")
 
 
 def check_descriptors(answer: Answer, descriptors: Sequence[int]) -> None:
@@ -62,3 +72,8 @@ def check_descriptors(answer: Answer, descriptors: Sequence[int]) -> None:
             f"{len(descriptors)} of {answer.descriptor_count} descriptors came from the sidecar: raise this process's "
             "limit on open files (ulimit -n)"
         )
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -13,7 +13,7 @@ import grpc
 from kvstore.config import DEFAULT_TENANT
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unauthenticated
 from kvstore.remote.node import Node
-from kvstore.remote.session import Session
+from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import Tokens
 from kvstore.server.rpc import Context, abort
 from kvstore.telemetry import Counters, log_on_as
@@ -48,7 +48,7 @@ class Guard:
         """The tenant's name in logs; where there is nobody else there is nothing to tell apart."""
         return "" if list(self._nodes) == [DEFAULT_TENANT] else node.tenant
 
-    def session(self, context: Context) -> tuple[Node, Session]:
+    def session(self, context: Context) -> tuple[Node, SidecarSession]:
         """The caller's session, which is one of his own tenant. Raises Unauthenticated."""
         node = self.node(context.invocation_metadata())
         return node, node.session(_value(context.invocation_metadata(), METADATA_SESSION) or b"")

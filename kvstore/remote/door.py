@@ -15,7 +15,7 @@ from kvstore.remote.boundary import Guard, TokenInterceptor, guarded
 from kvstore.remote.node import MESSAGE_BYTES_MAX, Node
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
-from kvstore.remote.session import Session
+from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import Tokens
 from kvstore.server.rpc import Context
 from kvstore.telemetry import Counters
@@ -191,7 +191,7 @@ class Door:
         byte_count = await Receiving(node, session, self._stall_s).run(context)
         return rpb.StoreBytesResponse(byte_count=byte_count).SerializeToString()
 
-    def _enter(self, session: Session, context: Context) -> None:
+    def _enter(self, session: SidecarSession, context: Context) -> None:
         """Count a stream of bytes until it is really over. Raises Exhausted past remote.stream_count_max."""
         if session.stream_count >= self._stream_count_max:
             raise Exhausted(f"this session has {session.stream_count} streams open: raise remote.stream_count_max")

@@ -10,8 +10,10 @@ import grpc
 import numpy as np
 
 from kvstore.errors import KVStoreError, Unauthenticated, Unavailable, from_status
+from kvstore.handoff.messages import RegionsAnswer, RegionsQuestion, Welcome
+from kvstore.handoff.passing import check_descriptors
 from kvstore.remote.inbox import TENANT_MESSAGES, Inbox
-from kvstore.remote.session import Session
+from kvstore.remote.session import SidecarSession
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
@@ -30,7 +32,7 @@ class Node:
         self._maps: list[SharedMap] = []
         self._regions: dict[int, Bytes] = {}
         self._growing = asyncio.Lock()
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, SidecarSession] = {}
         self.inbox = Inbox(TENANT_MESSAGES, "tenant")
         self.models: dict[bytes, ModelSpec] = {}
         self.generations = np.empty(0, np.uint64)
@@ -49,21 +51,22 @@ class Node:
 
     # ------------------------------------------------------------ sessions
 
-    async def open_session(self) -> Session:
+    async def open_session(self) -> SidecarSession:
         """A session of the sidecar for one remote client. Raises what the sidecar refuses it with."""
-        session, welcome, descriptors = await Session.open(self._sockets / "data.sock")
+        session, welcome, descriptors = await SidecarSession.open(self._sockets / "data.sock")
         try:
             with closing_all(descriptors):
+                check_descriptors(welcome, descriptors)
                 if not self.generations.size:
-                    self.generations = self._map(descriptors[0], welcome["generations_bytes"]).view(np.uint64)
-                self._add_regions(welcome["regions"], descriptors[1:])
+                    self.generations = self._map(descriptors[0], welcome.generations_bytes).view(np.uint64)
+                self._add_regions(welcome, descriptors[1:])
         except BaseException:
             session.close()
             raise
         self._sessions[session.secret] = session
         return session
 
-    def session(self, secret: bytes) -> Session:
+    def session(self, secret: bytes) -> SidecarSession:
         """The open session a call belongs to. Raises Unauthenticated: its client must connect again."""
         session = self._sessions.get(secret)
         if session is None or not session.is_open:
@@ -76,7 +79,7 @@ class Node:
         self._releasing.add(call)  # gRPC cancels a call whose last reference goes
         call.add_done_callback(self._releasing.discard)
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: SidecarSession) -> None:
         self._sessions.pop(session.secret, None)
         session.close()
 
@@ -87,19 +90,20 @@ class Node:
         self._maps.append(mapping)
         return mapping.bytes
 
-    def _add_regions(self, rows: list[list[int]], descriptors: list[int]) -> None:
-        for (index, byte_count), descriptor in zip(rows, descriptors, strict=True):
+    def _add_regions(self, answer: Welcome | RegionsAnswer, descriptors: list[int]) -> None:
+        for (index, byte_count), descriptor in zip(answer.regions, descriptors, strict=True):
             if index not in self._regions:
                 self._regions[index] = self._map(descriptor, byte_count)
 
-    async def region(self, session: Session, index: int) -> Bytes:
+    async def region(self, session: SidecarSession, index: int) -> Bytes:
         """A region's bytes, read-only; mapped when first asked for."""
         while index not in self._regions:
             async with self._growing:
                 have = len(self._regions)
-                reply, descriptors = await session.exchange({"op": "regions", "have": have})
+                answer, descriptors = await session.exchange(RegionsQuestion(have), RegionsAnswer)
                 with closing_all(descriptors):
-                    self._add_regions(reply["regions"], descriptors)
+                    check_descriptors(answer, descriptors)
+                    self._add_regions(answer, descriptors)
                 if index not in self._regions and len(self._regions) == have:
                     raise Unavailable(f"the sidecar has no region {index}")
         return self._regions[index]

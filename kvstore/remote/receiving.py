@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.remote.node import Node, translated
-from kvstore.remote.session import Segment, Session
+from kvstore.remote.session import Segment, SidecarSession
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.data import ALIGNMENT, split_message
@@ -27,7 +27,7 @@ class Receiving:
     """One stream. While the sidecar copies a message's bytes out of staging, the next one is received: at most two
     segments of staging are in use. A message is in this process's memory while it has room in the inboxes."""
 
-    def __init__(self, node: Node, session: Session, stall_s: float) -> None:
+    def __init__(self, node: Node, session: SidecarSession, stall_s: float) -> None:
         self._node = node
         self._session = session
         self._stall_s = stall_s

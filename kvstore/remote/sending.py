@@ -17,7 +17,7 @@ import grpc
 from kvstore.chunk import ChunkLayout, layout_of
 from kvstore.errors import DataLoss, InvalidRequest, Unavailable
 from kvstore.remote.node import Node, translated
-from kvstore.remote.session import Session
+from kvstore.remote.session import SidecarSession
 from kvstore.seams.fence import fence
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, MissReason, ModelSpec
@@ -51,7 +51,7 @@ class _Chunk:
 class Sending:
     """One stream. Iterate ``messages``, then ``close`` whatever happened."""
 
-    def __init__(self, node: Node, session: Session, request: rpb.FetchBytesRequest, message_bytes: int) -> None:
+    def __init__(self, node: Node, session: SidecarSession, request: rpb.FetchBytesRequest, message_bytes: int) -> None:
         """Raises InvalidRequest for a model this server was not told of, or layers and heads it does not have."""
         query = request.fetch.query
         spec = node.models.get(query.fingerprint)

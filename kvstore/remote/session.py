@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
-import json
 import socket
 from pathlib import Path
-from typing import Any
 
-from kvstore.errors import Unavailable, from_status
+from kvstore.errors import Unavailable
+from kvstore.handoff.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Done,
+    Hello,
+    Question,
+    StagingAnswer,
+    StagingClose,
+    StagingQuestion,
+    Welcome,
+)
+from kvstore.handoff.packets import encode
+from kvstore.handoff.passing import Said, check_descriptors, expected, receive
 from kvstore.remote.inbox import SESSION_MESSAGES, Inbox
 from kvstore.seams.mapping import SharedMap, closing_all
 from kvstore.wire import METADATA_SESSION
 
-PROTOCOL_VERSION = 1
-PACKET_BYTES_MAX = 65536
 EXCHANGE_TIMEOUT_S = 5.0
 
 
@@ -27,7 +35,7 @@ class Segment:
         self.bytes = mapping.bytes
 
 
-class Session:
+class SidecarSession:
     """A hand-off connection. The sidecar's session, with all it owns, ends when it is closed."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,22 +52,22 @@ class Session:
         self.is_open = True
 
     @staticmethod
-    async def open(path: Path) -> tuple[Session, dict[str, Any], list[int]]:
+    async def open(path: Path) -> tuple[SidecarSession, Welcome, list[int]]:
         """A session, the sidecar's welcome and the descriptors in it. Raises what refused us, or Unavailable."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         connection.setblocking(False)
-        session = Session(connection)
+        session = SidecarSession(connection)
         try:
             await asyncio.get_running_loop().sock_connect(connection, str(path))
-            welcome, descriptors = await session.exchange({"op": "hello", "version": PROTOCOL_VERSION})
+            welcome, descriptors = await session.exchange(Hello(PROTOCOL_VERSION), Welcome)
         except OSError as error:
             session.close()
             raise Unavailable(f"the sidecar does not answer: {error.strerror or error}") from error
         except BaseException:
             session.close()
             raise
-        session.secret = bytes.fromhex(welcome["secret"])
-        session.session_id, session.server_pid = welcome["session"], welcome["server_pid"]
+        session.secret = bytes.fromhex(welcome.secret)
+        session.session_id, session.server_pid = welcome.session_id, welcome.server_pid
         return session, welcome, descriptors
 
     @property
@@ -67,47 +75,37 @@ class Session:
         """What makes a call to the sidecar this session's."""
         return ((METADATA_SESSION, self.secret),)
 
-    async def exchange(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """One question and its answer. Raises the typed error it may be; Unavailable when none came."""
+    async def exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
+        """One question and its answer, of this kind. Raises the typed error it may be; Unavailable when none came."""
         try:
             async with self._turn, asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 while self._owed:
                     await self._take_owed()
-                await asyncio.get_running_loop().sock_sendall(self._connection, json.dumps(request).encode())
+                await asyncio.get_running_loop().sock_sendall(self._connection, encode(question))
                 self._owed = True
-                reply, descriptors = await self._receive()
+                answer, descriptors = await self._receive()
                 self._owed = False
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, Unavailable) as error:
             self.close()  # an answer that comes later would be taken for the next question's
             raise Unavailable("the sidecar does not answer") from error
-        if reply.get("op") == "error":
-            raise from_status(reply["status"], reply["message"])
-        return reply, descriptors
+        return expected(kind, answer, descriptors)
 
     async def _take_owed(self) -> None:
         """The answer to somebody who was cancelled while he waited: nobody else's, and its staging is spare."""
-        reply, descriptors = await self._receive()
+        answer, descriptors = await self._receive()
         self._owed = False
         with closing_all(descriptors):
-            if reply.get("op") == "staging":
-                mapping = SharedMap(descriptors[0], int(reply["bytes"]), writable=True)
-                self._idle.append(Segment(int(reply["staging_id"]), mapping))
+            if isinstance(answer, StagingAnswer):
+                check_descriptors(answer, descriptors)
+                mapping = SharedMap(descriptors[0], answer.byte_count, writable=True)
+                self._idle.append(Segment(answer.staging_id, mapping))
 
-    async def _receive(self) -> tuple[dict[str, Any], list[int]]:
+    async def _receive(self) -> tuple[Answer, list[int]]:
         while True:
             try:
-                data, ancillary, _, _ = self._connection.recvmsg(
-                    PACKET_BYTES_MAX, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC
-                )
-                break
+                return receive(self._connection)
             except BlockingIOError:
                 await self._readable()
-        descriptors = array.array("i")
-        for _, _, payload in ancillary:
-            descriptors.frombytes(payload[: len(payload) // 4 * 4])
-        if not data:
-            raise ConnectionResetError("the sidecar closed the session")
-        return json.loads(data), descriptors.tolist()
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -126,14 +124,15 @@ class Session:
             if segment.bytes.size >= byte_count:
                 self._idle.remove(segment)
                 return segment
-        reply, descriptors = await self.exchange({"op": "staging", "bytes": byte_count})
+        answer, descriptors = await self.exchange(StagingQuestion(byte_count), StagingAnswer)
         with closing_all(descriptors):
             try:
+                check_descriptors(answer, descriptors)
                 mapping = SharedMap(descriptors[0], byte_count, writable=True)
             except Unavailable:
-                await self.exchange({"op": "staging_close", "staging_id": reply["staging_id"]})
+                await self.exchange(StagingClose(answer.staging_id), Done)
                 raise
-        return Segment(int(reply["staging_id"]), mapping)
+        return Segment(answer.staging_id, mapping)
 
     def give_back(self, segment: Segment) -> None:
         """Nobody writes it any more, and the sidecar has read it."""

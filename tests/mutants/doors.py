@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "files-that-come-with-nonsense",
         "kvstore/handoff/passing.py",
-        "        for descriptor in descriptors:\n            os.close(descriptor)\n",
-        "",
+        "        _close(descriptors)\n        raise\n",
+        "        raise\n",
         "each packet of another release leaves open files behind in the engine",
         ("tests/handoff/test_passing.py::test_files_that_come_with_nonsense_are_closed",),
     ),

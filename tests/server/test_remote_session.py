@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.remote.session import Session
+from kvstore.handoff.messages import RegionsAnswer, RegionsQuestion
+from kvstore.remote.session import SidecarSession
 
 
 @pytest.mark.parametrize("given_up", [1, 2])
@@ -16,7 +17,7 @@ async def test_a_question_that_was_cancelled_leaves_no_answer_for_the_next(
     own_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, given_up: int
 ) -> None:
     """A client goes while staging is made for it; the next one asks for more, and is to get what it asked for."""
-    session, _, _ = await Session.open(own_sidecar.directory / "run" / "data.sock")
+    session, _, _ = await SidecarSession.open(own_sidecar.directory / "run" / "data.sock")
     asked = asyncio.Event()
 
     async def slow() -> tuple[dict[str, Any], list[int]]:
@@ -36,7 +37,6 @@ async def test_a_question_that_was_cancelled_leaves_no_answer_for_the_next(
     assert segment.bytes.size == 1 << 20
     segment.bytes[:] = 1  # all of it is there
     spare = await session.take_segment(4096)
-    reply, _ = await session.exchange({"op": "regions", "have": 0})
-    assert reply["op"] == "regions"
+    await session.exchange(RegionsQuestion(9), RegionsAnswer)
     assert spare.staging_id < segment.staging_id
     session.close()
