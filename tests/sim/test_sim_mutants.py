@@ -62,11 +62,16 @@ def seeds() -> Iterator[Outcome]:
     yield from map(run_seed, range(RUNS_MAX))
 
 
+def seeds_that_reuse_slots() -> Iterator[Outcome]:
+    """The first that brings it, which few do, and then the others."""
+    yield from map(run_seed, dict.fromkeys((59, *range(RUNS_MAX))))
+
+
 @pytest.mark.parametrize(
     ("mutant", "outcomes"),
     [
-        (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds), (without_checksums, seeds),
-        (leases_ignored, seeds), (shown_for_ever, seeds),
+        (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds_that_reuse_slots),
+        (without_checksums, seeds), (leases_ignored, seeds), (shown_for_ever, seeds),
     ],
     ids=lambda each: each.__name__,
 )  # fmt: skip
