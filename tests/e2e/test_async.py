@@ -90,6 +90,8 @@ async def test_awaited_waits_say_what_the_others_say(sidecar: Sidecar) -> None:
         two = await client.start_store(SPEC, tokens_of(COUNT, 2003), shards=2)
         with pytest.raises(DeadlineExceeded, match=r"did not finish within 0\.2 s"):
             await client.wait(two.commit(), 0.2)
+        other = await client.join_store(two.ticket, 1)
+        await client.call(other.abort)  # or whoever closes waits for the first half
 
 
 async def test_a_lookup_that_was_cancelled_holds_nothing(sidecar: Sidecar) -> None:
