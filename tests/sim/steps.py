@@ -160,12 +160,12 @@ def passage(cut: Cut, *, echo: bool = False, seed: int = SEED) -> Outcome:
     return outcome
 
 
-def every_cut(*, stride: int = 1) -> Iterator[Cut]:
-    """Each step of the scenario, killed and without power; then each ``stride``-th of these with a second cut at
-    every step of the recovery from it."""
+def every_cut(*, stride: int = 1, step: int = 1) -> Iterator[Cut]:
+    """Each ``step``-th step of the scenario, killed and without power; then each ``stride``-th of all of these with a
+    second cut at every step of the recovery from it."""
     step_count = passage(Cut(None)).steps
-    firsts = [Cut(step, power_cut) for step in range(step_count) for power_cut in (False, True)]
-    yield from firsts
+    firsts = [Cut(number, power_cut) for number in range(step_count) for power_cut in (False, True)]
+    yield from (first for first in firsts if first.step % step == 0)
     for first in firsts[::stride]:
         recovery_steps = passage(replace(first, second=NEVER)).recovery_steps
         for second in range(recovery_steps):
