@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from tests.crash.__main__ import report
 from tests.crash.campaign import run
 from tests.crash.plan import POINTS, series
 
-COUNT = 25
+COUNT = 50 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else len(POINTS)
 
 
 def test_a_campaign_covers_every_point_and_comes_from_its_seed() -> None:
