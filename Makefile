@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
-# Test files run side by side in so many processes, each file's tests in order in one of them.
+# Test files run side by side in so many processes, each file's tests in order in one of them; tests/conftest.py
+# says which files come first, so that no long one is left for the end.
 PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-full setup-vllm test-vllm sim crash mutants check bench proto proto-baseline format clean
 

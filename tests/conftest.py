@@ -24,7 +24,18 @@ if (
 ):  # models this small wait longer for a second thread than they compute
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LONG_FILES = (
+    "tests/ops/test_commands.py", "tests/ops/test_guides.py", "tests/crash/test_crash.py", "tests/sim/test_sim.py",
+)  # fmt: skip
+"""A minute each or so. They come first: one that began last would have a process to itself while the others rest."""
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first, all else in its order."""
+    names = [str(ROOT / name) for name in LONG_FILES]
+    items.sort(key=lambda item: str(item.path) not in names)
 
 
 @pytest.fixture(scope="module")
