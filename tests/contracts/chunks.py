@@ -21,6 +21,8 @@ SMALL = layout_of(small_spec(), CacheKind.KV, 16)
 """Three pages: a header and two slabs."""
 VALUE = layout_of(replace(namespace_spec("notes"), chunk_tokens=4), CacheKind.OPAQUE, 4)
 """Bytes under a key, which may be replaced."""
+LARGE = layout_of(small_spec(chunk_tokens=2048), CacheKind.KV, 2048)
+"""More than twenty small ones."""
 
 
 def layouts() -> dict[str, ChunkLayout]:

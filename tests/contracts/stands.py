@@ -9,7 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstore.arena import Arena
+from kvstore.chunk import parse_header
 from kvstore.seams import Clock, Disk, FaultPoints, SystemClock, SystemDisk, Workers, WorkerThreads
 from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Encoding
@@ -19,8 +22,9 @@ from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.recovery import Found, Gathered, read_slot
 from tests.contracts.evictors import OldestFirst
-from tests.contracts.fake import FakeTier
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
+from tests.fakes import FilesSettings, FilesTier, Switch
+from tests.fakes.files import columns_of as columns_of_files
 
 CAPACITY_BYTES = 1 << 20
 REGION_BYTES = 64 << 10
@@ -87,34 +91,48 @@ class Stand:
         raise NotImplementedError
 
 
-class FakeStand(Stand):
+class FilesStand(Stand):
+    """The local tier that only tests have."""
+
+    can_fail = is_durable = True
+
+    def __init__(self, home: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.settings = FilesSettings(
+            directory=home / "files", capacity_bytes=capacity_bytes, switches=home / "switches"
+        )
+        home.mkdir(parents=True)
+        super().__init__(capacity_bytes)
+
     def build(self) -> LocalTier:
-        self.fake = FakeTier(self.capacity_bytes)
-        return self.fake
+        self.files = FilesTier(self.settings, SeededWorkers(SEED))
+        return self.files
+
+    async def held(self) -> IndexColumns:
+        headers = [(each, parse_header(np.fromfile(path, np.uint8))) for each, path in self.files.paths()]
+        return columns_of_files(headers)
 
     def flip(self, residency: Residency, offset: int) -> None:
-        for piece in self.fake.held[residency]:
-            if offset < piece.size:
-                piece[offset] ^= 1
-                return
-            offset -= piece.size
-        raise AssertionError("nothing there to flip")
+        flip_in(dict(self.files.paths())[residency], offset)
+
+    def fail(self, method: str, times: int | None = 1) -> None:
+        self.files.switches.turn_on(Switch.AWAY)
+
+    def mend(self) -> None:
+        self.files.switches.turn_off()
 
 
-class LatencyStand(FakeStand):
+class LatencyStand(FilesStand):
     def build(self) -> LocalTier:
         return LocalUnder(super().build(), Latency(LoopClock(), 0.0005))
 
 
-class ThrottleStand(FakeStand):
+class ThrottleStand(FilesStand):
     def build(self) -> LocalTier:
         return LocalUnder(super().build(), Throttle(LoopClock(), 1e8))
 
 
-class FaultyStand(FakeStand):
+class FaultyStand(FilesStand):
     """Fails when it is told to, and is else as good as what it wraps."""
-
-    can_fail = True
 
     def build(self) -> LocalTier:
         self._faulty = Faulty(SeededRandom(SEED))
@@ -275,12 +293,7 @@ class SystemStand(NvmeStand):
         await Stand.stop(self, kill=kill)
 
     def flip(self, residency: Residency, offset: int) -> None:
-        path, place = self.place(residency, offset)
-        with path.open("r+b", buffering=0) as file:
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 1]))
+        flip_in(*self.place(residency, offset))
 
     def fail(self, method: str, times: int | None = 1) -> None:
         self.system.failing[method] = times
@@ -289,13 +302,22 @@ class SystemStand(NvmeStand):
         self.system.failing.clear()
 
 
+def flip_in(path: Path, place: int) -> None:
+    """Flip a bit of a real file."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
 STANDS: dict[str, Any] = {
     "dram": lambda _, **options: DramStand(**options),
     "nvme": lambda _, **options: NvmeStand(**options),
     "nvme lz4": lambda _, **options: Lz4Stand(**options),
     "nvme on files": lambda home, **options: SystemStand(home, **options),
-    "latency": lambda _, **options: LatencyStand(**options),
-    "throttle": lambda _, **options: ThrottleStand(**options),
-    "faulty": lambda _, **options: FaultyStand(**options),
-    "fake": lambda _, **options: FakeStand(**options),
+    "files": lambda home, **options: FilesStand(home, **options),
+    "latency": lambda home, **options: LatencyStand(home, **options),
+    "throttle": lambda home, **options: ThrottleStand(home, **options),
+    "faulty": lambda home, **options: FaultyStand(home, **options),
 }

@@ -16,7 +16,7 @@ NEWEST = "kvstore/tiers/nvme/newest.py"
 DEVICE = "kvstore/server/tiers.py"
 T_NEWEST = "tests/tiers/test_nvme_newest.py"
 T_UNSEEN = "tests/tiers/test_nvme_unseen.py"
-T_CONTRACT = "tests/contracts/test_tier.py"
+T_CONTRACT = "tests/contracts/test_local_tier.py"
 T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
 T_ERRORS = "tests/tiers/test_nvme_errors.py"
 

@@ -277,6 +277,10 @@ class Regions:
         """Whether the capacity has room for a file with one slot of that size."""
         return self._budget_bytes() >= PAGE_BYTES + slot_bytes
 
+    def could_hold(self, slot_bytes: int) -> bool:
+        """Whether the capacity would have room for such a file if all others went."""
+        return self._budget_bytes() + self.file_bytes >= PAGE_BYTES + slot_bytes
+
     def _budget_bytes(self) -> int:
         return self.capacity_bytes - self.file_bytes - self.lost_bytes - self.hidden_bytes
 

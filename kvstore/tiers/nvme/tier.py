@@ -227,28 +227,32 @@ class NvmeTier:
         return residency
 
     async def _find_room(self, slot_bytes: int) -> None:
-        """A free slot: in a new file; else another chunk's; else in a file that takes the place of another one."""
+        """A free slot: in a new file; else another chunk's; else in a file that takes the place of others."""
         try:
             await self._run(self._keepers, self.regions.create, slot_bytes)
             return
-        except Exhausted:
-            found = self._make_room(slot_bytes)
+        except Exhausted as error:
+            refusal = error
+        if self.regions.could_hold(slot_bytes):
+            is_evicted = self._evict(slot_bytes)
             await self.erasures.erase_doomed()
-            if not found and self.regions.idle_region(slot_bytes) is None:
-                raise
+        else:
+            is_evicted = True  # it would be for nothing
         while not self.regions.free_count(slot_bytes):
             idle = self.regions.idle_region(slot_bytes)
+            if idle is None and not is_evicted and self._empty_a_region(slot_bytes):
+                await self.erasures.erase_doomed()
+                idle = self.regions.idle_region(slot_bytes)
             if idle is None:
-                raise Exhausted("no slot of this size is free: raise tiers.nvme.capacity_bytes")
+                raise refusal
             self.regions.retire(idle)
             self._faults.reach("nvme.region.retired")
             await self._run(self._keepers, self.regions.remove_file, idle)
             if self.regions.has_budget(slot_bytes):
                 await self._run(self._keepers, self.regions.create, slot_bytes)
 
-    def _make_room(self, slot_bytes: int) -> bool:
-        """Have chunks given up until there is a slot of that size, or a file that can make way for one. Slots that are
-        yet to be erased count."""
+    def _evict(self, slot_bytes: int) -> bool:
+        """Have chunks given up until there is a slot of that size. Slots that are yet to be erased count."""
         if self.on_full is not None:
             return self.on_full(slot_bytes)
         if self._evictor is None:
@@ -260,14 +264,16 @@ class NvmeTier:
         def enough() -> bool:
             return self.regions.free_count(slot_bytes) > 0 or any(map(helps, self.erasures.doomed))
 
-        return self._evictor.evict(helps, enough) or self._empty_a_region(self._evictor, slot_bytes)
+        return self._evictor.evict(helps, enough)
 
-    def _empty_a_region(self, evictor: Evictor, slot_bytes: int) -> bool:
+    def _empty_a_region(self, slot_bytes: int) -> bool:
         """All files are cut for other sizes: have the one that holds the least given up, of those where nothing is
         held and nothing is being written."""
+        if self._evictor is None or self.on_full is not None:
+            return False
         doomed = set(self.erasures.doomed)
         return any(
-            evictor.evict_all([each for each in region.used_slots() if each not in doomed])
+            self._evictor.evict_all([each for each in region.used_slots() if each not in doomed])
             for region in self.regions.in_the_way(slot_bytes)
         )
 

@@ -1,4 +1,4 @@
-"""What ``kvstore.tiers.contract`` promises, held against every tier, wrapper and fake."""
+"""What ``LocalTier`` promises, held against every local tier, under every weather, and against a fake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 from kvstore.spec import Encoding
 from kvstore.tiers import ChunkName, Residency
 from kvstore.tiers.contract import RESIDENCY_STOP
-from tests.contracts.chunks import SMALL, VALUE, Chunk, balance, chunk, holds, layouts, read, write
+from tests.contracts.chunks import LARGE, SMALL, VALUE, Chunk, balance, chunk, holds, layouts, read, write
 from tests.contracts.stands import STANDS, DramStand, Stand, SystemStand
 
 
@@ -413,6 +413,8 @@ def test_what_was_superseded_never_comes_back(stand: Stand) -> None:
         except KVStoreError:
             stand.mend()
             await stand.tier.supersede({key: newer.name.mark or 0}, 1.0)
+        if stand.can_fail:
+            stand.mend()
         await stand.restart(kill=True)
         assert chunk(1).header.chain_digest not in stand.found()
         assert not stand.is_durable or await holds(stand.tier, chunk(2, VALUE), kept)
@@ -536,6 +538,36 @@ def test_what_is_held_makes_no_room(make: Callable[..., Stand]) -> None:
         assert stand.evictor.gone == []
         for what, residency in kept:
             assert await holds(stand.tier, what, residency)
+        balance(stand.tier)
+
+    stand.run(scenario)
+
+
+def test_a_chunk_that_could_never_fit_drives_nothing_out(make: Callable[..., Stand]) -> None:
+    stand = make(capacity_bytes=8 * SMALL.total_bytes + 8192)
+
+    async def scenario() -> None:
+        kept = await fill(stand)
+        with pytest.raises(Exhausted):
+            await write(stand.tier, chunk(100, LARGE))
+        assert stand.evictor.gone == []
+        for what, residency in kept:
+            assert await holds(stand.tier, what, residency)
+        balance(stand.tier)
+
+    stand.run(scenario)
+
+
+def test_many_small_chunks_make_room_for_a_large_one(stand: Stand) -> None:
+    """More of them than any one file, or run of memory, holds."""
+
+    async def scenario() -> None:
+        kept = await fill(stand)
+        stand.evictor.held.add(kept[0][1])
+        residency = await write(stand.tier, chunk(200, LARGE))
+        assert await holds(stand.tier, chunk(200, LARGE), residency)
+        assert await holds(stand.tier, *kept[0])
+        assert len(stand.evictor.gone) < len(kept) / 2
         balance(stand.tier)
 
     stand.run(scenario)
