@@ -573,6 +573,21 @@ def test_many_small_chunks_make_room_for_a_large_one(stand: Stand) -> None:
     stand.run(scenario)
 
 
+@pytest.mark.parametrize("kill", [False, True])
+def test_what_a_start_found_makes_room(stand: Stand, kill: bool) -> None:
+    async def scenario() -> None:
+        await fill(stand)
+        await stand.restart(kill=kill)
+        places = list(stand.found().values())
+        stand.evictor.there += places
+        residency = await write(stand.tier, chunk(200, LARGE))
+        assert await holds(stand.tier, chunk(200, LARGE), residency)
+        assert bool(stand.evictor.gone) == stand.is_durable
+        balance(stand.tier)
+
+    stand.run(scenario)
+
+
 @pytest.mark.parametrize("erases", [False, True])
 def test_chunks_of_another_size_make_room(make: Callable[..., Stand], erases: bool) -> None:
     stand = make(capacity_bytes=16 * SMALL.total_bytes + 8192)
