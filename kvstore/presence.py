@@ -207,11 +207,6 @@ class PresenceTable:
         self._mask = slots_of(words) - 1
         self._full_at = int(_FULL * slots_of(words))
 
-    @property
-    def words(self) -> Words:
-        """What clients read."""
-        return self._array
-
     def known(self) -> Words:
         """The words of which something is known, in no order."""
         words = self._array[HEADER_WORDS:]

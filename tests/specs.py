@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,17 @@ def small_spec(**changes: Any) -> ModelSpec:
         "chunk_tokens": 16,
     }
     return ModelSpec(**{**fields, **changes})
+
+
+def read_back(canonical: bytes) -> ModelSpec:
+    """The spec of a canonical form: proves that the form says all of it."""
+    fields = json.loads(canonical)
+    rope = fields["rope"]
+    factors = tuple((name, value) for name, value in rope["factors"])
+    layers = tuple(LayerSpec(**{**layer, "kind": LayerKind(layer["kind"])}) for layer in fields["layers"])
+    scales = tuple((k, v) for k, v in fields["scales"])
+    whole = RopeSpec(**{**rope, "factors": factors, "mrope": tuple(rope["mrope"])})
+    return ModelSpec(**{**fields, "rope": whole, "layers": layers, "scales": scales})
 
 
 def odd_spec(dtype: str, kv_heads: int, k_dim: int, v_dim: int, chunk_tokens: int, *, mla: bool = False) -> ModelSpec:

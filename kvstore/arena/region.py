@@ -79,7 +79,3 @@ class Region:
         else:
             self._offsets.insert(index, offset)
             self._sizes.insert(index, byte_count)
-
-    def free_runs(self) -> list[tuple[int, int]]:
-        """(offset, byte_count) of each free run, in order."""
-        return list(zip(self._offsets, self._sizes, strict=True))

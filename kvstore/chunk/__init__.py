@@ -17,7 +17,7 @@ its place, so that right bytes in a wrong place fail. The parser trusts nothing.
 """
 
 from kvstore.chunk.checksum import checksum_strips, strip_seeds, verify_slab
-from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range, stored_bytes
+from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range
 from kvstore.chunk.header import ChunkHeader, pack_header, parse_header, write_mark
 from kvstore.chunk.layout import ChunkLayout, Slab, layout_of
 from kvstore.chunk.parts import Part, slab_parts
@@ -42,7 +42,6 @@ __all__ = [
     "slab_parts",
     "slab_range",
     "slab_runs",
-    "stored_bytes",
     "strip_run",
     "strip_seeds",
     "verify_slab",

@@ -31,15 +31,10 @@ from kvstore.seams.memory import Bytes
 
 @dataclass(frozen=True, eq=False)
 class EncodedChunk:
-    """A chunk ready to be written: ``data`` is its header and then its body, ``stored_bytes`` of them."""
+    """A chunk ready to be written: ``data`` is its header and then its body."""
 
     header: ChunkHeader
     data: Bytes = field(repr=False)
-
-
-def stored_bytes(header: ChunkHeader, layout: ChunkLayout) -> int:
-    """Header and body as stored: a multiple of 4 KiB, at most ``layout.total_bytes``."""
-    return layout.header_bytes + slab_range(header, layout, 0, len(layout.slabs))[1]
 
 
 def slab_range(header: ChunkHeader, layout: ChunkLayout, first_slab: int, stop_slab: int) -> tuple[int, int]:

@@ -15,9 +15,6 @@ class FaultPoints:
     def arm(self, point: str, action: Callable[[], None]) -> None:
         self._armed[point] = action
 
-    def disarm(self, point: str) -> None:
-        self._armed.pop(point, None)
-
     def reach(self, point: str) -> None:
         if self._armed:
             action = self._armed.get(point)

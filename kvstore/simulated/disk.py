@@ -32,7 +32,7 @@ import xxhash
 from kvstore.errors import Unavailable
 from kvstore.seams.clock import Clock
 from kvstore.seams.faults import FaultPoints
-from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, File, Names, os_error
+from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
 UNBOUNDED_BYTES = 1 << 50
 """What a disk without a capacity says it has."""
@@ -51,7 +51,7 @@ class DiskStopped(BaseException):
 @dataclass(frozen=True)
 class _Opened:
     path: Path
-    file: File
+    file: SimulatedFile
     flags: int
 
     def check(self, other_way: int, offset: int, byte_count: int) -> None:
@@ -110,7 +110,7 @@ class SimulatedDisk:
         with self._call("open", path, is_step=bool(flags & (os.O_CREAT | os.O_TRUNC))):
             if flags & os.O_CREAT and path not in self._names.newest:
                 self._names.expect_directory(path.parent)
-                self._names.change({path: File()})
+                self._names.change({path: SimulatedFile()})
             elif flags & os.O_CREAT and flags & os.O_EXCL:
                 raise os_error(errno.EEXIST, path)
             file = self._names.find(path)
@@ -266,7 +266,7 @@ class SimulatedDisk:
         """Content, name and directories, durable at once."""
         self._names.make_directory(path.parent)
         if path not in self._names.newest:
-            self._names.change({path: File()})
+            self._names.change({path: SimulatedFile()})
         self._names.sync(path)
         self._names.find(path).replace(data)
 

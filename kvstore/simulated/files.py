@@ -79,7 +79,7 @@ class _Write(NamedTuple):
     data: bytes
 
 
-class File:
+class SimulatedFile:
     """Content as readers see it, content as the device holds it, and what changed in between: an int is a size."""
 
     def __init__(self) -> None:
@@ -166,19 +166,19 @@ class File:
                 self._durable.resize(max(self._durable.size, offset + len(data)))
 
 
-DIRECTORY = File()
+DIRECTORY = SimulatedFile()
 """Stands for every directory in a table of names."""
 
 
 class _Naming:
     """One change of names, atomic: a creation, a removal (None) or a rename."""
 
-    def __init__(self, names: dict[Path, File | None]) -> None:
+    def __init__(self, names: dict[Path, SimulatedFile | None]) -> None:
         self.names = names
         self.parents = {name.parent for name in names}
         self.needed = self.parents.union(names)
 
-    def apply(self, table: dict[Path, File]) -> None:
+    def apply(self, table: dict[Path, SimulatedFile]) -> None:
         for name, file in self.names.items():
             if file is None:
                 table.pop(name, None)
@@ -190,11 +190,11 @@ class Names:
     """Names as readers see them, as the device holds them, and the changes in between."""
 
     def __init__(self) -> None:
-        self.newest: dict[Path, File] = {}
-        self._durable: dict[Path, File] = {}
+        self.newest: dict[Path, SimulatedFile] = {}
+        self._durable: dict[Path, SimulatedFile] = {}
         self._pending: list[_Naming] = []
 
-    def find(self, path: Path) -> File:
+    def find(self, path: Path) -> SimulatedFile:
         file = self.newest.get(path)
         if file is None:
             raise os_error(errno.ENOENT, path)
@@ -206,7 +206,7 @@ class Names:
         if path != path.parent and self.newest.get(path) is not DIRECTORY:
             raise os_error(errno.ENOTDIR if path in self.newest else errno.ENOENT, path)
 
-    def change(self, names: dict[Path, File | None]) -> None:
+    def change(self, names: dict[Path, SimulatedFile | None]) -> None:
         self._pending.append(_Naming(names))
         self._pending[-1].apply(self.newest)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -257,27 +256,6 @@ class ModelSpec:
         """(heads, dims) of what a layer keeps of a token: K and V of each kv head, or E."""
         each = self.layers[layer]
         return (1, (self.hidden_size,)) if self.keeps_e else (each.kv_heads, (each.k_dim, each.v_dim))
-
-    @classmethod
-    def parse(cls, canonical: bytes) -> ModelSpec:
-        """Read ``canonical`` back. Raises InvalidRequest for anything but a spec this version would write."""
-        try:
-            fields = json.loads(canonical)
-            spec = cls(**_revive(fields))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InvalidRequest(f"not a model spec: {error}") from error
-        if spec.canonical != canonical:
-            raise InvalidRequest("not a model spec in canonical form")
-        return spec
-
-
-def _revive(fields: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(fields["rope"])
-    rope["factors"] = tuple((name, value) for name, value in rope["factors"])
-    rope["mrope"] = tuple(rope["mrope"])
-    layers = tuple(LayerSpec(**{**layer, "kind": LayerKind(layer["kind"])}) for layer in fields["layers"])
-    scales = tuple((k, v) for k, v in fields["scales"])
-    return {**fields, "rope": RopeSpec(**rope), "layers": layers, "scales": scales}
 
 
 def _check_identity(spec: ModelSpec) -> None:

@@ -1,4 +1,5 @@
-"""House rules that ruff cannot say: what may be touched where, who may import whom, and how long a thing may be.
+"""House rules that ruff cannot say: what may be touched where, who may import whom, how long a thing may be,
+and that a public name of the service means one thing.
 
 Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; what users run
 imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way. Tiers: what the service
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,13 @@ RESIDENCIES_STILL_READ = {
 CLIENT_MAY_IMPORT = {
     *("spec", "keys", "chunk", "presence", "handoff", "wire", "errors", "units", "seams", "v1", "v1alpha"),
 }
+
+NAMES_SHARED = {
+    "Found": "what a presence table says, and what a scan of a region file met: the scan's is to be renamed",
+    "News": "what a table says of a chunk, and what a watcher has not seen: the watcher's is to be renamed",
+    "Region": "a memfd of the arena, and a file of the NVMe tier: the file's is to be renamed",
+}
+"""Public names that two rooms of the service may define, and why."""
 
 
 @dataclass(frozen=True)
@@ -252,15 +260,38 @@ def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
                 yield Finding(path, node.lineno, f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}")
 
 
+def shared_names(sources: Mapping[str, str], allowed: Collection[str] = NAMES_SHARED) -> list[Finding]:
+    """One public name, one definition in the service: of its functions and classes. ``sources``: the text of each file.
+    What is allowed and needs no allowance is a finding, too."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for path, text in sources.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+                places.setdefault(node.name, []).append((path, node.lineno))
+    found = []
+    for name, defined in places.items():
+        where = ", ".join(path for path, _ in defined)
+        if (len(defined) > 1) != (name in allowed):
+            message = f"{name} is defined in {where}: " + (
+                "one name, one definition" if len(defined) > 1 else "take it out of NAMES_SHARED"
+            )
+            found.append(Finding(*defined[-1], message))
+    return found
+
+
 def check_tree(root: Path = ROOT) -> list[Finding]:
     """All findings in the repository."""
     found: list[Finding] = []
+    service: dict[str, str] = {}
     for top in ("kvstore", "clients", "kernels", "ops", "tests"):
         for file in sorted((root / top).rglob("*.py")):
             path = file.relative_to(root).as_posix()
             if not path.startswith(("kvstore/v1/", "kvstore/v1alpha/")):
-                found += check_source(path, file.read_text(encoding="utf-8"))
-    return found
+                text = file.read_text(encoding="utf-8")
+                found += check_source(path, text)
+                if path.startswith("kvstore/"):
+                    service[path] = text
+    return found + shared_names(service)
 
 
 def main() -> int:

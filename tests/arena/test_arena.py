@@ -63,13 +63,13 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_accounted_for(self) -> None:
         held = sum(placement.byte_count for placement, _ in self.out)
-        free = sum(size for region in self.arena.regions for _, size in region.free_runs())
+        free = sum(size for region in self.arena.regions for size in region._sizes)
         assert self.arena.used_bytes == held
         usable = sum(region.usable for region in self.arena.regions)
         assert held + free == usable <= self.arena.capacity_bytes
         assert self.arena.chunk_count == len(self.out)
         for region in self.arena.regions:
-            runs = region.free_runs()
+            runs = list(zip(region._offsets, region._sizes, strict=True))
             assert all(a + size < b for (a, size), (b, _) in zip(runs, runs[1:], strict=False)), "not joined"
 
 

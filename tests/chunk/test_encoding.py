@@ -25,7 +25,6 @@ from kvstore.chunk import (
     raw_header,
     slab_parts,
     slab_range,
-    stored_bytes,
     strip_seeds,
 )
 from kvstore.chunk.layout import place_strips
@@ -113,6 +112,11 @@ def test_full_chunks_of_every_dtype_decode_to_the_raw_ones(dtype: str, fill: str
     check_round_trip(raw_chunk(big_layout(dtype), fill))
     mla = odd_spec(dtype, 1, 512, 64, 256, mla=True)
     check_round_trip(raw_chunk(layout_of(mla, CacheKind.MLA, 200), fill))
+
+
+def stored_bytes(header: ChunkHeader, layout: ChunkLayout) -> int:
+    """Header and body."""
+    return layout.header_bytes + slab_range(header, layout, 0, len(layout.slabs))[1]
 
 
 def check_round_trip(raw: Raw) -> None:

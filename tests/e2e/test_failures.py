@@ -145,7 +145,7 @@ def test_server_killed_in_the_middle_of_a_copy(own_sidecar: Sidecar) -> None:
         other.store(large_spec(), other_tokens, other_kv).wait()
     pause.go.set()
     thread.join(20.0)
-    client.faults.disarm("fetch.copy.middle")
+    client.faults.arm("fetch.copy.middle", lambda: None)
     assert_right_or_missing(results[0], kv)
     until(lambda: client.fetch(large_spec(), other_tokens).token_count == other_tokens.size)
     assert client.fetch(large_spec(), tokens).token_count == 0
@@ -396,7 +396,7 @@ def test_use_after_free_across_a_reconnect(own_sidecar: Sidecar) -> None:
         assert other.lookup(large_spec(), tokens).prefix_token_count < tokens.size
     pause.go.set()
     thread.join(20.0)
-    client.faults.disarm("fetch.copy.middle")
+    client.faults.arm("fetch.copy.middle", lambda: None)
     assert results[0].token_count < tokens.size
     assert_right_or_missing(results[0], kv)
     assert client.fetch(large_spec(), refill[:512]).token_count == 512

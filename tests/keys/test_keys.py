@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra
 from kvstore.seams.secrets import DEFAULT_TENANT_SECRET
 from kvstore.spec import CacheKind, Exactness, LayerKind, LayerSpec, ModelSpec, Provenance, RopeSpec
-from tests.specs import small_spec
+from tests.specs import read_back, small_spec
 
 GOLDEN = {
     "chain 0": "2ca2589437db1c8885837569eeaf48f6413c63849e9ebb9208484cd4fc0245a2",
@@ -124,12 +124,9 @@ def test_nothing_that_differs_shares_a_name() -> None:
     assert len(stored) == len(names) * 8
 
 
-def test_canonical_spec_comes_back_and_garbage_does_not() -> None:
+def test_a_canonical_form_says_all_of_its_spec() -> None:
     for spec in different_specs():
-        assert ModelSpec.parse(spec.canonical) == spec
-    for bad in (b"", b"{}", b"[]", b"null", b'{"a":1}', small_spec().canonical + b" ", b"\xff"):
-        with pytest.raises(InvalidRequest):
-            ModelSpec.parse(bad)
+        assert read_back(spec.canonical) == spec
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_equal_specs_have_one_canonical_form() -> None:
     )
     assert whole == real
     assert whole.canonical == real.canonical
-    assert ModelSpec.parse(whole.canonical) == real
+    assert read_back(whole.canonical) == real
 
 
 SPEC_NUMBERS = ("hidden_size", "vocab_size", "chunk_tokens")
@@ -256,7 +253,7 @@ def test_a_number_has_one_canonical_form_or_is_refused(name: str, kind: LayerKin
                 continue
             assert found == plain
             assert found.canonical == plain.canonical
-            assert ModelSpec.parse(found.canonical) == found
+            assert read_back(found.canonical) == found
 
 
 def test_a_layers_kind_may_be_given_by_its_word() -> None:

@@ -9,14 +9,6 @@ T_KEYS = "tests/keys/test_keys.py"
 
 MUTANTS = [
     Mutant(
-        "spec-in-another-form",
-        MODEL,
-        "        if spec.canonical != canonical:\n",
-        "        if False:\n",
-        "one model has two names, of which one says less",
-        (f"{T_KEYS}::test_canonical_spec_comes_back_and_garbage_does_not",),
-    ),
-    Mutant(
         "weights-without-a-digest",
         MODEL,
         "    if not (unverified or _is_hex(digest)) or len(digest) > 512:\n",

@@ -69,6 +69,17 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_tree() == []
 
 
+def test_a_public_name_has_one_definition_in_the_service() -> None:
+    sources = {"kvstore/a.py": "class A: ...\ndef _b(): ...\n", "kvstore/b.py": "def A(): ...\ndef _b(): ...\n"}
+    assert [str(each) for each in lint.shared_names(sources, ())] == [
+        "kvstore/b.py:1: A is defined in kvstore/a.py, kvstore/b.py: one name, one definition"
+    ]
+    assert lint.shared_names(sources, {"A"}) == []
+    sources.pop("kvstore/b.py")
+    assert lint.shared_names(sources, ()) == []
+    assert "take it out" in str(lint.shared_names(sources, {"A"}))
+
+
 def contract_set(**changes: object) -> descriptor_pb2.FileDescriptorSet:
     files = contract._descriptors()
     message = next(each for file in files.file for each in file.message_type if each.name == "LookupRequest")

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from kvstore_client.presence import Answer, answer_of
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.catalog.spaces import parent_digest
 from kvstore.controller import LookupResult
 from kvstore.keys import ROOT_DIGEST
-from kvstore.presence import LENGTHS_PER_WORD, NEWS_MASK, TAG_MASK, find, lengths_tag, tag_of, tags_of, unpack_news
+from kvstore.presence import (
+    LENGTHS_PER_WORD,
+    NEWS_MASK,
+    TAG_MASK,
+    PresenceTable,
+    Words,
+    find,
+    lengths_tag,
+    tag_of,
+    tags_of,
+    unpack_news,
+)
 
 
 def difference(catalog: Catalog) -> str:
@@ -36,9 +48,14 @@ def difference(catalog: Catalog) -> str:
     return ""
 
 
+def words_of(table: PresenceTable) -> Words:
+    """What clients read."""
+    return table.mapping.bytes.view(np.uint64)
+
+
 def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answer:
     """What a client makes of the table. It must be able to tell."""
-    found = find(catalog.presence.words, tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
+    found = find(words_of(catalog.presence), tags_of(space.salt, b"".join([ROOT_DIGEST, *digests])))
     assert found is not None
     assert found.is_whole
     return answer_of(found.news)

@@ -19,7 +19,7 @@ from kvstore.seams import FaultPoints, SystemMemory, TenantKeys
 from kvstore.simulated import BytearrayMemory
 from kvstore.spec import Encoding, Exactness, MissReason, Provenance
 from kvstore.telemetry import Counters
-from tests.presence.shown import difference
+from tests.presence.shown import difference, words_of
 from tests.specs import small_spec
 
 RAW, LZ4 = Encoding.RAW << 56, Encoding.LZ4 << 56
@@ -126,7 +126,7 @@ def test_a_chunk_is_published_whole_where_no_descriptor_is_left() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(space.index) == len(catalog.table) == len(digests)
     assert space.byte_count == len(digests) * space.chunk_bytes(16)
-    found = find(catalog.presence.words, tags_of(space.salt, b"".join(digests)))
+    found = find(words_of(catalog.presence), tags_of(space.salt, b"".join(digests)))
     assert found is not None
     assert not found.is_whole, "what is not there may be stored: a client calls"
     for number in range(SLOTS_MIN):

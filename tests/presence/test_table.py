@@ -40,6 +40,7 @@ from kvstore.seams import SystemMemory
 from kvstore.seams.mapping import SharedMap
 from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, MissReason, Tier
+from tests.presence.shown import words_of
 
 
 def find(words: Words, tags: Words) -> NDArray[np.uint64] | None:
@@ -104,7 +105,7 @@ def test_what_was_put_last_is_found(puts: list[tuple[int, int, int]], bulk: int)
         table.put(tag, news)
         expected[tag] = news
     asked = [*expected, tag_at(1, 99)]
-    found = find(table.words, tags(*asked))
+    found = find(words_of(table), tags(*asked))
     assert found is not None
     assert found.tolist() == [*expected.values(), 0]
     known = {int(word) & ~NEWS_MASK: int(word) & NEWS_MASK for word in table.known()}
@@ -116,7 +117,7 @@ def test_a_run_that_is_longer_than_one_look() -> None:
     run = [tag_at(7, other) for other in range(100)]
     for number, tag in enumerate(run):
         table.put(tag, 1 + number)
-    found = find(table.words, tags(*run, tag_at(7, 500)))
+    found = find(words_of(table), tags(*run, tag_at(7, 500)))
     assert found is not None
     assert found.tolist() == [*range(1, 101), 0]
 
@@ -126,25 +127,25 @@ def test_a_slot_of_a_chunk_that_went_is_used_again() -> None:
     for other in range(20 * SLOTS_MIN):
         table.put(tag_at(3, other), 1)
         table.put(tag_at(3, other), 0)
-    assert slots_of(table.words) == SLOTS_MIN
-    assert int(np.count_nonzero(table.words)) == 1
+    assert slots_of(words_of(table)) == SLOTS_MIN
+    assert int(np.count_nonzero(words_of(table))) == 1
 
 
 def test_a_full_table_is_replaced_by_a_larger_one_and_says_so() -> None:
     table = PresenceTable(BytearrayMemory())
-    first, digests = table.words, [os.urandom(32) for _ in range(3 * SLOTS_MIN)]
+    first, digests = words_of(table), [os.urandom(32) for _ in range(3 * SLOTS_MIN)]
     for digest in digests:
         table.put(tag_of(SALT, digest), 1)
     assert int(first[0]) & RETIRED
     assert find(first, tags_of(SALT, digests[0])) is None, "whoever still reads the old one must ask for the new one"
-    found = find(table.words, tags_of(SALT, b"".join(digests)))
+    found = find(words_of(table), tags_of(SALT, b"".join(digests)))
     assert found is not None
     assert found.all()
-    assert slots_of(table.words) == 8 * SLOTS_MIN
+    assert slots_of(words_of(table)) == 8 * SLOTS_MIN
     for digest in digests[1:]:
         table.put(tag_of(SALT, digest), 0)
     table.put_all(tags(), 0)
-    assert slots_of(table.words) == SLOTS_MIN, "what is known of nobody is left behind"
+    assert slots_of(words_of(table)) == SLOTS_MIN, "what is known of nobody is left behind"
     assert table.known().size == 1
 
 
@@ -158,7 +159,7 @@ def test_who_has_the_old_table_is_told_to_ask_for_the_new_one() -> None:
     for other in range(SLOTS_MIN):
         table.put(tag_at(other, 9), 1)
     table.put(tag, 3)
-    assert find(table.words, tags(tag)).tolist() == [3]
+    assert find(words_of(table), tags(tag)).tolist() == [3]
     assert found_in(theirs, tags(tag)) is None, "what it says of the chunk is of another time"
 
 
@@ -168,17 +169,17 @@ def test_what_finds_no_room_is_not_said_to_be_missing() -> None:
     crowd = [1 << 63 | other << 40 for other in range(3 * PROBE_MAX)]  # one slot, however large the table
     for tag in crowd:
         table.put(tag, 1)
-    assert int(table.words[0]) & PARTIAL
-    assert slots_of(table.words) <= 16 * SLOTS_MIN, "no table for a few chunks, however they are called"
-    found = [find(table.words, tags(tag)) for tag in crowd]
+    assert int(words_of(table)[0]) & PARTIAL
+    assert slots_of(words_of(table)) <= 16 * SLOTS_MIN, "no table for a few chunks, however they are called"
+    found = [find(words_of(table), tags(tag)) for tag in crowd]
     assert sum(each is not None and each.tolist() == [1] for each in found) == PROBE_MAX
     assert all(each is None for each in found if each is None or not each.all()), "only a call can tell"
     absent = tag_at(9, 1)
-    assert find(table.words, tags(absent)) is None
+    assert find(words_of(table), tags(absent)) is None
     for tag in crowd:
         table.put(tag, 0)
     table.put_all(tags(), 0)
-    news = find(table.words, tags(crowd[0], absent))
+    news = find(words_of(table), tags(crowd[0], absent))
     assert news is not None
     assert news.tolist() == [0, 0]
 
@@ -203,15 +204,15 @@ def test_a_crowd_and_its_neighbours(changes: list[tuple[bool, int, int, bool]], 
     for number in range(rebuilt * SLOTS_MIN // 2):  # until the table is copied for want of room
         table.put(tag_at(1000 + number % 10_000, 1 + number // 10_000), 5)
     asked = tags(*expected)
-    found = find(table.words, asked)
+    found = find(words_of(table), asked)
     left_out = [tag for tag in expected if tag in table._left_out]
     for tag, news in expected.items():
-        seen = find(table.words, tags(tag))
+        seen = find(words_of(table), tags(tag))
         assert (seen is None and (not news or tag in left_out)) or (seen is not None and seen.tolist() == [news])
-    assert (found is None) == bool(int(table.words[0]) & PARTIAL) or all(expected.values())
+    assert (found is None) == bool(int(words_of(table)[0]) & PARTIAL) or all(expected.values())
     words = [int(word) & ~NEWS_MASK for word in table.known()]
     assert len(set(words)) == len(words), "a chunk that is there twice is there for ever"
-    assert bool(int(table.words[0]) & PARTIAL) == bool(table._left_out)
+    assert bool(int(words_of(table)[0]) & PARTIAL) == bool(table._left_out)
 
 
 def test_where_no_larger_table_can_be_had_nothing_is_said_to_be_missing() -> None:
@@ -232,14 +233,14 @@ def test_where_no_larger_table_can_be_had_nothing_is_said_to_be_missing() -> Non
     for digest in digests[:-100]:
         table.put(tag_of(SALT, digest), 1)
     table.put_all(tags_of(SALT, b"".join(digests[-100:])), 1)
-    assert slots_of(table.words) == SLOTS_MIN
-    seen = [find(table.words, tags_of(SALT, digest)) for digest in digests]
+    assert slots_of(words_of(table)) == SLOTS_MIN
+    seen = [find(words_of(table), tags_of(SALT, digest)) for digest in digests]
     assert all(each is None or each.all() for each in seen), "what is stored is seen, or asked for"
     assert sum(each is not None for each in seen) > SLOTS_MIN / 2
     memory.is_poor = False
     for digest in (os.urandom(32) for _ in range(SLOTS_MIN)):
         table.put(tag_of(SALT, digest), 1)
-    found = find(table.words, tags_of(SALT, b"".join(digests)))
+    found = find(words_of(table), tags_of(SALT, b"".join(digests)))
     assert found is not None
     assert found.all(), "and all of it, once there is room"
 
@@ -254,13 +255,13 @@ lasting = [number.to_bytes(32, "little") for number in range(1, 501)]
 for digest in lasting:
     table.put(tag_of(7, digest), 9)
 print("ready", flush=True)
-words = table.words
+mapping = table.mapping
 for round in range(200):
     for number in range(1000, 1800):
         table.put(tag_of(7, number.to_bytes(32, "little")), 1 + round % 8)
     for number in range(1000, 1800):
         table.put(tag_of(7, number.to_bytes(32, "little")), 0)
-assert table.words is words
+assert table.mapping is mapping
 print("done", flush=True)
 sys.stdin.read()
 """

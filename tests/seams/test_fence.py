@@ -19,6 +19,7 @@ from kvstore.presence import RETIRED, PresenceTable, find, pack_news, tag_of, ta
 from kvstore.seams import FaultPoints, fence
 from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, MissReason
+from tests.presence.shown import words_of
 from tests.specs import random_cache, small_spec, tokens_of
 
 
@@ -120,7 +121,7 @@ def test_a_tables_flags_are_read_after_its_words(monkeypatch: pytest.MonkeyPatch
     table = PresenceTable(BytearrayMemory())
     digest = bytes(range(32))
     table.put(tag_of(5, digest), pack_news(ChunkState.HIT))
-    words = np.array(table.words)
+    words = np.array(words_of(table))
     found = find(words, tags_of(5, digest))
     assert found is not None
     assert found.news.all()
@@ -135,7 +136,7 @@ def test_a_tables_flags_are_read_after_its_words(monkeypatch: pytest.MonkeyPatch
 def test_a_tables_words_are_written_before_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     table = PresenceTable(BytearrayMemory())
     table.put(1 << 63 | 1 << 12, pack_news(ChunkState.HIT))
-    old = table.words
+    old = words_of(table)
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(presence, "fence", lambda: seen.append((int(old[0]), table.known().size)))
     table.put_all(np.array([1 << 63 | 2 << 12], np.uint64), pack_news(ChunkState.HIT))
