@@ -217,7 +217,8 @@ class LocalTier(Protocol):
         """Erase what is to be erased. Costs nothing where there is nothing to do."""
 
     def has_room(self, layout: ChunkLayout) -> bool:
-        """Whether one chunk finds room without anything being given up for it."""
+        """Whether one chunk finds room without anything being given up for it. Raises nothing: False, too, where the
+        tier cannot tell now."""
 
     def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
         """How these copies are encoded: numbers of ``kvstore.spec.Encoding``."""

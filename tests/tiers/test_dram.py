@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.arena import Arena, Placement
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.simulated import BytearrayMemory, InlineWorkers
 from kvstore.tiers.dram import DramTier
@@ -34,6 +34,29 @@ class _Refusing(InlineWorkers):
 
 def arena() -> Arena:
     return Arena(BytearrayMemory(), FaultPoints(), capacity_bytes=CAPACITY_BYTES, region_bytes=CAPACITY_BYTES)
+
+
+class _Poor(BytearrayMemory):
+    """Shares memory for the generations, and no more."""
+
+    def read_only_to_others(self, name: str, byte_count: int) -> Any:
+        if "region" in name:
+            raise Unavailable("cannot share memory")
+        return super().read_only_to_others(name, byte_count)
+
+
+def test_a_machine_that_shares_no_memory_has_no_room_and_says_so() -> None:
+    memory = Arena(_Poor(), FaultPoints(), capacity_bytes=CAPACITY_BYTES, region_bytes=CAPACITY_BYTES)
+    tier = DramTier(memory, InlineWorkers())
+
+    async def scenario() -> None:
+        await tier.recover(KeepsAll())
+        assert not tier.has_room(SMALL)
+        with pytest.raises(KVStoreError):
+            await write(tier, chunk(1))
+        balance(tier)
+
+    asyncio.run(scenario())
 
 
 def put(memory: Arena, what: Chunk) -> Placement:

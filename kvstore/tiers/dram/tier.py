@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Arena, Placement
 from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, are_right, parse_header, slab_runs, strip_run
-from kvstore.errors import DataLoss, Exhausted, InvalidRequest
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest, KVStoreError
 from kvstore.seams import Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -101,10 +101,11 @@ class DramTier:
         return found
 
     def has_room(self, layout: ChunkLayout) -> bool:
-        """Asks the arena: only a try tells whether the free bytes are in pieces that are large enough."""
+        """Asks the arena: only a try tells whether the free bytes are in pieces that are large enough, and whether the
+        machine has them."""
         try:
             found = self._arena.allocate(layout.piece_bytes)
-        except InvalidRequest:
+        except KVStoreError:
             return False
         if found is not None:
             self._arena.free(found)
