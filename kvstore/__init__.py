@@ -6,6 +6,7 @@ Rooms, from the outside in (imports point one way, downwards):
 - ``controller``  sessions, reservations, leases and limits: what a request means.
 - ``catalog``     who holds what: chain lookup, chunk records, pins.
 - ``tiers``       what holds chunks: one contract; memory and NVMe so far.
+- ``planning``    from facts to a plan: what is reused and what is computed again. Pure, and the client's too.
 - ``policy``      what leaves first when room is needed. Pure: no I/O, no clock.
 - ``arena``       the bytes in memory: regions, extents, generations, staging.
 - ``chunk``       the stored format: layout, header, strip checksums.

@@ -10,6 +10,7 @@ warning is logged, and the client connects again by itself. Needs no torch.
 """
 
 from kvstore.keys import Extra
+from kvstore.planning import Recompute
 from kvstore.spec import (
     CacheKind,
     ChunkState,
@@ -26,13 +27,13 @@ from kvstore.spec import (
 from kvstore_client.aio import AsyncClient, connect_async
 from kvstore_client.client import Client, connect
 from kvstore_client.fetching import FetchedKV, LayerStream
+from kvstore_client.gate import Gate
 from kvstore_client.match import ChunkMatch, Match
 from kvstore_client.paged import Paged
 from kvstore_client.prompt import PageHashes
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
 from kvstore_client.segments import SegmentMatch
-from kvstore_client.setting import Recompute
 from kvstore_client.transfer import Transfer
 from kvstore_client.watching import ChunkEvent, Watch
 from kvstore_client.writer import StoreWriter
@@ -50,6 +51,7 @@ __all__ = [
     "Exactness",
     "Extra",
     "FetchedKV",
+    "Gate",
     "LayerKind",
     "LayerSpec",
     "LayerStream",

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.keys import Extra
+from kvstore.planning import Recompute
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.connection import Connection
 from kvstore_client.fetching import FetchedKV
-from kvstore_client.setting import Recompute
+from kvstore_client.gate import Gate
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
     from kvstore_client.recompute import ModelRunner, PartialPrefill
-    from kvstore_client.recompute.gate import Gate
 
 DRIFT_COUNTERS = ("drift_checks", "drift_misled", "lossy_switched_off")
 
@@ -31,8 +31,6 @@ class PartialPrefillCalls:
     def gate(self) -> Gate:
         """What lets lossy reuse through when ``recompute`` is None, and watches it: a ``Gate`` over the profiles of
         this user. Set another for another floor, directory or check interval."""
-        from kvstore_client.recompute.gate import Gate
-
         found: Gate | None = vars(self).get("_gate")
         # Of threads that come here at once, all get the first one's.
         return found or vars(self).setdefault("_gate", Gate(counters=self._connection.counters))
@@ -87,7 +85,8 @@ class PartialPrefillCalls:
         Needs torch. Raises: InvalidRequest naming the argument, the setting, or the field in
         which a sender's model differs.
         """
-        from kvstore_client.recompute.prefill import Request, partial_prefill
+        from kvstore_client.recompute.prefill import partial_prefill
+        from kvstore_client.recompute.request import Request
 
         request = Request.of(runner, tokens, segments, senders, recompute, extras, logit_count)
         return partial_prefill(cast("Client", self), request, self._timeout_s, self._clock)

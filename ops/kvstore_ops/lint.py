@@ -41,7 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"remote"}),
     frozenset({"server"}),
     frozenset({"controller"}),
-    frozenset({"movement"}),
+    frozenset({"movement", "planning"}),
     frozenset({"catalog", "policy", "tiers"}),
     frozenset({"arena", "chunk", "handoff", "keys", "presence", "wire", "telemetry"}),
     frozenset({"spec", "config", "v1", "v1alpha"}),
@@ -68,8 +68,14 @@ RESIDENCIES_STILL_READ = {
 }
 """To do: these are to ask the tier."""
 CLIENT_MAY_IMPORT = {
-    *("spec", "keys", "chunk", "presence", "handoff", "wire", "errors", "units", "seams", "v1", "v1alpha"),
+    *("spec", "keys", "chunk", "planning", "presence", "handoff", "wire", "errors", "units", "seams"),
+    *("v1", "v1alpha"),
 }
+PLANNING_MAY_IMPORT = {
+    *("__future__", "blake3", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math", "typing"),
+    *("kvstore", "kvstore.errors", "kvstore.keys", "kvstore.planning", "kvstore.spec", "kvstore.units"),
+}
+"""A decision is pure, and is made where there is neither torch nor grpc."""
 
 NAMES_SHARED = {
     "Found": "what a presence table says, and what a scan of a region file met: the scan's is to be renamed",
@@ -101,6 +107,8 @@ def check_source(path: str, text: str) -> list[Finding]:
         found += _secrets(path, tree)
     if seamed:
         found += _seams(path, tree)
+    if path.startswith("kvstore/planning/"):
+        found += _impure(path, tree)
     if path.startswith(("kvstore/", "clients/")):
         found += _imports(path, tree)
     if path.startswith(("kvstore/", "clients/", "kernels/")) and not path.startswith("kvstore/simulated/"):
@@ -144,6 +152,17 @@ def _seams(path: str, tree: ast.AST) -> Iterator[Finding]:
     for line, name in _called(tree):
         if name in SEAMED_CALLS or (name.endswith(".create_task") and not name.startswith(("group.", "tasks."))):
             yield Finding(path, line, f"calls {name}: use kvstore.seams, or a TaskGroup named group or tasks")
+
+
+def _impure(path: str, tree: ast.AST) -> Iterator[Finding]:
+    named = [(line, name) for line, name in _named(tree) if name.startswith("kvstore.") and name.count(".") == 1]
+    for line, module in [*_imported(tree), *named]:
+        room = f"kvstore.{_room(module)}" if _room(module) else module.split(".")[0]
+        if room not in PLANNING_MAY_IMPORT:
+            yield Finding(path, line, f"imports {module}: planning is pure, it may import PLANNING_MAY_IMPORT only")
+    for line, name in _called(tree):
+        if name in ("open", "print", "input"):
+            yield Finding(path, line, f"calls {name}: planning is pure")
 
 
 def _hostile(path: str, tree: ast.AST) -> Iterator[Finding]:

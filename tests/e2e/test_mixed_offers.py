@@ -10,9 +10,9 @@ import pytest
 import torch
 from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
 from kvstore_client.recompute import Gate, Permit, recompute
-from kvstore_client.recompute.profiles import Pair
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.planning import Pair
 from kvstore.spec import Provenance
 from tests.e2e.test_partial_prefill import RECEIVER, SENDER, alone, given, keep, keep_alone, same
 from tests.recompute.models import prompt

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import ModelSpec
-from kvstore_client.recompute.profile import Side
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Side
 from kvstore.spec.from_transformers import weights_digest
 from tests.recompute.models import model_of
 from tests.specs import read_back, small_spec

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-DRIFT = "clients/kvstore_client/recompute/drift.py"
-GATE = "clients/kvstore_client/recompute/gate.py"
-PROFILE = "clients/kvstore_client/recompute/profile.py"
+DECISION = "kvstore/planning/decision.py"
+DRIFT = "clients/kvstore_client/gate/drift.py"
+GATE = "clients/kvstore_client/gate/gate.py"
+OFFERS = "kvstore/planning/offers.py"
+PERMIT = "kvstore/planning/permit.py"
+PROFILE = "kvstore/planning/profile.py"
 RUNS = "clients/kvstore_client/recompute/runs.py"
+SENDER = "kvstore/planning/sender.py"
+T_DECISION = "tests/planning/test_decision.py"
 T_GATE = "tests/recompute/test_gate.py"
 T_PROFILE = "tests/recompute/test_profile.py"
 T_WORK = "tests/recompute/test_work.py"
@@ -15,11 +20,59 @@ T_WORK = "tests/recompute/test_work.py"
 MUTANTS = [
     Mutant(
         "profile-found-by-its-name",
-        GATE,
-        "            reason = state.reason or self._refusal(state, receiver, sender)\n",
-        "            reason = state.reason\n",
+        PERMIT,
+        "            self.profile.check(receiver, sender)\n",
+        "            pass\n",
         "one model's profile lets another's caches through",
         (f"{T_GATE}::test_anothers_profile_under_this_name_is_refused",),
+    ),
+    Mutant(
+        "no-profile-is-a-permit",
+        OFFERS,
+        "    return Choice((offer,), offer.permit.setting, offer.permit.reason)\n",
+        "    return Choice((offer,), offer.permit.setting or Recompute.reuse())\n",
+        "caches are reused that no profile lets through",
+        (f"{T_DECISION}::test_without_a_permit_or_a_setting_only_what_is_exact_is_reused",),
+    ),
+    Mutant(
+        "two-settings-and-the-first-decides",
+        OFFERS,
+        "next((each for each in settings if all(map(each.covers, settings))), None)",
+        "next((each for each in settings), None)",
+        "a sibling's cache is computed again only as far as is enough for the model's own",
+        (f"{T_DECISION}::test_settings_of_which_neither_covers_the_other_are_not_mixed",),
+    ),
+    Mutant(
+        "segment-reused-beyond-what-is-stored",
+        OFFERS,
+        "        stop = min(segment.token_start + segment.stored_token_count, limit)\n",
+        "        stop = min(segment.token_stop, limit)\n",
+        "a document of which the end is gone is fetched whole, and the prompt computed in full for it",
+        (f"{T_DECISION}::test_nothing_is_reused_beyond_what_was_found",),
+    ),
+    Mutant(
+        "planned-twice",
+        OFFERS,
+        "            parts = tuple(rest for part in parts for rest in part.outside(taken))\n",
+        "            parts = tuple(part for part in parts if part.outside(taken))\n",
+        "two caches land on the same rows",
+        (f"{T_DECISION}::test_no_token_is_reused_twice_and_none_whose_logits_are_wanted",),
+    ),
+    Mutant(
+        "e-beyond-what-came",
+        DECISION,
+        "                part = replace(part, stop=min(part.stop, part.cache.token_start + known.token_count))\n",
+        "                pass\n",
+        "rows start from hidden states that nobody stored",
+        (f"{T_DECISION}::test_nothing_is_reused_beyond_what_was_found",),
+    ),
+    Mutant(
+        "planned-though-all-is-computed",
+        DECISION,
+        "    if not facts.allows_lossy or not (facts.senders or facts.own.segments):\n",
+        "    if not (facts.senders or facts.own.segments):\n",
+        "bytes are fetched to be computed again",
+        (f"{T_DECISION}::test_without_a_permit_or_a_setting_only_what_is_exact_is_reused",),
     ),
     Mutant(
         "profile-of-other-weights",
@@ -56,7 +109,7 @@ MUTANTS = [
     Mutant(
         "drift-is-told-to-nobody",
         GATE,
-        "            self._profiles.switch_off(pair, state.profile, state.reason)\n",
+        "            self._profiles.switch_off(pair, state.ruling.profile, reason)\n",
         "            pass\n",
         "each process of an engine has to be misled by itself",
         (f"{T_GATE}::test_drift_switches_off_everywhere_until_there_is_another_profile",),
@@ -103,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "sender-of-another-tokenizer",
-        RUNS,
+        SENDER,
         '"layer_count", "hidden_size", "vocab_size", "tokenizer_digest", "cache_dtype",',
         '"layer_count", "hidden_size", "vocab_size", "cache_dtype",',
         "the cache of other words with the same numbers is loaded",

@@ -11,9 +11,10 @@ LOOKING = "clients/kvstore_client/presence.py"
 NEWEST = "kvstore/tiers/nvme/newest.py"
 PUBLISHING = "kvstore/server/publishing.py"
 DERIVED = "clients/kvstore_client/derived.py"
-GATE = "clients/kvstore_client/recompute/gate.py"
-PROFILE = "clients/kvstore_client/recompute/profile.py"
-PROFILES = "clients/kvstore_client/recompute/profiles.py"
+GATE = "clients/kvstore_client/gate/gate.py"
+PERMIT = "kvstore/planning/permit.py"
+PROFILE = "kvstore/planning/profile.py"
+PROFILES = "clients/kvstore_client/gate/profiles.py"
 RECEIVING = "kvstore/remote/receiving.py"
 T_CATALOG = "tests/catalog/test_catalog.py"
 T_LOOKUP = "tests/presence/test_lookup.py"
@@ -164,16 +165,16 @@ MUTANTS = [
     ),
     Mutant(
         "profile-of-another-reuse",
-        GATE,
-        "            if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):\n",
-        "            if False:\n",
+        PERMIT,
+        "        if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):\n",
+        "        if False:\n",
         "what was measured of one kind of reuse lets another through",
         (f"{T_GATE}::test_a_profile_of_another_reuse_under_this_name_is_refused",),
     ),
     Mutant(
         "check-of-another-profile",
         GATE,
-        "            if state is None or state.watch is None or state.digest != permit.profile:\n",
+        "            if state is None or state.watch is None or state.ruling.digest != permit.profile:\n",
         "            if state is None or state.watch is None:\n",
         "a new profile is switched off for what was answered by the old one",
         (f"{T_GATE}::test_wrong_answers_of_an_old_profile_say_nothing_of_a_new_one",),

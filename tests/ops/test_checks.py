@@ -38,6 +38,13 @@ BAD = {
     "what the number means": "kvstore/server/x.py|residency &= mask\n",
     "without need": "kvstore/catalog/table.py|x = 1\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
+    "imports torch: planning is pure": "kvstore/planning/x.py|if TYPE_CHECKING:\n    import torch\n",
+    "imports grpc: planning is pure": "kvstore/planning/x.py|import grpc\n",
+    "imports numpy: planning is pure": "kvstore/planning/x.py|from numpy import load\n",
+    "imports os: planning is pure": "kvstore/planning/x.py|import os\n",
+    "imports kvstore.seams: planning is pure": "kvstore/planning/x.py|from kvstore import seams\n",
+    "imports kvstore.seams.clock: planning is pure": "kvstore/planning/x.py|from kvstore.seams.clock import Clock\n",
+    "calls open: planning is pure": "kvstore/planning/x.py|open('profile')\n",
     "at most 60": "kvstore/x.py|def f():\n" + "    x = 1\n" * 61,
 }
 
@@ -56,6 +63,8 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/simulated/x.py", "import random\nfrom kvstore.simulated.disk import File\n") == []
     assert lint.check_source("kvstore/remote/x.py", "parent == ROOT_DIGEST or spec == other\n") == []
     assert lint.check_source("kvstore/catalog/x.py", "digest == other\n") == []
+    assert lint.check_source("kvstore/planning/x.py", "import json\nfrom kvstore.spec import ModelSpec\n") == []
+    assert lint.check_source("clients/kvstore_client/x.py", "from kvstore.planning import decide\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore import __version__, controller\n") == []
     assert lint.check_source("kvstore/server/x.py", "group.create_task(f())\n") == []
     assert lint.check_source("ops/x.py", "np.load('x', allow_pickle=False)\n") == []

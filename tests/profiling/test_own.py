@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
-from kvstore_client.recompute.gate import Gate
-from kvstore_client.recompute.profile import Profile
-from kvstore_client.setting import Recompute
+from kvstore_client.gate import Gate
 from kvstore_ops.profiling.command import Own, run
 from kvstore_ops.profiling.own import OwnSubject, local_model
 from kvstore_ops.profiling.profiler import journal_of
@@ -21,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Profile, Recompute
 from tests.recompute.models import VOCABULARY, model_of, prompt, sibling_of
 
 MODEL = model_of("llama", num_hidden_layers=2)

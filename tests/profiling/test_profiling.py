@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import ModelSpec, Recompute
-from kvstore_client.recompute.gate import Gate
-from kvstore_client.recompute.profile import Calibration, Profile
+from kvstore_client.gate import Gate
 from kvstore_ops.profiling.command import run
 from kvstore_ops.profiling.profiler import default_path, journal_of, profile
 from kvstore_ops.profiling.search import coarse, nominal_share
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.planning import Calibration, Profile
 from tests.recompute.test_profile import RECEIVER, SENDER
 
 CONTEXTS = 16

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import permutations
 
 from kvstore_client import Recompute
-from kvstore_client.recompute.profile import Point
 from kvstore_ops.profiling.search import Search, around, coarse, frontier, frontiers, quality
+
+from kvstore.planning import Point
 
 
 def test_gradual_filtering_is_searched_where_there_are_layers_to_filter_in() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvstore_client import Recompute
-from kvstore_client.recompute.gate import FLOOR, Gate
-from kvstore_client.recompute.profile import Profile
-from kvstore_client.recompute.profiles import Pair, Profiles
+from kvstore_client.gate import Gate
+from kvstore_client.gate.profiles import Profiles
 from kvstore_ops.bench import quality
 from kvstore_ops.profiling import shipped
 from kvstore_ops.profiling.picture import verdict
@@ -19,6 +18,7 @@ from kvstore_ops.testbed import calibration, contexts, evaluation
 from kvstore_ops.testbed.trial import Trial, one_thread
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import FLOOR, Pair, Profile
 
 SHIPPED = sorted(PROFILES.glob("*.json"))
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
-from kvstore_client.setting import Recompute
 
+from kvstore.planning import Recompute
 from tests.recompute import reference
 from tests.recompute.models import LAYERS, model_of, prompt, sibling_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import recompute
-from kvstore_client.setting import Recompute
 
+from kvstore.planning import Recompute
 from kvstore.spec import Exactness
 from tests.recompute.models import FAMILIES, LAYERS, model_of, prompt
 from tests.recompute.scenes import Scene, check, documents, prefix

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvstore_client.recompute.drift import DriftWatch, misled
-from kvstore_client.recompute.gate import Gate
-from kvstore_client.recompute.profiles import Profiles
+from kvstore_client.gate import Gate
+from kvstore_client.gate.drift import DriftWatch, misled
+from kvstore_client.gate.profiles import Profiles
 
 from kvstore.errors import InvalidRequest
 from tests.recompute.test_profile import PAIR, POINTS, PROFILE, RECEIVER, SENDER

@@ -13,16 +13,16 @@ import pytest
 import torch
 from kvstore_client import Client, Exactness, Recompute, connect
 from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.gate import Gate
+from kvstore_client.gate.profiles import Profiles
 from kvstore_client.recompute import Recomputed, recompute
-from kvstore_client.recompute.gate import Gate
-from kvstore_client.recompute.profile import Calibration, Profile, Side
-from kvstore_client.recompute.profiles import Pair, Profiles
 from kvstore_ops.profiling.profiler import point_of
 from kvstore_ops.profiling.subject import Measured, TestbedSubject
 from kvstore_ops.sidecar import Sidecar
 from kvstore_ops.testbed import calibration, contexts, load
 from kvstore_ops.testbed.task import CHUNK_TOKENS
 
+from kvstore.planning import Calibration, Pair, Profile, Side
 from kvstore.spec import Provenance
 
 SETTING = Recompute.droidspeak(0, 1)

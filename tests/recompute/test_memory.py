@@ -9,9 +9,9 @@ import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import GivenKV, Run, dense_planes, fused, recompute
 from kvstore_client.recompute.rows import Rows
-from kvstore_client.setting import Recompute
 from kvstore_ops.bench.memory import allocated_bytes_max, allowed, merged_bytes
 
+from kvstore.planning import Recompute
 from tests.recompute.models import LAYERS, model_of, prompt
 
 TOKENS, CONTEXT = 3000, 2960

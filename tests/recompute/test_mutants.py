@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client.recompute import choosing, fused
-from kvstore_client.setting import Recompute
 from kvstore_kernels import Metric, Rotation, attend, deviation_of, rotation
 
+from kvstore.planning import Recompute
 from tests.recompute.scenes import Scene, check, documents
 
 BLEND = Recompute.cacheblend(1, 0.3)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from kvstore_client import ModelSpec, Recompute
-from kvstore_client.recompute.profile import Calibration, Point, Profile, Side
-from kvstore_client.recompute.profiles import Pair, Profiles
+from kvstore_client.gate.profiles import Profiles
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Calibration, Pair, Point, Profile, Side
 from kvstore.spec import Provenance
 
 RECEIVER = ModelSpec.dense(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import recompute
-from kvstore_client.setting import Recompute
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 from kvstore.spec import Exactness, LayerKind, ModelSpec
 from tests.recompute.models import FAMILIES, LAYERS, LLAMA3, model_of, prompt
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import GivenKV, Run, check_sender, recompute
-from kvstore_client.setting import Recompute
 from kvstore_kernels import Rotation
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.planning import Recompute
 from tests.recompute.models import LAYERS, model_of, prompt
 from tests.recompute.scenes import computed, documents
 

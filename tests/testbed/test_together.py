@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kvstore_client.setting import Recompute
 from kvstore_ops.testbed import calibration, contexts
 from kvstore_ops.testbed.trial import Reuse, Trial, one_thread
+
+from kvstore.planning import Recompute
 
 FROM_EMBEDDINGS = (
     Recompute.reuse(),

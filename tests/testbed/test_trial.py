@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvstore_client.setting import Recompute
 from kvstore_ops.testbed import calibration, contexts
 from kvstore_ops.testbed.trial import Trial, one_thread
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 
 COUNT = 8
 

@@ -9,18 +9,17 @@ Needs torch, and of an engine a ``ModelRunner``. What is built on KV that was no
 r = 1 from the embeddings and an exact prefix are EXACT. Cost: (layers of the group + the ratio of the rest) of a
 prefill of the context, and the suffix; loading overlaps, for a layer's bytes are waited for when it is computed.
 
-`profile` is what settings are worth for a pair of models, `profiles` where that is kept, `gate` what lets lossy reuse
-through by it, and `drift` how it is watched in use.
+A partial prefill asks what is there (`inquiry`), decides (`kvstore.planning`) and acts (`fetching`, `fused`); settings,
+plans and profiles are defined there, the gate in `kvstore_client.gate`, and neither needs torch.
 """
 
+from kvstore.planning import Permit, Plan, PlannedRun, Profile, check_sender
+from kvstore_client.gate import Gate
 from kvstore_client.recompute.fused import recompute
-from kvstore_client.recompute.gate import Gate, Permit
 from kvstore_client.recompute.merged import dense_planes
-from kvstore_client.recompute.plan import Plan, PlannedRun
-from kvstore_client.recompute.profile import Profile
 from kvstore_client.recompute.result import LayerTime, MergedKV, PartialPrefill, Recomputed, Timeline
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.recompute.runs import GivenKV, Run, Source, check_sender
+from kvstore_client.recompute.runs import GivenKV, Run, Source
 
 __all__ = [
     "Gate",

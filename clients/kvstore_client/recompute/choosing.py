@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from kvstore_kernels import Metric, Selector, deviation_of, gradual_ratios, highest, row_count, scores_of
 
+from kvstore.planning import Recompute
 from kvstore_client.recompute.rows import Split
-from kvstore_client.setting import Recompute
 
 
 class Choosing:

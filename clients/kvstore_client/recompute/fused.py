@@ -21,6 +21,7 @@ import torch
 from kvstore_kernels import Rotation, attend, attend_with_mass, rotation
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Exactness
 from kvstore_client.prompt import checked_tokens
@@ -30,7 +31,6 @@ from kvstore_client.recompute.result import LayerTime, MergedKV, Recomputed, Tim
 from kvstore_client.recompute.rows import STEP_ROWS, Rows, Split, drained
 from kvstore_client.recompute.runner import ModelRunner, check_runner
 from kvstore_client.recompute.runs import Run, check_runs
-from kvstore_client.setting import Recompute
 
 LEAST_MASS = 1e-3
 """What a token that a layer's suffix does not see counts as there, of an even share of its attention."""

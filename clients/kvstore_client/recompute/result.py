@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvstore.planning import Plan
 from kvstore.spec import Exactness
 from kvstore_client.derived import LayeredKV, remember, written_anew
-from kvstore_client.recompute.plan import Plan
 
 
 class MergedKV(LayeredKV):

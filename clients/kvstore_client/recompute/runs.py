@@ -10,6 +10,7 @@ import torch
 from kvstore_kernels import Rotation, arrive
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import check_sender
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.derived import exactness_of
 
@@ -91,42 +92,3 @@ def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_cou
             f"the runs end at {last} of {token_count} tokens, logits of {logit_count} are wanted: these are computed, "
             "so the last run must end before them"
         )
-
-
-def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
-    """Whether a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
-
-    Raises: InvalidRequest naming the first field that differs, and for a sender that keeps E: its K and V would need
-    its own weights.
-    """
-    if sender.keeps_e:
-        raise InvalidRequest(
-            f"sender {sender.model_id!r} keeps E in the place of KV (keeps_e), which only its own weights project: "
-            "name a spec under which KV of it is stored"
-        )
-    pairs = [
-        (name, getattr(receiver, name), getattr(sender, name))
-        for name in (
-            "layer_count", "hidden_size", "vocab_size", "tokenizer_digest", "cache_dtype", "hidden_dtype", "mla",
-            "scales",
-        )
-    ]  # fmt: skip
-    pairs += [
-        (f"layers[{index}].{name}", getattr(ours, name), getattr(theirs, name))
-        for index, (ours, theirs) in enumerate(zip(receiver.layers, sender.layers, strict=False))
-        for name in ("kind", "kv_heads", "k_dim", "v_dim", "window")
-    ]
-    pairs += [
-        (f"rope.{name}", getattr(receiver.rope, name), getattr(sender.rope, name))
-        for name in ("kind", "theta", "rotary_dim", "factors", "mrope")
-    ]
-    for name, ours, theirs in pairs:
-        if ours != theirs:
-            raise InvalidRequest(
-                f"sender {sender.model_id!r} has {name} {_told(theirs)}, the receiver {_told(ours)}: only models of "
-                "one architecture, rope regime and tokenizer share caches"
-            )
-
-
-def _told(value: object) -> str:
-    return "unset" if value == "" else f"{value}"

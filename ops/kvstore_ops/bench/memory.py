@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore_client.setting import Recompute
+from kvstore.planning import Recompute
 
 TIMEOUT_S = 400.0
 LOOK_AHEAD_BYTES = 48 << 20

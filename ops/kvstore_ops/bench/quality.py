@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvstore_client.setting import Recompute
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvstore.planning import Recompute
 from kvstore_ops.bench.result import Result
 
 TARGET = 0.99

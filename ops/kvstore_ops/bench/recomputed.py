@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore_client.setting import Recompute
-
+from kvstore.planning import Recompute
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.memory import held_apart
 from kvstore_ops.bench.result import Result, note, quartiles, show

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_client.setting import Recompute
-
+from kvstore.planning import Recompute
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts
 from kvstore_ops.bench.recomputed import CONTEXT, SUFFIX, Asked, measured

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvstore_client.setting import Recompute
-
+from kvstore.planning import Recompute
 from kvstore.spec import ModelSpec
 from kvstore_ops.bench import copying as shared
 from kvstore_ops.bench.model_1b import build, prompts

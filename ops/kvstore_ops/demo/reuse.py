@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_client import Client
-from kvstore_client.setting import Recompute
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.planning import Recompute
+
 if TYPE_CHECKING:
-    from kvstore_client.recompute.gate import Gate
+    from kvstore_client.gate import Gate
 
 MODEL, SENDER = "l12-s2", "l12-s2-plus3"
 COUNT = 16
@@ -135,9 +136,11 @@ class Cast:
 
 def shipped_gate(directory: Path) -> Gate:
     """A gate that knows the receiver's profiles as they come with its weights."""
-    from kvstore_client.recompute.gate import PROVENANCE, Gate
-    from kvstore_client.recompute.profiles import Pair, Profiles
+    from kvstore_client.gate import Gate
+    from kvstore_client.gate.profiles import Profiles
 
+    from kvstore.planning import Pair
+    from kvstore.planning.permit import PROVENANCE
     from kvstore_ops.profiling.shipped import shipped_profile
     from kvstore_ops.profiling.subject import spec_of
 

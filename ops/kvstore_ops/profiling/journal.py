@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore_client.recompute.profile import Side, parsed, setting_of
-from kvstore_client.setting import Recompute
-
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.planning import Recompute, Side
+from kvstore.planning.profile import parsed, setting_of
 from kvstore_ops.profiling.subject import Measured, Subject
 
 FORMAT = "kvstore profile points"

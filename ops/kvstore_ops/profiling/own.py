@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from kvstore_client.engines.transformers_runner import TransformersRunner
+from kvstore_client.gate.drift import misled
 from kvstore_client.recompute import GivenKV, Recomputed, Run, check_sender, recompute
-from kvstore_client.recompute.drift import misled
-from kvstore_client.recompute.profile import Calibration
-from kvstore_client.setting import Recompute
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Calibration, Recompute
 from kvstore.spec import ModelSpec
 from kvstore_ops.profiling.prompts import Prompt, digest_of
 from kvstore_ops.profiling.subject import Measured

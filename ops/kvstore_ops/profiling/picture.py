@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore_client.recompute.profile import ERRORS, Point, Profile
 from rich.table import Table
 
+from kvstore.planning import Point, Profile
+from kvstore.planning.profile import ERRORS
 from kvstore_ops.profiling.profiler import Profiled, told
 
 

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from kvstore_client.recompute.gate import PROVENANCE
-from kvstore_client.recompute.profile import ERRORS, Point, Profile, Side
-from kvstore_client.recompute.profiles import Pair, Profiles
-from kvstore_client.setting import Recompute
+from kvstore_client.gate.profiles import Profiles
 from rich.progress import Progress, TaskID
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Pair, Point, Profile, Recompute, Side
+from kvstore.planning.permit import PROVENANCE
+from kvstore.planning.profile import ERRORS
 from kvstore_ops.profiling.journal import Journal
 from kvstore_ops.profiling.search import ENOUGH, FRONTIERS, Search, frontier, frontiers
 from kvstore_ops.profiling.subject import Measured, Subject

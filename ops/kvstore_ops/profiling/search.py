@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from kvstore_client.recompute.profile import ERRORS, Point
-from kvstore_client.setting import METRICS, Recompute
+from kvstore.planning import Point
+from kvstore.planning.profile import ERRORS
+from kvstore.planning.setting import METRICS, Recompute
 
 COARSE_RATIOS = (0.1, 0.25)
 COARSE_SELECTORS = ("deviation", "product", "suffix_attention")

@@ -12,9 +12,8 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from kvstore_client.recompute.profile import Profile
-
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Profile
 from kvstore_ops.profiling.subject import spec_of
 
 PROFILES = Path(str(resources.files("kvstore_ops.profiling"))) / "profiles"

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 from blake3 import blake3
-from kvstore_client.recompute.drift import misled
-from kvstore_client.recompute.profile import Calibration
-from kvstore_client.setting import Recompute
+from kvstore_client.gate.drift import misled
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Calibration, Recompute
 from kvstore.spec import ModelSpec
 from kvstore_ops.testbed import Seeds, contexts, recipe, task
 from kvstore_ops.testbed.evaluate import expected
@@ -23,7 +22,7 @@ from kvstore_ops.testbed.trial import Reuse, Trial
 @dataclass(frozen=True)
 class Measured:
     """One setting over some contexts. ``by_context``: each one's quality in 0..1; ``share``: f; ``misled``: the share
-    of answers for which ``kvstore_client.recompute.drift.misled`` holds."""
+    of answers for which ``kvstore_client.gate.drift.misled`` holds."""
 
     by_context: tuple[float, ...]
     share: float

@@ -15,8 +15,9 @@ from kvstore_client.recompute.choosing import Choosing
 from kvstore_client.recompute.fused import LEAST_MASS
 from kvstore_client.recompute.rows import Split
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.setting import Recompute
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvstore.planning import Recompute
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 

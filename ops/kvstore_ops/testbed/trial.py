@@ -16,9 +16,9 @@ import torch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 from kvstore_client.recompute.rows import Split
-from kvstore_client.setting import Recompute
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
 from kvstore.spec import ModelSpec
 from kvstore_ops.testbed import task
 from kvstore_ops.testbed.evaluate import BATCH, Score, full_prefill, score

@@ -12,8 +12,8 @@ from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
+from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec, Provenance
-from kvstore_client.setting import Recompute
 
 FORMAT = "kvstore profile"
 VERSION = 2

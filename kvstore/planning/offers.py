@@ -5,48 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvstore.planning.facts import Facts, Holding
+from kvstore.planning.permit import Permit
+from kvstore.planning.plan import StoredCache, is_exact
+from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec
-from kvstore_client.match import Match
-from kvstore_client.recompute.gate import Permit
-from kvstore_client.setting import Recompute
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens ``start`` to ``stop`` of the prompt, out of a cache of its tokens ``origin`` to ``end``: a segment's,
-    which was computed alone, or the prompt's own beginning."""
+class Part:
+    """Tokens ``start`` to ``stop`` of the prompt, out of a cache."""
 
     start: int
     stop: int
-    origin: int
-    end: int
-    is_standalone: bool
+    cache: StoredCache
 
     @property
-    def cache(self) -> tuple[int, int, bool]:
-        """Which of a model's caches it is out of."""
-        return self.origin, self.end, self.is_standalone
+    def is_exact(self) -> bool:
+        return is_exact(self.cache, self.start)
+
+    def outside(self, taken: Part) -> tuple[Part, ...]:
+        """It without the tokens of another: itself, nothing, or up to two."""
+        if taken.stop <= self.start or taken.start >= self.stop:
+            return (self,)
+        rest = replace(self, stop=taken.start), replace(self, start=taken.stop)
+        return tuple(part for part in rest if part.start < part.stop)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a ``sender`` has, None: the model itself. ``permit``: by which it may be reused, where the gate decides."""
+    """What a ``sender`` has, None: the model itself. ``permit``: by which it may be reused, where a profile decides."""
 
-    pieces: tuple[Piece, ...]
-    match: Match
+    parts: tuple[Part, ...]
     sender: ModelSpec | None
     permit: Permit | None = None
 
     @property
     def token_count(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        return sum(part.stop - part.start for part in self.parts)
 
     def around(self, other: Offer) -> Offer:
         """What it has where the other has nothing."""
-        pieces = self.pieces
-        for taken in other.pieces:
-            pieces = tuple(part for piece in pieces for part in _outside(piece, taken))
-        return replace(self, pieces=pieces)
+        parts = self.parts
+        for taken in other.parts:
+            parts = tuple(rest for part in parts for rest in part.outside(taken))
+        return replace(self, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,10 @@ class Choice:
         return sum(offer.token_count for offer in self.offers)
 
 
-def pieces_of(match: Match, exact: int, limit: int, token_count: int, *, is_own: bool) -> tuple[Piece, ...]:
-    """What a match offers behind the exact prefix and before the tokens whose logits are wanted; of a sender its
-    context's cache before its segments'."""
-    pieces, free = [], exact
-    if not is_own and min(match.prefix_token_count, limit) > free:
-        free = min(match.prefix_token_count, limit)
-        pieces.append(Piece(exact, free, 0, token_count, False))
-    for segment in match.segments:
-        start = max(segment.token_start, free)
-        stop = min(segment.token_start + segment.standalone_token_count, limit)
-        if start < stop:
-            pieces.append(Piece(start, stop, segment.token_start, segment.token_stop, True))
-    return tuple(pieces)
+def offers_of(facts: Facts) -> list[Offer]:
+    """What each model has behind the exact prefix; none of those that have nothing, or that no profile lets through."""
+    offers = [_offer(facts, each) for each in (facts.own, *facts.senders) if each.sender is None or not each.is_refused]
+    return [offer for offer in offers if offer.parts]
 
 
 def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: int) -> list[Choice]:
@@ -83,11 +77,11 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
 
     ``given``: the setting; None: each offer's permit has one, and a mix takes the one that computes at least as much as
     the other in every respect."""
-    own = [offer for offer in offers if offer.sender is None and offer.pieces]
-    choices = [_alone(given, offer) for offer in offers if offer.pieces]
+    own = [offer for offer in offers if offer.sender is None]
+    choices = [_alone(given, offer) for offer in offers]
     for offer in offers:
         rest = offer.around(own[0]) if own and offer.sender is not None else None
-        if rest is not None and rest.pieces:
+        if rest is not None and rest.parts:
             choices.append(_mixed(given, own[0], rest))
 
     def rank(choice: Choice) -> tuple[int, float, int]:
@@ -95,6 +89,26 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
         return -choice.token_count, cost, -len(choice.offers)
 
     return sorted(choices, key=rank)
+
+
+def _offer(facts: Facts, holding: Holding) -> Offer:
+    """Of a sender its context's cache before its segments'."""
+    sender, limit = holding.sender, facts.reusable_token_count
+    free = min(facts.own.prefix_token_count, limit)
+    parts = []
+    if sender is not None and min(holding.prefix_token_count, limit) > free:
+        cache = StoredCache(0, holding.prefix_token_count, sender=sender)
+        parts.append(Part(free, min(holding.prefix_token_count, limit), cache))
+        free = parts[0].stop
+    for segment in holding.segments:
+        start = max(segment.token_start, free)
+        stop = min(segment.token_start + segment.stored_token_count, limit)
+        if start < stop:
+            parts.append(Part(start, stop, StoredCache(segment.token_start, segment.token_stop, True, sender)))
+    reuse = "position"
+    if sender is not None:
+        reuse = "both" if any(part.cache.is_standalone for part in parts) else "sibling"
+    return Offer(tuple(parts), sender, None if facts.setting else holding.permit(reuse))
 
 
 def _alone(given: Recompute | None, offer: Offer) -> Choice:
@@ -117,11 +131,3 @@ def _mixed(given: Recompute | None, own: Offer, other: Offer) -> Choice:
         "" if stricter else f"own segments are not mixed with the cache of {name!r}: neither setting covers the other"
     )
     return Choice(offers, stricter, reason)
-
-
-def _outside(piece: Piece, taken: Piece) -> list[Piece]:
-    """A piece without the tokens of another: it, none, or up to two."""
-    if taken.stop <= piece.start or taken.start >= piece.stop:
-        return [piece]
-    parts = [replace(piece, stop=taken.start), replace(piece, start=taken.stop)]
-    return [part for part in parts if part.start < part.stop]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvstore_client.setting import LOOKING_AHEAD, METRICS, SELECTORS, Recompute
 from kvstore_kernels import Metric, Selector
 
 from kvstore.errors import InvalidRequest
+from kvstore.planning.setting import LOOKING_AHEAD, METRICS, SELECTORS, Recompute
 
 
 def test_the_names_are_the_kernels() -> None:

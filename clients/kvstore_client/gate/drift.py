@@ -7,8 +7,10 @@ so that even one token's exact KV costs nearly as much, and says less about the 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 HALF = math.log(2.0)
 FALSE_ALARM_CHECKS = 10_000

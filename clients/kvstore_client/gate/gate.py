@@ -16,50 +16,35 @@ import logging
 import os
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.planning import FLOOR, Pair, Permit, Ruling
+from kvstore.planning.permit import INVALID, PROVENANCE
+from kvstore.planning.profile import AGAIN
 from kvstore.spec import ModelSpec, Provenance
-from kvstore_client.recompute.drift import DriftWatch, misled
-from kvstore_client.recompute.profile import AGAIN, Point, Profile
-from kvstore_client.recompute.profiles import Pair, Profiles
-from kvstore_client.setting import Recompute
+from kvstore_client.gate.drift import DriftWatch, misled
+from kvstore_client.gate.profiles import Profiles
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("kvstore.client")
-FLOOR = 0.99
 CHECK_EVERY = 32
-UNPROFILED = (
-    "no valid profile for these weights: only the exact prefix is reused; run kvstore profile, or give recompute="
-)
-PROVENANCE = {"position": Provenance.STANDALONE, "sibling": Provenance.IN_CONTEXT, "both": Provenance.STANDALONE}
-
-
-@dataclass(frozen=True)
-class Permit:
-    """What the gate says to one pair: a setting, or None and the ``reason``."""
-
-    pair: Pair
-    setting: Recompute | None = None
-    reason: str = ""
-    profile: str = ""
 
 
 @dataclass
 class _State:
-    """What is known of a pair while its files stay as they are. ``specs``: what the profile says to the specs that were
-    asked for, empty: it is about them. ``until_check``: lossy requests before the next check."""
+    """What is known of a pair while its files stay as they are. ``permits``: those of the specs that were asked for.
+    ``until_check``: lossy requests before the next check."""
 
     stamp: tuple[object, ...]
-    profile: Profile | None = None
-    digest: str = ""
-    point: Point | None = None
-    reason: str = ""
+    ruling: Ruling
     watch: DriftWatch | None = None
     until_check: int = 0
-    specs: dict[tuple[ModelSpec, ModelSpec | None], str] = field(default_factory=dict)
+    permits: dict[tuple[ModelSpec, ModelSpec | None], Permit] = field(default_factory=dict)
 
 
 class Gate:
@@ -98,10 +83,9 @@ class Gate:
             state, stamp = self._states.get(pair), self._profiles.stamp(pair)
             if state is None or state.stamp != stamp:
                 state = self._states[pair] = self._opened(pair, stamp)
-            reason = state.reason or self._refusal(state, receiver, sender)
-            if reason or state.point is None:
-                return Permit(pair, None, reason)
-            return Permit(pair, state.point.setting, "", state.digest)
+            if (receiver, sender) not in state.permits:
+                state.permits[receiver, sender] = state.ruling.permit(receiver, sender)
+            return state.permits[receiver, sender]
 
     def is_due(self, permit: Permit) -> bool:
         """Whether a request that goes by this permit is to be checked. Ask once per request."""
@@ -123,7 +107,7 @@ class Gate:
             self.counters["drift_checks"] += 1
             self.counters["drift_misled"] += wrong
             state = self._states.get(permit.pair)
-            if state is None or state.watch is None or state.digest != permit.profile:
+            if state is None or state.watch is None or state.ruling.digest != permit.profile:
                 return "checked against a full prefill, which is the answer"
             state.watch.add(wrong)
             if state.watch.has_drifted:
@@ -132,51 +116,35 @@ class Gate:
         return f"checked against a full prefill, which is the answer: lossy reuse {found}"
 
     def _opened(self, pair: Pair, stamp: tuple[object, ...]) -> _State:
-        """What the files say; a reason when they do not allow it."""
+        """Read the files, and decide by what they say."""
         try:
             profile = self._profiles.read(pair)
-            if profile is None:
-                return _State(stamp, reason=UNPROFILED)
-            if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):
-                raise InvalidRequest(f"the profile is of {profile.reuse!r} reuse, {profile.provenance.value}")
+            off = profile and (self._off.get(profile.digest) or self._profiles.switched_off(pair, profile))
+            ruling = Ruling.of(pair, profile, self.floor, off or "")
         except KVStoreError as error:
             _log.warning("kvstore: no lossy reuse: %s", error.message)
-            return _State(stamp, reason=f"no valid profile for these weights: {error.message}")
-        digest, point = profile.digest, profile.cheapest(self.floor)
-        reason = self._off.get(digest) or self._profiles.switched_off(pair, profile)
-        if point is None:
-            reason = reason or f"no setting of the profile keeps {self.floor:g} of a full prefill's quality"
-            return _State(stamp, profile, digest, reason=reason)
-        watch = DriftWatch(point.misled, profile.calibration.answers)
-        return _State(stamp, profile, digest, point, reason, None if reason else watch)
-
-    def _refusal(self, state: _State, receiver: ModelSpec, sender: ModelSpec | None) -> str:
-        """Why a profile that is there is not about these specs: the files are found by digests that may be wrong."""
-        if state.profile is None:
-            return state.reason
-        if (receiver, sender) not in state.specs:
-            try:
-                state.profile.check(receiver, sender)
-                state.specs[receiver, sender] = ""
-            except InvalidRequest as error:
-                state.specs[receiver, sender] = f"no valid profile for these weights: {error.message}"
-        return state.specs[receiver, sender]
+            return _State(stamp, Ruling(pair, reason=INVALID.format(error.message)))
+        if ruling.point is None or profile is None:
+            return _State(stamp, ruling)
+        return _State(stamp, ruling, DriftWatch(ruling.point.misled, profile.calibration.answers))
 
     def _switch_off(self, pair: Pair, state: _State) -> str:
         assert state.watch is not None
-        assert state.profile is not None
-        state.reason = self._off[state.digest] = (
+        assert state.ruling.profile is not None
+        reason = self._off[state.ruling.digest] = (
             f"lossy reuse was switched off: {state.watch.misled} of {state.watch.checks} checked answers misled, "
             f"more than the profile has it; {AGAIN}"
         )
         self.counters["lossy_switched_off"] += 1
-        _log.error("kvstore: %s (%s)", state.reason, self._profiles.path(pair))
+        _log.error("kvstore: %s (%s)", reason, self._profiles.path(pair))
         try:
-            self._profiles.switch_off(pair, state.profile, state.reason)
+            self._profiles.switch_off(pair, state.ruling.profile, reason)
         except KVStoreError as error:
             _log.warning("kvstore: other processes are not told: %s", error.message)
-        state.watch = None  # the files are read again for the next permit: there may be another profile by now
-        return state.reason
+        # The files are read again for the next permit: there may be another profile by now.
+        state.ruling, state.watch = replace(state.ruling, point=None, reason=reason), None
+        state.permits.clear()
+        return reason
 
     def _locked(self) -> threading.Lock:
         if self._pid != os.getpid():

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.spec import ModelSpec, Provenance
-from kvstore_client.recompute.profile import AGAIN, PROFILE_BYTES_MAX, REUSES, Profile, parsed
+from kvstore.planning import Pair, Profile
+from kvstore.planning.profile import AGAIN, PROFILE_BYTES_MAX, parsed
 
 
 def default_directory() -> Path:
@@ -20,30 +17,6 @@ def default_directory() -> Path:
     without a home "~" is a name like others, where pathlib would raise."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "kvstore" / "profiles"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Whose caches are reused by whom, and how. ``sender`` None: the receiver's own, at another position."""
-
-    receiver: str
-    sender: str | None
-    reuse: str
-    provenance: Provenance
-
-    @staticmethod
-    def of(receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance) -> Pair:
-        if reuse not in REUSES:
-            raise InvalidRequest(f"reuse {reuse!r:.40} must be one of {', '.join(REUSES)}")
-        if (sender is None) != (reuse == "position"):
-            raise InvalidRequest("sender: 'sibling' and 'both' take one, 'position' takes none")
-        return Pair(receiver.weights_digest, sender.weights_digest if sender else None, reuse, provenance)
-
-    @property
-    def file_name(self) -> str:
-        """Unverified digests may hold anything: they are hashed."""
-        both = blake3(json.dumps([self.receiver, self.sender]).encode()).hexdigest()
-        return f"{self.reuse}-{self.provenance.value}-{both[:32]}.json"
 
 
 class Profiles:

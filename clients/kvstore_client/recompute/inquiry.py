@@ -1,0 +1,60 @@
+"""The inquiry: what is there of a prompt, asked of the sidecar and of the gate. What is found is held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvstore.planning import Facts, Holding, Permit, StoredSegment
+from kvstore.spec import MissReason, ModelSpec
+from kvstore_client.match import Match
+from kvstore_client.recompute.request import Request
+
+if TYPE_CHECKING:
+    from kvstore_client.client import Client
+
+
+def ask(client: Client, request: Request, tickets: dict[ModelSpec, bytes]) -> Facts:
+    """What the model itself has, and the senders of which a profile, or the caller's setting, lets anything through.
+    Senders are not asked where nothing of theirs may be reused. ``tickets`` gets those of what was found, by model."""
+    receiver = request.runner.spec
+    match = _lookup(client, request, receiver, tickets)
+    facts = Facts(
+        receiver, int(request.tokens.size), request.reusable_token_count, _holding(match), setting=request.setting,
+        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
+    )  # fmt: skip
+    if not facts.allows_lossy:
+        return facts
+    own = facts.own
+    if any(segment.stored_token_count for segment in own.segments):
+        own = replace(own, permits=_permits(client, request, None, "position"))
+    senders = []
+    for sender in request.senders:
+        asked = Holding(sender, permits=_permits(client, request, sender, "sibling", "both"))
+        if not asked.is_refused:
+            found = _holding(_lookup(client, request, sender, tickets))
+            asked = replace(found, sender=sender, permits=asked.permits)
+        senders.append(asked)
+    return replace(facts, own=own, senders=tuple(senders))
+
+
+def _lookup(client: Client, request: Request, spec: ModelSpec, tickets: dict[ModelSpec, bytes]) -> Match:
+    match = client.lookup(spec, request.tokens, hold=True, extras=request.extras, segments=request.segments)
+    if match.ticket:
+        tickets[spec] = match.ticket
+    return match
+
+
+def _holding(match: Match) -> Holding:
+    segments = [
+        StoredSegment(segment.token_start, segment.token_stop, segment.standalone_token_count)
+        for segment in match.segments
+    ]
+    return Holding(None, match.prefix_token_count, tuple(segments))
+
+
+def _permits(client: Client, request: Request, sender: ModelSpec | None, *reuses: str) -> tuple[Permit, ...]:
+    """None where the caller gave the setting."""
+    if request.setting is not None:
+        return ()
+    return tuple(client.gate.permit(request.runner.spec, sender, reuse) for reuse in reuses)

@@ -1,0 +1,56 @@
+"""The request of a partial prefill: a call's arguments, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Extra, Tokens
+from kvstore.planning import Recompute, check_sender
+from kvstore.spec import Exactness, ModelSpec
+from kvstore_client.prompt import Prompt
+from kvstore_client.recompute.runner import ModelRunner
+from kvstore_client.segments.runs import runs_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call's arguments, checked."""
+
+    runner: ModelRunner
+    tokens: Tokens
+    segments: Sequence[Any] | None
+    senders: tuple[ModelSpec, ...]
+    setting: Recompute | None
+    extras: tuple[Extra, ...]
+    logit_count: int
+
+    @staticmethod
+    def of(
+        runner: ModelRunner, tokens: Any, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
+        setting: Recompute | None, extras: Sequence[Extra], logit_count: int,
+    ) -> Request:  # fmt: skip
+        """Raises: InvalidRequest naming the argument, and the field in which a sender differs."""
+        known = Prompt.of(runner.spec, tokens, extras, Exactness.EXACT).tokens
+        if known is None:
+            raise InvalidRequest("tokens must be the tokens: their hashes cannot be computed with")
+        if not 1 <= logit_count <= known.size:
+            raise InvalidRequest(f"logit_count {logit_count} must be in 1..{known.size}, the prompt's tokens")
+        for index, sender in enumerate(senders):
+            if not isinstance(sender, ModelSpec):
+                raise InvalidRequest(f"senders[{index}] must be a ModelSpec, not {type(sender).__name__}")
+            check_sender(runner.spec, sender)
+        if segments is not None:
+            runs_of(segments, int(known.size))
+        if setting is not None:
+            setting.check(runner.spec.layer_count)
+        # The model's own cache is no sender's: what comes of it is looked up, and fetched, once.
+        others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
+        return Request(runner, known, segments, others, setting, tuple(extras), logit_count)
+
+    @property
+    def reusable_token_count(self) -> int:
+        """What lies before the tokens whose logits are wanted."""
+        return int(self.tokens.size) - self.logit_count

@@ -1,0 +1,75 @@
+"""The decision: what is reused of a prompt, and by which setting. Pure: the same facts make the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvstore.planning.facts import Facts
+from kvstore.planning.offers import Choice, Part, choices_of, offers_of
+from kvstore.planning.plan import Plan, PlannedRun, StoredCache
+from kvstore.planning.setting import Recompute
+
+NOTHING = "nobody has anything behind the exact prefix"
+
+
+def decide(facts: Facts) -> Plan:
+    """The model's exact prefix first, which is never touched; behind it the best choice of which something is there,
+    if the caller or a profile allows one. Tokens whose logits are wanted are always computed.
+
+    A plan may rest on E of which the facts say nothing (``Plan.hidden``): whoever runs it asks for that E first, and
+    when it is not there adds what it learned to the facts and decides again.
+    """
+    exact = min(facts.own.prefix_token_count, facts.reusable_token_count)
+    cache = StoredCache(0, facts.own.prefix_token_count)
+    prefix = (PlannedRun(0, exact, facts.receiver.slab_layers, cache),) if exact else ()
+    plan = Plan(facts.token_count, prefix)
+    if facts.is_unavailable:
+        return replace(plan, reason="the sidecar is unavailable")
+    if not facts.allows_lossy or not (facts.senders or facts.own.segments):
+        return plan
+    reason = next((each.permits[0].reason for each in facts.senders if each.is_refused and each.permits[0].reason), "")
+    unmixed = ""
+    for choice in choices_of(facts.setting, offers_of(facts), facts.receiver.layer_count):
+        if choice.setting is None:
+            reason, unmixed = choice.reason, unmixed or choice.reason * (len(choice.offers) > 1)
+            continue
+        taken = _with_choice(facts, plan, choice, choice.setting)
+        if taken is not None:
+            return replace(taken, reason=unmixed)
+        reason = _without_e(facts, choice.offers[0].parts[0].cache, choice.setting.first_layer)
+    return replace(plan, reason=reason or NOTHING)
+
+
+def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -> Plan | None:
+    """The plan with what is there of a choice; None when nothing is: its E is missing."""
+    found = [(offer, _run(facts, part, setting)) for offer in choice.offers for part in offer.parts]
+    taken = [(offer, run) for offer, run in found if run is not None]
+    if not taken:
+        return None
+    runs = sorted((*plan.runs, *(run for _, run in taken)), key=lambda run: run.token_start)
+    permits = dict.fromkeys(offer.permit for offer, _ in taken if offer.permit is not None)
+    is_lossy = not all(run.is_exact for run in runs)
+    return replace(plan, runs=tuple(runs), recompute=setting if is_lossy else None, permits=tuple(permits))
+
+
+def _run(facts: Facts, part: Part, setting: Recompute) -> PlannedRun | None:
+    """What is fetched of a part: as far as its E reaches, where E is needed; None: that does not reach it."""
+    spec, first, hidden_layer = part.cache.sender or facts.receiver, setting.first_layer, None
+    layers = spec.slab_layers if part.is_exact else setting.loaded_layers(spec.layer_count)
+    if setting.needs_hidden and not part.is_exact:
+        if spec.keeps_e:
+            layers = tuple(sorted({*layers, first}))
+        else:
+            hidden_layer = first
+            known = facts.hidden_of(part.cache, first)
+            if known is not None:
+                part = replace(part, stop=min(part.stop, part.cache.token_start + known.token_count))
+    if part.stop <= part.start:
+        return None
+    return PlannedRun(part.start, part.stop - part.start, layers, part.cache, hidden_layer)
+
+
+def _without_e(facts: Facts, cache: StoredCache, layer: int) -> str:
+    known = facts.hidden_of(cache, layer)
+    assert known is not None, "a choice is left because of what is known of its E"
+    return f"{(cache.sender or facts.receiver).model_id!r} has no E of layer {layer}: {known.reason.name}"

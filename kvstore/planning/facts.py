@@ -1,0 +1,77 @@
+"""Facts: what is known of a prompt before anything is decided. Values; whoever gathers them does the I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.planning.permit import Permit
+from kvstore.planning.plan import Plan, StoredCache
+from kvstore.planning.setting import Recompute
+from kvstore.spec import MissReason, ModelSpec
+
+
+@dataclass(frozen=True)
+class StoredSegment:
+    """A document of the prompt, of which the first ``stored_token_count`` tokens are stored, computed alone."""
+
+    token_start: int
+    token_stop: int
+    stored_token_count: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is stored of a prompt under one model: ``sender``, None: the receiver itself. ``permits``: what the profiles
+    say, one per kind of reuse; empty when the caller gave the setting."""
+
+    sender: ModelSpec | None = None
+    prefix_token_count: int = 0
+    segments: tuple[StoredSegment, ...] = ()
+    permits: tuple[Permit, ...] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no profile lets anything of it through: then nobody needs to look what is stored."""
+        return bool(self.permits) and not any(permit.setting for permit in self.permits)
+
+    def permit(self, reuse: str) -> Permit | None:
+        return next((permit for permit in self.permits if permit.pair.reuse == reuse), None)
+
+
+@dataclass(frozen=True)
+class StoredE:
+    """Of how many first tokens of a cache E of a layer is stored; ``reason``: why it is no more. Only a fetch tells."""
+
+    cache: StoredCache
+    layer: int
+    token_count: int
+    reason: MissReason = MissReason.NONE
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One prompt of ``token_count`` tokens. ``reusable_token_count``: those from there on are computed in any case, for
+    their logits are wanted. ``setting``: the caller's, None: the permits decide. ``hidden``: what is known of E; where
+    nothing is, it is taken to be there until a fetch says otherwise."""
+
+    receiver: ModelSpec
+    token_count: int
+    reusable_token_count: int
+    own: Holding = Holding()
+    senders: tuple[Holding, ...] = ()
+    setting: Recompute | None = None
+    hidden: tuple[StoredE, ...] = ()
+    is_unavailable: bool = False
+
+    @property
+    def allows_lossy(self) -> bool:
+        """Whether anything behind the exact prefix may be reused at all."""
+        computes_all = self.setting is not None and self.setting.computes_all(self.receiver.layer_count)
+        return not self.is_unavailable and not computes_all
+
+    def hidden_of(self, cache: StoredCache, layer: int) -> StoredE | None:
+        return next((each for each in self.hidden if (each.cache, each.layer) == (cache, layer)), None)
+
+    def unknown(self, plan: Plan) -> tuple[tuple[StoredCache, int], ...]:
+        """The E that a plan of these facts rests on, and of which they say nothing."""
+        return tuple(each for each in plan.hidden if self.hidden_of(*each) is None)

@@ -1,0 +1,90 @@
+"""Permits: whether one model may reuse caches that are not exact, and with which setting. A profile decides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning.profile import REUSES, Point, Profile
+from kvstore.planning.setting import Recompute
+from kvstore.spec import ModelSpec, Provenance
+
+FLOOR = 0.99
+PROVENANCE = {"position": Provenance.STANDALONE, "sibling": Provenance.IN_CONTEXT, "both": Provenance.STANDALONE}
+UNPROFILED = (
+    "no valid profile for these weights: only the exact prefix is reused; run kvstore profile, or give recompute="
+)
+INVALID = "no valid profile for these weights: {}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whose caches are reused by whom, and how. ``sender`` None: the receiver's own, at another position."""
+
+    receiver: str
+    sender: str | None
+    reuse: str
+    provenance: Provenance
+
+    @staticmethod
+    def of(receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance) -> Pair:
+        if reuse not in REUSES:
+            raise InvalidRequest(f"reuse {reuse!r:.40} must be one of {', '.join(REUSES)}")
+        if (sender is None) != (reuse == "position"):
+            raise InvalidRequest("sender: 'sibling' and 'both' take one, 'position' takes none")
+        return Pair(receiver.weights_digest, sender.weights_digest if sender else None, reuse, provenance)
+
+    @property
+    def file_name(self) -> str:
+        """Unverified digests may hold anything: they are hashed."""
+        both = blake3(json.dumps([self.receiver, self.sender]).encode()).hexdigest()
+        return f"{self.reuse}-{self.provenance.value}-{both[:32]}.json"
+
+
+@dataclass(frozen=True)
+class Permit:
+    """What the gate says to one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile
+    that decided."""
+
+    pair: Pair
+    setting: Recompute | None = None
+    reason: str = ""
+    profile: str = ""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What a pair's profile says at one floor: the ``point`` to reuse by, or None and the ``reason``."""
+
+    pair: Pair
+    point: Point | None = None
+    reason: str = ""
+    profile: Profile | None = None
+    digest: str = ""
+
+    @staticmethod
+    def of(pair: Pair, profile: Profile | None, floor: float, switched_off: str = "") -> Ruling:
+        """``switched_off``: why this profile was, empty when it was not. Raises: InvalidRequest for a profile of
+        another kind of reuse, and for a floor outside 0..1."""
+        if profile is None:
+            return Ruling(pair, reason=UNPROFILED)
+        if (profile.reuse, profile.provenance) != (pair.reuse, pair.provenance):
+            raise InvalidRequest(f"the profile is of {profile.reuse!r} reuse, {profile.provenance.value}")
+        point, reason = profile.cheapest(floor), switched_off
+        if point is None:
+            reason = reason or f"no setting of the profile keeps {floor:g} of a full prefill's quality"
+        return Ruling(pair, None if reason else point, reason, profile, profile.digest)
+
+    def permit(self, receiver: ModelSpec, sender: ModelSpec | None) -> Permit:
+        """The permit for these specs. A profile is found by digests that nobody verified, so it is compared with the
+        specs themselves."""
+        if self.point is None or self.profile is None:
+            return Permit(self.pair, None, self.reason)
+        try:
+            self.profile.check(receiver, sender)
+        except InvalidRequest as error:
+            return Permit(self.pair, None, INVALID.format(error.message))
+        return Permit(self.pair, self.point.setting, "", self.digest)
