@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from operator import and_
 from typing import NamedTuple
 
+from kvstore.catalog.events import Event
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
 from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
@@ -151,6 +152,19 @@ class Catalog:
     def is_visible(self, row: int) -> bool:
         """Whether the chunk can be found; not so of a ghost."""
         return self.space_of(row).index.get(self.table.digests[row]) == row
+
+    def stored(self, batch_count: int) -> Iterator[list[Event]]:
+        """All that is visible, as the events that tell of it, in batches. A chunk that changes between two batches is
+        told as it was or as it is."""
+        table, spaces = self.table, self.spaces
+        for space in list(spaces.numbered):
+            rows = list(space.index.values())
+            for start in range(0, len(rows), batch_count):
+                yield [
+                    spaces.event(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+                    for row in rows[start : start + batch_count]
+                    if table.digests[row] and self.is_visible(row) and self.space_of(row) is space
+                ]
 
     def row_of(self, namespace: Namespace, digest: bytes, parent: bytes, token_count: int) -> int:
         """The ghost's row, or a new one, for a chunk that is about to be published. A parent that is not here

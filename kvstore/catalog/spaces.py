@@ -153,12 +153,15 @@ class Spaces:
 
     def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
         """Let watchers know. One addition while there are none."""
-        events = self.events
-        events.sequence += 1
-        if events.watchers:
-            table = self._table
-            space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
-            events.deliver(Event(events.sequence, kind, space, digest, parent_digest(table, row), count, tier, reason))
+        self.events.sequence += 1
+        if self.events.watchers:
+            self.events.deliver(self.event(kind, row, tier, reason))
+
+    def event(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> Event:
+        """What is told of a chunk, under the number of the last event."""
+        table = self._table
+        space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
+        return Event(self.events.sequence, kind, space, digest, parent_digest(table, row), count, tier, reason)
 
     # ------------------------------------------------------------ what clients see
 

@@ -1,23 +1,19 @@
-"""What a request means: sessions, leases, reservations and the limits on all of them.
+"""What a request means: sessions, stores, fetches, and the limits on all of them.
 
-No gRPC and no protobuf here: the same controller runs under a simulation. All state changes on the event loop's
-thread; only the byte movers' jobs (copy and checksum) run elsewhere, and they touch nothing but extents that a
-reservation owns.
+Neither gRPC nor protobuf is used here: the same controller runs under a simulation. All state changes on the event
+loop's thread. Only the byte movers' jobs (copy and checksum) run elsewhere, and they touch nothing but extents that a
+reservation owns. ``Controller`` has one method per request and passes it on to a room. The doors call its methods and
+reach no further.
 
-- ``sessions``  who is connected and what ends with the connection
-- ``fetching``  lookups and leases
-- ``tickets``   prefixes held for other processes' fetches
-- ``claiming``  reserve: who stores which chunk, and where it will lie
-- ``storing``   fill, commit, abort
-- ``moving``    the byte movers' job: staging to arena, checksummed
-- ``residency`` where chunks lie, and how copies go
-- ``capacity``  finding room in memory: demote, evict, revoke, or refuse
-- ``writeback`` memory to device
-- ``promotion`` device to memory
-- ``scrub``     reads again what lies there
+- ``parts``     what the rooms share: memory, catalog, movement, seams, settings
+- ``sessions``  who is connected, and their staging and leases
+- ``fetches``   lookup, tickets, fetch, arrivals
+- ``stores``    reserve, fill, commit, join
+- ``values``    what goes in and comes out
 """
 
 from kvstore.controller.controller import Controller
+from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import (
     Arrival,
@@ -40,6 +36,7 @@ __all__ = [
     "FetchResult",
     "Fill",
     "LookupResult",
+    "Parts",
     "ReserveRequest",
     "Resident",
     "Session",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from kvstore.arena import Arena, Staging
-from kvstore.catalog import Catalog, Watcher
-from kvstore.config import LimitSettings, PolicySettings
-from kvstore.controller.claiming import Claiming
-from kvstore.controller.fetching import STEP_CHUNKS, Fetching, arrivals_of, parts_of
-from kvstore.controller.joining import Joining, has_filling
+from kvstore.arena import Region, Staging
+from kvstore.catalog import Event, Watcher
+from kvstore.controller.fetches import Fetches, Lookups, Tickets, arrivals_of
+from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session, Sessions
-from kvstore.controller.storing import Storing
-from kvstore.controller.tickets import Tickets
+from kvstore.controller.stores import Claims, Commits, Fills, Joins, Reservations
 from kvstore.controller.values import (
     Arrival,
     ChainQuery,
@@ -29,16 +27,11 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
-from kvstore.movement import Movement
-from kvstore.policy import EvictionPolicy
-from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
+from kvstore.seams import Mapping, Pauses
 from kvstore.spec import Durability, ModelSpec
-from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import NvmeTier
 
 DRAIN_STEP_S = 0.01
-FILL_BATCH = 64
-"""Fills whose copies are begun at once."""
 SWEEP_INTERVAL_S = 1.0
 _log = logging.getLogger("kvstore.controller")
 
@@ -49,287 +42,330 @@ class Controller:
     Raises: what ``kvstore.errors`` draws; a miss is never an error.
     """
 
-    def __init__(
-        self,
-        *,
-        arena: Arena,
-        policy: EvictionPolicy,
-        limits: LimitSettings,
-        clock: Clock,
-        random: Random,
-        memory: Memory,
-        workers: Workers,
-        keys: TenantKeys,
-        faults: FaultPoints,
-        counters: Counters,
-        deadline_s: float = 10.0,
-        policies: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
-        is_write_through: bool = False,
-    ) -> None:
-        self.arena = arena
-        self.limits = limits
-        self.counters = counters
-        self.keys = keys
-        self.deadline_s = deadline_s
-        self._clock, self.long_work = clock, LongWork(clock)
-        self._is_write_through = is_write_through
-        self.catalog = Catalog(limits.model_count_max, memory, limits.namespace_count_max)
-        self.sessions = Sessions(limits, random, memory)
-        self.movement = Movement(
-            arena=arena, catalog=self.catalog, policy=policy, keys=keys, clock=clock, random=random, workers=workers,
-            faults=faults, counters=counters, policies=policies, revoke_stale=lambda: self.fetching.revoke_stale(),
-        )  # fmt: skip
-        self.tickets = Tickets(self.catalog, limits, clock, random, counters)
-        self.fetching = Fetching(
-            catalog=self.catalog, movement=self.movement, sessions=self.sessions, limits=limits, clock=clock,
-            counters=counters, tickets=self.tickets,
-        )  # fmt: skip
-        self.claiming = Claiming(
-            arena=arena, catalog=self.catalog, movement=self.movement, sessions=self.sessions, limits=limits,
-            clock=clock, random=random, keys=keys, counters=counters, demotion_wait_s=policies.demotion_wait_s,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-        self.storing = Storing(
-            arena=arena, catalog=self.catalog, movement=self.movement, claiming=self.claiming,
-            sessions=self.sessions, limits=limits, clock=clock, workers=workers, faults=faults, counters=counters,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-        self.joining = Joining(self.catalog, self.claiming, self.fetching, self.movement, counters)
-        self.nvme_reason = ""
-        """Why there is no device; empty when there is one, or none is wanted."""
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.sessions = Sessions(parts.limits, parts.random, parts.memory, parts.ids)
+        self.tickets = Tickets(parts)
+        self.lookups = Lookups(parts, self.tickets)
+        self.fetches = Fetches(parts, self.tickets)
+        self.reservations = Reservations(parts)
+        self.claims = Claims(parts, self.reservations)
+        self.fills = Fills(parts, self.reservations)
+        self.commits = Commits(parts, self.reservations, self.fills)
+        self.joins = Joins(parts)
+        self._nvme_reason = ""
+        self._leaving: dict[Session, None] = {}
+        """Sessions that ended and still own something."""
         self._is_draining = False
 
     # ------------------------------------------------------------ the device
 
     async def attach(self, nvme: NvmeTier) -> None:
         """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
-        await self.movement.attach(nvme)
+        await self.parts.movement.attach(nvme)
+
+    def run_without_device(self, reason: str) -> None:
+        """Serve from memory alone; ``reason`` is what operators are told."""
+        self._nvme_reason = reason
 
     async def detach(self) -> None:
         """A clean stop of the device, after ``run`` has ended."""
-        await self.movement.detach()
+        await self.parts.movement.detach()
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever: movement, expiry."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.movement.run())
+            group.create_task(self.parts.movement.run())
             group.create_task(self.sweep(SWEEP_INTERVAL_S))
 
     # ------------------------------------------------------------ sessions
 
     def open_session(self, uid: int) -> Session:
+        """Raises Unavailable while the service is stopping; Exhausted past limits.session_count_max."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         session = self.sessions.open(uid)
-        self.counters.add("sessions_opened")
+        self.parts.counters.add("sessions_opened")
         return session
+
+    def session(self, secret: bytes) -> Session:
+        """The session that a call belongs to. Raises Unauthenticated: its client must connect again."""
+        return self.sessions.find(secret)
 
     async def close_session(self, session: Session) -> None:
         """End a session and all it owns. Idempotent."""
         self.sessions.forget(session)
+        self._leaving[session] = None
         for watcher in list(session.watchers):
             self.unwatch(session, watcher)
-        self.fetching.release(session, list(session.leases))
-        for reservation in list(session.reservations.values()):
+        self.parts.leases.release(session, self.parts.leases.of(session))
+        for reservation in self.reservations.of(session):
             try:
-                await self.storing.abandon(reservation)
-                self.counters.add("store_aborted_reservations")
+                await self.reservations.abandon(reservation)
+                self.parts.counters.add("store_aborted_reservations")
             except DeadlineExceeded as error:  # its memory, and the session's staging, are its movers' still
                 _log.error("a store of an ended session stays", extra={"reason": error.message})
-        if session.reservations:
+        if self.reservations.of(session):
             return
         for staging_id in list(session.stagings):
             self.close_staging(session, staging_id)
+        self._leaving.pop(session, None)
+
+    async def close_sessions(self) -> None:
+        """End all sessions."""
+        for session in self.sessions:
+            await self.close_session(session)
 
     def create_staging(self, session: Session, byte_count: int) -> Staging:
+        """Memory that the session may write. Raises Exhausted past a limit, naming it."""
         return self.sessions.create_staging(session, byte_count)
 
     def close_staging(self, session: Session, staging_id: int) -> None:
         """Give staging back. The session promises that no fill of it is on its way."""
-        if any(reservation.busy for reservation in session.reservations.values()):
+        if self.reservations.are_moving(session):
             raise InvalidRequest("staging is being read: close it after its commit")
         staging = session.stagings.pop(staging_id, None)
         if staging is not None:
             staging.mapping.close()
 
+    @contextmanager
+    def stream(self, session: Session) -> Iterator[None]:
+        """Count a stream of a session while it is open. Raises Exhausted past limits.stream_count_max."""
+        most = self.parts.limits.stream_count_max
+        if session.stream_count >= most:
+            raise Exhausted(f"this session has {most} streams open: raise limits.stream_count_max")
+        session.stream_count += 1
+        try:
+            yield
+        finally:
+            session.stream_count -= 1
+
+    # ------------------------------------------------------------ what clients map
+
+    def regions(self) -> Sequence[Region]:
+        """The memory of all chunks, which clients map read-only."""
+        return self.parts.arena.regions
+
+    def generations(self) -> Mapping:
+        """A number per chunk in memory, which changes before its bytes do."""
+        return self.parts.arena.generations
+
+    def presence(self) -> Mapping:
+        """The table in which clients look up what is stored without a call."""
+        return self.parts.catalog.presence.mapping
+
     # ------------------------------------------------------------ requests
+
+    @property
+    def tenant(self) -> str:
+        return self.parts.keys.tenant
+
+    @property
+    def token_count_max(self) -> int:
+        """Of one request."""
+        return self.parts.limits.token_count_max
+
+    def begin_long_work(self) -> Pauses:
+        """For work on a long list: others are answered between its items."""
+        return self.parts.long_work.begin()
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter of this tenant."""
+        self.parts.counters.add(name, amount)
 
     def register_model(self, spec: ModelSpec) -> bytes:
         """The fingerprint that names the model in every later call."""
-        return self.catalog.register(spec).fingerprint
+        return self.parts.catalog.register(spec).fingerprint
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
+        """What is stored of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         self._check(query)
-        self.counters.add("lookup_calls")
-        return self.fetching.lookup(query, readers)
+        self.parts.counters.add("lookup_calls")
+        return self.lookups.lookup(query, readers)
 
     async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
         """As ``lookup``, whatever the chain's length: others are answered in between."""
-        if len(query.digests) * (len(query.hidden_layers) + 1) <= STEP_CHUNKS:
-            return self.lookup(query, readers)
         self._check(query)
-        self.counters.add("lookup_calls")
-        return await self.fetching.lookup_in_steps(query, readers, self.long_work.begin())
+        self.parts.counters.add("lookup_calls")
+        return await self.lookups.lookup_long(query, readers)
 
     async def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
         """Each chain by itself. Raises Exhausted when all of them together are too long."""
         self._check(*queries)
-        pauses = self.long_work.begin()
-        found = []
-        for query in queries:
-            found.append(await self.fetching.lookup_in_steps(query, 0, pauses))
-        return found
+        pauses = self.parts.long_work.begin()
+        return [await self.lookups.in_steps(query, 0, pauses) for query in queries]
+
+    async def first_stored(self, query: ChainQuery, digests: Sequence[bytes]) -> int:
+        """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""
+        return await self.lookups.first_stored(query, digests, self.parts.long_work.begin())
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
+        """The stored prefix under a lease."""
         self._check(query)
-        return self.fetching.fetch(session, query)
+        return self.fetches.fetch(session, query)
 
     def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = ()
     ) -> FetchResult:
         """Fetch by a ticket: of a held prefix, or of a store in flight."""
-        reservation = self.claiming.by_ticket(ticket_id)
+        reservation = self.reservations.by_ticket(ticket_id)
         if reservation is not None:
-            return self.joining.fetch(session, reservation, frozenset(layers), hidden_layers)
-        return self.fetching.redeem(session, ticket_id, layers)
+            return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
+        return self.fetches.redeem(session, ticket_id, layers)
 
     def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
         """What lands of a fetch's chunks, at most ``timeout_s`` seconds (None: controller.deadline_s; as long as a
         store may take where one is joined)."""
-        most_s = self.deadline_s
-        if has_filling(result.chunks):
-            most_s += self.limits.reservation_age_s_max
+        most_s = self.parts.deadline_s
+        if result.is_joined:
+            most_s += self.parts.limits.reservation_age_s_max
         return arrivals_of(result, min(timeout_s or most_s, most_s))
 
     def watch(self, session: Session, tenant: str) -> Watcher:
         """Events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another tenant's
         name; Exhausted past limits.watcher_count_max."""
-        if tenant not in ("", self.keys.tenant):
-            raise PermissionDenied(f"this session is of tenant {self.keys.tenant!r}: watch that, or name none")
-        watcher = self.catalog.spaces.events.watch(self.limits.watch_event_count_max, self.limits.watcher_count_max)
+        if tenant not in ("", self.tenant):
+            raise PermissionDenied(f"this session is of tenant {self.tenant!r}: watch that, or name none")
+        watcher = self.watch_all()
         session.watchers.add(watcher)
         return watcher
+
+    def watch_all(self) -> Watcher:
+        """Events from now on, for no session: until the watcher is closed. Raises as ``watch``."""
+        limits = self.parts.limits
+        return self.parts.catalog.spaces.events.watch(limits.watch_event_count_max, limits.watcher_count_max)
+
+    @property
+    def event_sequence(self) -> int:
+        """The number of the last event."""
+        return self.parts.catalog.spaces.events.sequence
+
+    def stored(self, batch_count: int) -> Iterator[list[Event]]:
+        """All that is visible, as the events that tell of it, in batches."""
+        return self.parts.catalog.stored(batch_count)
 
     def unwatch(self, session: Session, watcher: Watcher) -> None:
         """Watch no longer. Idempotent."""
         session.watchers.discard(watcher)
         watcher.close()
 
-    def release(self, session: Session, lease_ids: list[int]) -> None:
-        self.fetching.release(session, lease_ids)
+    def release(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """Give leases back. Ids that are not this session's are ignored: released or revoked before."""
+        self.parts.leases.release(session, lease_ids)
+
+    def release_ticket(self, ticket: bytes) -> None:
+        """End a ticket. Unknown ones are fine: they ended before."""
+        self.tickets.release(ticket)
 
     async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+        """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
-        return await self.claiming.reserve(session, request)
-
-    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
-        await self.storing.fill(session, reservation_id, fills)
+        return await self.claims.reserve(session, request)
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
-        return self.claiming.join(session, ticket, fingerprint)
+        """Write some shards of a store that another session began."""
+        return self.reservations.join(session, ticket, fingerprint)
 
     async def begin_fill(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
-        """Have the bytes of a long list moved, others being answered in between. Returns the last of it, which its
-        ``fill`` or ``commit`` takes along. Raises what ``fill`` raises; what was begun before counts."""
-        pauses = self.long_work.begin()
-        batch: list[Fill] = []
-        for each in fills:
-            if len(batch) == FILL_BATCH:
-                self.storing.begin(session, reservation_id, batch)
-                await pauses.between()
-                batch = []
-            batch.append(each)
-        return batch
+        """Start the moves of a long list. Returns the last of it, for the ``fill`` or ``commit`` that follows."""
+        return await self.fills.begin(session, reservation_id, fills)
+
+    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+        """Copy strips from staging into their chunks."""
+        await self.fills.fill(session, reservation_id, fills)
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
         supersedes: Sequence[bytes] = (),
     ) -> StoreResult:  # fmt: skip
-        result = await self.storing.commit(session, reservation_id, fills, shard, supersedes)
-        if not self._is_write_through or not result.rows:
+        """Publish what is whole of a store, and end it. Where writes go through, wait for the device too."""
+        result = await self.commits.commit(session, reservation_id, fills, shard, supersedes)
+        if not self.parts.is_write_through or not result.rows:
             return result
-        level, reason, _ = await self.movement.settle(result.rows, self.deadline_s)
+        level, reason, _ = await self.parts.movement.settle(result.rows, self.parts.deadline_s)
         return replace(result, durability=level, refusal=result.refusal or reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float) -> Settled:
         """What the chain's stored prefix has reached once the device is through with it, at most ``timeout_s``
         seconds from now."""
         self._check(query)
-        rows = self._resident(query)
+        chains = self.lookups.stored(query)
+        rows = [row for chain in chains for row in chain]
         if not rows:
             return Settled(0, Durability.NONE, "nothing of it is stored any more", True)
-        parts = len(parts_of(self.catalog, query))
-        level, reason, is_settled = await self.movement.settle(rows, timeout_s)
-        return Settled(len(rows) // parts, level, reason, is_settled)
+        level, reason, is_settled = await self.parts.movement.settle(rows, timeout_s)
+        return Settled(len(chains[0]), level, reason, is_settled)
 
     async def abort(self, session: Session, reservation_id: int) -> None:
-        await self.storing.abort(session, reservation_id)
+        """Drop a reservation. Unknown ids are fine: it ended before."""
+        await self.reservations.abort(session, reservation_id)
 
     def _check(self, *queries: ChainQuery) -> None:
-        """A chain's last chunk may be short: it counts as one token where it is the only one, else not at all."""
+        """Raises Exhausted past limits.token_count_max. The last chunk of a chain may be short: it counts as one token
+        where it is the only one, else not at all."""
         token_count = 0
         for query in queries:
-            model = self.catalog.models.get(query.fingerprint)
+            model = self.parts.catalog.models.get(query.fingerprint)
             token_count += max(1, (len(query.digests) - 1) * (model.spec.chunk_tokens if model else 1))
-        if token_count > self.limits.token_count_max:
+        if token_count > self.parts.limits.token_count_max:
             raise Exhausted(f"{token_count} tokens or more in one request: raise limits.token_count_max")
 
     # ------------------------------------------------------------ operators
 
-    def _resident(self, query: ChainQuery) -> list[int]:
-        walk = self.catalog.walk(parts_of(self.catalog, query), query.digests)
-        return [row for chain in walk.chains for row in chain]
-
     def stats(self) -> Stats:
         """A consistent snapshot."""
-        sessions = list(self.sessions)
-        models = []
-        for model in self.catalog.models.values():
-            spaces = model.namespaces.values()
-            count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
-            models.append(ModelCount(model.spec.model_id, model.fingerprint, count, held))
+        parts, sessions = self.parts, list(self.sessions)
+        arena, spaces, movement = parts.arena, parts.catalog.spaces, parts.movement
         return Stats(
-            capacity_bytes=self.arena.capacity_bytes,
-            prefaulted_bytes=self.arena.prefaulted_bytes,
-            used_bytes=self.arena.used_bytes,
-            leased_bytes=self.fetching.leased_bytes,
-            reserved_bytes=self.claiming.reserved_bytes,
-            region_count=len(self.arena.regions),
-            chunk_count=self.arena.chunk_count,
+            capacity_bytes=arena.capacity_bytes,
+            prefaulted_bytes=arena.prefaulted_bytes,
+            used_bytes=arena.used_bytes,
+            leased_bytes=parts.leases.byte_count,
+            reserved_bytes=self.reservations.reserved_bytes,
+            region_count=len(arena.regions),
+            chunk_count=arena.chunk_count,
             session_count=len(sessions),
-            reservation_count=sum(len(session.reservations) for session in sessions),
+            reservation_count=sum(len(self.reservations.of(session)) for session in sessions),
             ticket_count=len(self.tickets),
             ticket_bytes=self.tickets.held_bytes,
-            lease_count=sum(len(session.leases) for session in sessions),
+            lease_count=len(parts.leases),
             stream_count=sum(session.stream_count for session in sessions),
-            watcher_count=len(self.catalog.spaces.events.watchers),
+            watcher_count=len(spaces.events.watchers),
             staging_bytes=self.sessions.staging_bytes,
-            models=tuple(models),
-            loading_bytes=self.movement.loading_bytes,
-            backlog_count=self.movement.backlog_count,
-            ghost_count=sum(len(space.ghosts) for space in self.catalog.spaces.numbered),
-            nvme=self.movement.nvme_statistics(),
-            nvme_reason=self.movement.reason or self.nvme_reason,
-            counters=self.counters.snapshot(),
+            models=self._model_counts(),
+            loading_bytes=movement.loading_bytes,
+            backlog_count=movement.backlog_count,
+            ghost_count=sum(len(space.ghosts) for space in spaces.numbered),
+            nvme=movement.nvme_statistics(),
+            nvme_reason=movement.reason or self._nvme_reason,
+            counters=parts.counters.snapshot(),
         )
 
+    def _model_counts(self) -> tuple[ModelCount, ...]:
+        counts = []
+        for model in self.parts.catalog.models.values():
+            spaces = model.namespaces.values()
+            count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
+            counts.append(ModelCount(model.spec.model_id, model.fingerprint, count, held))
+        return tuple(counts)
+
     async def sweep(self, interval_s: float) -> None:
-        """Expire old reservations and try again what the device refused, for ever."""
+        """End what is past its time, and try again what the device refused, for ever."""
         while True:
-            await self._clock.sleep(interval_s)
-            await self.storing.expire()
-            for session in self.sessions.unfinished():
+            await self.parts.clock.sleep(interval_s)
+            await self.reservations.expire()
+            for session in [each for each in self._leaving if not self.reservations.are_moving(each)]:
                 await self.close_session(session)
             self.tickets.expire()
-            self.movement.retry()
+            self.parts.movement.retry()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new stores; let those in flight finish, at most ``grace_s`` seconds."""
         self._is_draining = True
-        for watcher in list(self.catalog.spaces.events.watchers):
+        for watcher in list(self.parts.catalog.spaces.events.watchers):
             watcher.close()
-        until = self._clock.monotonic() + grace_s
-        while self._clock.monotonic() < until and any(session.reservations for session in self.sessions):
-            await self._clock.sleep(DRAIN_STEP_S)
+        until_s = self.parts.clock.monotonic() + grace_s
+        while self.parts.clock.monotonic() < until_s and any(map(self.reservations.of, self.sessions)):
+            await self.parts.clock.sleep(DRAIN_STEP_S)

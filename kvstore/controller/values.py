@@ -1,19 +1,16 @@
-"""What goes into the controller and comes out. Plain values; the wire's messages mirror them. What each lookup makes
-is a tuple: that takes a quarter of a dataclass's time."""
+"""What goes into the controller and comes out. They are plain values; the wire's messages mirror them. What each lookup
+makes is a tuple: that takes a quarter of a dataclass's time."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstore.arena import Placement
 from kvstore.catalog import Run
-from kvstore.movement import Loading
 from kvstore.spec import Durability, Exactness, MissReason, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
-
-if TYPE_CHECKING:
-    from kvstore.controller.joining import Filling
 
 
 class ChainQuery(NamedTuple):
@@ -51,6 +48,33 @@ class LookupResult(NamedTuple):
     ticket_s: float = 0.0
 
 
+class Arriving(Protocol):
+    """A chunk on its way to memory, from another tier or from its writers."""
+
+    @property
+    def landed(self) -> int:
+        """A bitmap of the slabs that can be read."""
+
+    @property
+    def slab_count(self) -> int: ...
+
+    @property
+    def lost(self) -> MissReason:
+        """Why no more will come; NONE while it may."""
+
+    @property
+    def is_provisional(self) -> bool:
+        """Its store has not been committed: what was read of it may turn out to be nothing."""
+
+    @property
+    def has_landed(self) -> bool:
+        """All of it can be read, for good."""
+
+    @property
+    def listeners(self) -> dict[asyncio.Event, None]:
+        """Set whenever one of the above changes, in the order in which they came."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resident:
     """One resident part of a chunk: chain index, part, tokens, and where it lies."""
@@ -59,8 +83,8 @@ class Resident:
     part: int
     token_count: int
     placement: Placement
-    loading: Loading | Filling | None = None
-    """Set while its slabs are still landing: from the device, or from the store's writers."""
+    loading: Arriving | None = None
+    """None when all of it is in memory."""
 
 
 class Arrival(NamedTuple):
@@ -86,6 +110,8 @@ class FetchResult:
     chunks: tuple[Resident, ...]
     tails: tuple[Tail, ...]
     tail_lengths: int = 0
+    is_joined: bool = False
+    """Some of the chunks may come from a store in flight."""
 
 
 @dataclass(frozen=True, slots=True)

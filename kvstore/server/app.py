@@ -111,7 +111,7 @@ async def _run(
         await door.stop()
         for tenant in tenants:
             await tenant.abandon()
-        for each in (workers, background, publisher, *(tenant.controller.arena for tenant in tenants)):
+        for each in (workers, background, publisher, *tenants):
             if each is not None:
                 each.close()
 

@@ -113,7 +113,7 @@ class Handoff:
 
     def _refuse(self, connection: socket.socket, error: KVStoreError) -> None:
         """Say why a peer is let go; it may be gone already."""
-        self._controller.counters.add("sessions_refused")
+        self._controller.count("sessions_refused")
         _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
         try:
             self._outbox.send(connection, Refusal.of(error))
@@ -165,19 +165,18 @@ class Handoff:
             raise InvalidRequest(f"a hand-off begins with hello, version {PROTOCOL_VERSION}, not with {question.op}")
 
     def _welcome(self, session: Session, connection: socket.socket) -> tuple[Answer, list[int]]:
-        arena = self._controller.arena
-        regions = arena.regions[:REGIONS_MAX]
+        regions, generations = self._controller.regions()[:REGIONS_MAX], self._controller.generations()
         regions = regions[: self._outbox.room(connection, 1 + len(regions)) - 1]  # the client asks for the others
         secret, rows = session.secret.hex(), _rows(regions)
-        answer = Welcome(session.session_id, secret, os.getpid(), arena.generations_bytes, rows, ("presence",))
-        return answer, [arena.generations.descriptor, *(region.mapping.descriptor for region in regions)]
+        answer = Welcome(session.session_id, secret, os.getpid(), generations.bytes.size, rows, ("presence",))
+        return answer, [generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
     def _answer(self, session: Session, connection: socket.socket, question: Question) -> tuple[Answer, list[int]]:
         """One question of an open session. Raises the typed error that is its answer."""
         controller = self._controller
         match question:
             case RegionsQuestion(have):
-                regions = controller.arena.regions[have:][:REGIONS_MAX]
+                regions = controller.regions()[have:][:REGIONS_MAX]
                 regions = regions[: self._outbox.room(connection, len(regions))]
                 return RegionsAnswer(_rows(regions)), [region.mapping.descriptor for region in regions]
             case StagingQuestion(byte_count):
@@ -189,14 +188,14 @@ class Handoff:
                 return Done(), []
             case PresenceQuestion():
                 self._outbox.room(connection, 1)
-                table = controller.catalog.presence.mapping
-                answer = PresenceAnswer(table.bytes.size, controller.limits.token_count_max, TAIL_TOKENS_MAX)
+                table = controller.presence()
+                answer = PresenceAnswer(table.bytes.size, controller.token_count_max, TAIL_TOKENS_MAX)
                 return answer, [table.descriptor]
         raise InvalidRequest(f"{question.op} is no question of an open session")
 
     def _count(self, done: LookedUp) -> None:
         for name, count in asdict(done).items():
-            self._controller.counters.add(name, count)
+            self._controller.count(name, count)
 
 
 def _rows(regions: Sequence[Region]) -> tuple[tuple[int, int], ...]:

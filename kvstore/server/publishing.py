@@ -15,10 +15,10 @@ import asyncio
 import importlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvstore.catalog import Catalog, Event, Namespace, Watcher
+from kvstore.catalog import Event, Namespace
 from kvstore.config import EventSettings
 from kvstore.controller import Controller
 from kvstore.errors import Unavailable
@@ -53,7 +53,7 @@ class Publisher:
     """A watcher of the catalog that tells routers. Nothing here waits for a router: ZMQ drops what it does not take."""
 
     def __init__(self, settings: EventSettings, controller: Controller, clock: Clock, zmq: Any, encoder: Any) -> None:
-        self._catalog: Catalog = controller.catalog
+        self._controller = controller
         self._clock = clock
         self._encoder = encoder
         self._topic = settings.topic.encode()
@@ -74,8 +74,7 @@ class Publisher:
                 f"events.endpoint = {settings.endpoint} or events.replay_endpoint = {settings.replay_endpoint} cannot "
                 f"be bound ({error}): set others"
             ) from error
-        limits, events = controller.limits, self._catalog.spaces.events
-        self._watcher: Watcher = events.watch(limits.watch_event_count_max, limits.watcher_count_max)
+        self._watcher = controller.watch_all()
 
     def close(self) -> None:
         """Idempotent. What is still queued for a router is dropped."""
@@ -93,24 +92,11 @@ class Publisher:
             replaying.cancel()
 
     async def _tell_all(self) -> None:
-        """A new account: everything is cleared, then told again. What changes meanwhile comes after it, as events."""
+        """Begin a new account: clear everything, then tell it again. What changes meanwhile follows as events."""
         await self._send([{"type": "AllBlocksCleared"}])
-        for space in list(self._catalog.spaces.numbered):
-            if not _is_told(space):
-                continue
-            rows = list(space.index.values())
-            for start in range(0, len(rows), BATCH_COUNT_MAX):
-                await self._send(list(self._stored(space, rows[start : start + BATCH_COUNT_MAX])))
-                await self._clock.sleep(0)
-
-    def _stored(self, space: Namespace, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
-        table = self._catalog.table
-        for row in rows:
-            if table.digests[row] and self._catalog.is_visible(row) and self._catalog.space_of(row) is space:
-                above = table.parents[row]
-                parent = ROOT_DIGEST if above < 0 else table.digests[above]
-                tier = Tier.DRAM if row in table.arena else Tier.NVME
-                yield _stored(space, table.digests[row], parent, table.token_counts[row], tier)
+        for events in self._controller.stored(BATCH_COUNT_MAX):
+            await self._send([block for event in events for block in _blocks(event)])
+            await self._clock.sleep(0)
 
     async def _send(self, blocks: Sequence[dict[str, Any]]) -> None:
         if not blocks:
@@ -149,16 +135,16 @@ def _medium(tier: Tier) -> str:
     return _MEDIA.get(tier, "STORAGE")
 
 
-def _stored(space: Namespace, digest: bytes, parent: bytes, token_count: int, tier: Tier) -> dict[str, Any]:
+def _stored(event: Event) -> dict[str, Any]:
     return {
         "type": "BlockStored",
-        "block_hashes": [digest],
-        "parent_block_hash": None if parent == ROOT_DIGEST else parent,
+        "block_hashes": [event.digest],
+        "parent_block_hash": None if event.parent == ROOT_DIGEST else event.parent,
         "token_ids": [],
-        "block_size": token_count,
+        "block_size": event.token_count,
         "lora_id": None,
-        "medium": _medium(tier),
-        "lora_name": space.spec.adapter_id or None,
+        "medium": _medium(event.tier),
+        "lora_name": event.space.spec.adapter_id or None,
     }
 
 
@@ -172,7 +158,7 @@ def _blocks(event: Event) -> list[dict[str, Any]]:
         return []
     if event.kind is EventKind.REMOVED:
         return [_removed(event.digest, event.tier)]
-    blocks = [_stored(event.space, event.digest, event.parent, event.token_count, event.tier)]
+    blocks = [_stored(event)]
     if event.kind is EventKind.MOVED:
         blocks.append(_removed(event.digest, Tier.NVME if event.tier is Tier.DRAM else Tier.DRAM))
     return blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from kvstore.controller import Controller, LookupResult, Session
-from kvstore.errors import Exhausted, InvalidRequest, Unauthenticated
+from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
@@ -19,7 +19,7 @@ from kvstore.wire import METADATA_SESSION, spec_from_message
 def _session(controller: Controller, context: Context) -> Session:
     for key, value in context.invocation_metadata():
         if key == METADATA_SESSION:
-            return controller.sessions.find(value)
+            return controller.session(value)
     raise Unauthenticated(f"the call carries no session: connect to data.sock and send {METADATA_SESSION}")
 
 
@@ -53,8 +53,7 @@ class CacheService:
         stored = 0
         if request.tail_digests:
             tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
-            pauses = self._controller.long_work.begin()
-            stored = await self._controller.fetching.first_stored(query, tail_digests, pauses)
+            stored = await self._controller.first_stored(query, tail_digests)
         # Last: where the call is cancelled before, nobody knows of the ticket.
         result = await self._controller.lookup_long(query, readers)
         return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
@@ -62,11 +61,7 @@ class CacheService:
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
         session = _session(self._controller, context)
-        limit = self._controller.limits.stream_count_max
-        if session.stream_count >= limit:
-            raise Exhausted(f"this session has {limit} streams open: raise limits.stream_count_max")
-        session.stream_count += 1
-        try:
+        with self._controller.stream(session):
             if request.ticket:
                 result = self._controller.redeem(
                     session, request.ticket, tuple(request.layers), tuple(request.query.hidden_layers)
@@ -74,23 +69,21 @@ class CacheService:
             else:
                 result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
             try:
-                yield await render.render_fetch(result, self._controller.long_work.begin())
+                yield await render.render_fetch(result, self._controller.begin_long_work())
             except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back
                 self._controller.release(session, [result.lease_id])
                 raise
             async for news in self._controller.arrivals(result, context.time_remaining()):
                 yield render.render_arrivals(news)
-        finally:
-            session.stream_count -= 1
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """Give leases back."""
-        session, pauses = _session(self._controller, context), self._controller.long_work.begin()
+        session, pauses = _session(self._controller, context), self._controller.begin_long_work()
         for lease_id in request.lease_ids:
             self._controller.release(session, [lease_id])
             await pauses.between()
         for ticket in request.tickets:
-            self._controller.tickets.release(ticket)
+            self._controller.release_ticket(ticket)
             await pauses.between()
         return pb.ReleaseResponse()
 
@@ -99,8 +92,7 @@ class CacheService:
         session = _session(self._controller, context)
         watcher = self._controller.watch(session, request.tenant)
         try:
-            sequence = self._controller.catalog.spaces.events.sequence
-            yield pb.WatchResponse(sequence=sequence, epoch=self._epoch)
+            yield pb.WatchResponse(sequence=self._controller.event_sequence, epoch=self._epoch)
             while (news := await watcher.take(WATCH_BATCH_COUNT_MAX)) is not None:
                 yield render_news(news)
         finally:
@@ -153,5 +145,5 @@ class AdminService:
         _session(self._controller, context)
         uptime = self._clock.monotonic() - self._started_s
         return render.render_stats(
-            self._controller.stats(), self._controller.keys.tenant, uptime, self._server_pid, descriptor_count()
+            self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()
         )

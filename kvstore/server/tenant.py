@@ -1,4 +1,4 @@
-"""One tenant of the process, whole: its controller and arena, the doors in front of them, the device behind."""
+"""One tenant of the process, whole: its controller and arena, the doors in front of them, the device behind them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena, prefault
-from kvstore.config import DEFAULT_TENANT, LimitSettings, Settings
-from kvstore.controller import Controller
+from kvstore.config import DEFAULT_TENANT, Settings
+from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
@@ -66,12 +66,13 @@ class Tenant:
         own = settings.tenants.get(self.name)
         self.uid = own.uid if own is not None else None
         self._world = world
-        self.controller = _controller(settings, keys, world)
+        self._parts = _parts(settings, keys, world)
+        self.controller = Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
             is_own=self.name != DEFAULT_TENANT,
         )  # fmt: skip
-        self._server, self._health = _grpc_server(self.controller, world, settings.limits)
+        self._server, self._health = _grpc_server(self.controller, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -94,7 +95,7 @@ class Tenant:
             self._begin(group, self.controller.run())
             if self.settings.arena.prefault:
                 world = self._world
-                self._begin(group, prefault(self.controller.arena, world.prefaulting, world.clock))
+                self._begin(group, prefault(self._parts.arena, world.prefaulting, world.clock))
 
     def _handoff(self, uids: set[int]) -> Handoff:
         share = int(self._world.descriptor_limit * IN_FLIGHT_SHARE) // len(self.settings.tenant_names)
@@ -112,7 +113,7 @@ class Tenant:
         nvme, world = self.settings.tiers.nvme, self._world
         if not nvme.capacity_bytes:
             return
-        keys = self.controller.keys
+        keys = self._parts.keys
         owner = "" if keys == TenantKeys() else keys.digest.hex()
         try:
             tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
@@ -121,8 +122,9 @@ class Tenant:
             raise
         except (KVStoreError, OSError) as error:
             reason = error.message if isinstance(error, KVStoreError) else f"{nvme.directory}: {error.strerror}"
-            self.controller.nvme_reason = f"the NVMe tier is off: {reason} (tiers.nvme.directory)"
-            _log.error(self.controller.nvme_reason)
+            said = f"the NVMe tier is off: {reason} (tiers.nvme.directory)"
+            self.controller.run_without_device(said)
+            _log.error(said)
 
     async def close_doors(self, grace_s: float) -> None:
         """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
@@ -140,8 +142,7 @@ class Tenant:
     async def detach(self) -> None:
         """After the tasks ended: sessions, then a clean stop of the device."""
         with log_as(self.said):
-            for session in self.controller.sessions:
-                await self.controller.close_session(session)
+            await self.controller.close_sessions()
             await self.controller.detach()
 
     async def abandon(self) -> None:
@@ -151,13 +152,17 @@ class Tenant:
             self._listener.close()
         self.sockets.remove()
 
+    def close(self) -> None:
+        """Give its memory back, after it is abandoned."""
+        self._parts.arena.close()
 
-def _controller(settings: Settings, keys: TenantKeys, world: World) -> Controller:
+
+def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
     arena = Arena(
         world.memory, world.faults, capacity_bytes=settings.arena.capacity_bytes,
         region_bytes=settings.arena.region_bytes,
     )  # fmt: skip
-    return Controller(
+    return Parts(
         arena=arena,
         policy=LeastRecentlyUsed(),
         limits=settings.limits,
@@ -174,8 +179,9 @@ def _controller(settings: Settings, keys: TenantKeys, world: World) -> Controlle
     )
 
 
-def _grpc_server(controller: Controller, world: World, limits: LimitSettings) -> tuple[Any, Any]:
+def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[Any, Any]:
     """A server of this tenant's own: its connections and calls are counted by themselves."""
+    limits = parts.limits
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_send_message_length", REPLY_BYTES_MAX),
@@ -187,8 +193,8 @@ def _grpc_server(controller: Controller, world: World, limits: LimitSettings) ->
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.call_count_max)
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
-    register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), controller.counters)
-    register(server, admin, AdminService(controller, world.clock, os.getpid()), controller.counters)
+    register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
+    register(server, admin, AdminService(controller, world.clock, os.getpid()), parts.counters)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection(

@@ -13,7 +13,7 @@ from kvstore import keys
 from kvstore.arena import Arena
 from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings
-from kvstore.controller import ChainQuery, Controller, Fill, ReserveRequest, Session, StoreResult
+from kvstore.controller import ChainQuery, Controller, Fill, Parts, ReserveRequest, Session, StoreResult
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys, Workers
 from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
@@ -43,11 +43,12 @@ class Service:
         defaults = LimitSettings(leased_bytes_max=capacity, pin_bytes_max=capacity)
         self.clock, self.faults, self.memory = ManualClock(), FaultPoints(), BytearrayMemory()
         self.arena = Arena(self.memory, self.faults, capacity_bytes=capacity, region_bytes=capacity)
-        self.controller = Controller(
+        self.parts = Parts(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=replace(defaults, **limits), clock=self.clock,
             random=SeededRandom(1), memory=self.memory, workers=workers or InlineWorkers(), keys=TenantKeys(),
             faults=self.faults, counters=Counters(), deadline_s=0.2,
         )  # fmt: skip
+        self.controller = Controller(self.parts)
         self.model = self.controller.register_model(self.spec)
 
     def tokens(self, *path: int) -> keys.Tokens:

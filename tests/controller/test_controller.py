@@ -58,7 +58,7 @@ async def test_the_last_shard_may_commit_again_when_its_first_commit_was_cancell
     begun = await service.reserve(first, 1)
     result = await service.reserve(second, 1, 2, shards=2)
     fills = service.stage(second, result, 1, 2)
-    reservation = second.reservations[result.reservation_id]
+    reservation = controller.reservations.find(second, result.reservation_id)
     other = asyncio.ensure_future(controller.commit(second, result.reservation_id, fills, 0))
     await soon(lambda: bool(reservation.committed))
     last = asyncio.ensure_future(controller.commit(second, result.reservation_id, [], 1))
@@ -121,7 +121,7 @@ async def test_tickets_and_leases_keep_their_chunks(service: Service, session: S
     assert service.check(session, 1, 2) == 2
     assert service.check(session, 5, 6, 7) == 3
     service.controller.release(session, [leased.lease_id])
-    service.controller.tickets.release(ticket)
+    service.controller.release_ticket(ticket)
     assert (await service.store(session, *range(30, 38))).committed_count == 8
     assert service.controller.stats().ticket_bytes == 0
 
@@ -150,13 +150,13 @@ async def test_what_a_session_had_ends_with_it(service: Service, session: Sessio
     assert (stats.lease_count, stats.leased_bytes, stats.reservation_count, stats.reserved_bytes) == (0, 0, 0, 0)
     assert (stats.staging_bytes, stats.session_count, stats.chunk_count) == (0, 1, 2)
     with pytest.raises(Unauthenticated):
-        service.controller.sessions.find(other.secret)
+        service.controller.session(other.secret)
 
 
 async def test_old_reservations_expire(service: Service, session: Session) -> None:
     result = await service.reserve(session, 1)
     service.clock.advance(61.0)
-    await service.controller.storing.expire()
+    await service.controller.reservations.expire()
     with pytest.raises(InvalidRequest, match="reservation_age_s_max"):
         await service.controller.commit(session, result.reservation_id, [])
     assert service.arena.chunk_count == 0
@@ -178,7 +178,7 @@ async def test_ids_of_others_are_worth_nothing(service: Service, session: Sessio
         await service.controller.fill(thief, own.reservation_id, fills)
     assert (await service.controller.commit(session, reserved.reservation_id, fills)).committed_count == 1
     with pytest.raises(Unauthenticated):
-        service.controller.sessions.find(SystemRandom().bytes(32))
+        service.controller.session(SystemRandom().bytes(32))
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ async def test_leases_that_nobody_gives_back_end_by_their_age_when_their_session
     service: Service, session: Session
 ) -> None:
     """A fetch whose caller went before the reply came has a lease nobody knows of: it locks nobody out for ever."""
-    limits = replace(service.controller.limits, lease_count_max=3)
-    service.controller.fetching._limits = limits
+    limits = replace(service.controller.parts.limits, lease_count_max=3)
+    service.parts.leases._limits = limits
     other = service.controller.open_session(0)
     await service.store(session, 1)
     kept = service.controller.fetch(other, service.query(1))
@@ -275,5 +275,5 @@ async def test_leases_that_nobody_gives_back_end_by_their_age_when_their_session
         service.controller.fetch(session, service.query(1))
     service.clock.advance(limits.lease_age_s_max)
     assert service.check(session, 1) == 1
-    assert not session.leases
-    assert kept.lease_id in other.leases, "another session's is taken only where memory is needed"
+    assert not service.parts.leases.of(session)
+    assert service.parts.leases.of(other) == [kept.lease_id], "another session's is taken only where memory is needed"

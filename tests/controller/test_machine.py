@@ -55,12 +55,15 @@ class ControllerMachine(RuleBasedStateMachine):
 
         self.open.append(self.run(reserved()))
 
+    def reservations_of(self, session: Session) -> list[int]:
+        return [each.reservation_id for each in self.service.controller.reservations.of(session)]
+
     @rule(data=st.data(), whole=st.booleans())
     def finish(self, data: st.DataObject, whole: bool) -> None:
         if not self.open:
             return
         session, result, path = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        if not session.is_open or result.reservation_id not in session.reservations:
+        if not session.is_open or result.reservation_id not in self.reservations_of(session):
             return
         controller = self.service.controller
         if not whole:
@@ -99,22 +102,22 @@ class ControllerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.service.clock.advance(seconds)
-        self.run(self.service.controller.storing.expire())
+        self.run(self.service.controller.reservations.expire())
 
     @invariant()
     def books_balance(self) -> None:
         controller, arena = self.service.controller, self.service.arena
         stats = controller.stats()
         assert arena.used_bytes <= arena.capacity_bytes
-        namespaces = [each for model in controller.catalog.models.values() for each in model.namespaces.values()]
-        table = controller.catalog.table
+        namespaces = [each for model in controller.parts.catalog.models.values() for each in model.namespaces.values()]
+        table = controller.parts.catalog.table
         rows = [row for each in namespaces for row in each.index.values()]
         ghosts = [row for each in namespaces for row in each.ghosts.values()]
         pending = sum(len(each.pending) for each in namespaces)
         assert sorted(rows + ghosts) == list(table.rows())
         assert arena.chunk_count == len(rows) + pending
         assert stats.used_bytes == sum(table.arena[row].byte_count for row in rows) + stats.reserved_bytes
-        assert stats.lease_count == sum(len(session.leases) for session in self.sessions)
+        assert stats.lease_count == sum(len(self.service.parts.leases.of(session)) for session in self.sessions)
         for row in rows:
             children = sum(1 for other in rows if table.parents[other] == row)
             assert table.child_counts[row] == children

@@ -99,7 +99,7 @@ async def test_the_shards_of_a_store_hear_that_a_part_of_it_was_not_moved() -> N
     sessions = [service.controller.open_session(0) for _ in range(2)]
     result = await service.reserve(sessions[0], 1)
     session_fills = pieces(service, sessions[0], result, 1)
-    reservation = sessions[0].reservations[result.reservation_id]
+    reservation = service.controller.reservations.find(sessions[0], result.reservation_id)
     reservation.shard_count = 2
     service.controller.join(sessions[1], result.ticket, service.model)
     workers.fail(refused, 1)
@@ -162,8 +162,8 @@ async def test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_se
             await asyncio.wait_for(call, 10)
     with pytest.raises(InvalidRequest, match="being read"):
         service.controller.close_staging(session, fills[0].staging_id)
-    service.clock.advance(service.controller.limits.reservation_age_s_max + 1)
-    await service.controller.storing.expire()
+    service.clock.advance(service.controller.parts.limits.reservation_age_s_max + 1)
+    await service.controller.reservations.expire()
     await service.controller.close_session(session)
     assert session.stagings, "the movers may read it"
     other = service.controller.open_session(0)
@@ -187,7 +187,7 @@ async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends(
     result = await service.reserve(session, 1)
     fills = pieces(service, session, result, 1)
     workers.fail(slow, 1)
-    controller.storing.begin(session, result.reservation_id, fills)
+    controller.fills.start(session, controller.reservations.find(session, result.reservation_id), fills)
     await controller.close_session(session)
     sweeping = asyncio.ensure_future(controller.sweep(0.01))
     await asyncio.sleep(0.05)
@@ -214,7 +214,7 @@ async def test_staging_is_not_closed_while_movers_read_it() -> None:
     assert (await service.controller.commit(session, result.reservation_id, [])).committed_count == 1
     assert service.check(session, 1) == 1
     service.controller.close_staging(session, fills[0].staging_id)
-    service.controller.storing._workers.close()
+    service.parts.workers.close()
 
 
 def test_a_header_without_checksums_fits_no_bytes() -> None:

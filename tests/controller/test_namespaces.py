@@ -34,9 +34,9 @@ async def test_only_a_store_makes_a_namespace() -> None:
             assert (await controller.settle(query, 0.0)).chunk_count == 0
             with pytest.raises(InvalidRequest):  # a store that is refused for what it says
                 await controller.reserve(session, ReserveRequest(query, []))
-    assert controller.catalog.spaces.numbered == []
+    assert controller.parts.catalog.spaces.numbered == []
     assert (await service.store(session, 1)).committed_count == 1
-    assert len(controller.catalog.spaces.numbered) == 1
+    assert len(controller.parts.catalog.spaces.numbered) == 1
 
 
 async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() -> None:
@@ -50,7 +50,7 @@ async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() 
     for _ in range(3):
         with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
             await controller.reserve(session, replace(request, query=query._replace(exactness=Exactness.DERIVED)))
-    assert not session.reservations
+    assert not controller.reservations.of(session)
     assert (await service.store(session, 3)).committed_count == 1
     assert [service.check(session, path) for path in (1, 3)] == [1, 1]
 
@@ -65,9 +65,9 @@ def test_a_clean_stop_names_the_namespaces_that_hold_chunks_and_no_others() -> N
         await service.controller.abort(service.session, told.reservation_id)
         for number in (3, 1, 2):
             await service.of(small_spec(model_id=f"m{number}")).keep(number)
-        assert len(service.controller.catalog.spaces.numbered) == 4
+        assert len(service.controller.parts.catalog.spaces.numbered) == 4
         await service.restart()
-        assert len(service.controller.catalog.spaces.numbered) == 3
+        assert len(service.controller.parts.catalog.spaces.numbered) == 3
         for number in (1, 2, 3):
             model = service.of(small_spec(model_id=f"m{number}"))
             assert [(await model.fetch(path))[0] for path in (1, 2, 3)] == [path == number for path in (1, 2, 3)]

@@ -38,7 +38,7 @@ async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) ->
     session = controller.open_session(0)
     await service.store(session, 1)
     ticket = controller.lookup(service.query(1), readers=1).ticket
-    service.clock.advance(controller.limits.ticket_age_s_max)
+    service.clock.advance(controller.parts.limits.ticket_age_s_max)
     controller.tickets.expire()
     with pytest.raises(InvalidRequest, match="expired"):
         controller.redeem(session, ticket)
@@ -67,7 +67,7 @@ async def test_limits_are_named(service: Service) -> None:
     assert controller.lookup(service.query(9), readers=1).ticket == b"", "nothing hit, nothing held"
     with pytest.raises(InvalidRequest, match="readers"):
         controller.lookup(service.query(1), readers=5000)
-    controller.tickets.release(controller.lookup(service.query(1), readers=1).ticket)
+    controller.release_ticket(controller.lookup(service.query(1), readers=1).ticket)
     controller.lookup(service.query(1), readers=1)
     with pytest.raises(Exhausted, match="ticket_count_max"):
         controller.lookup(service.query(1), readers=1)
@@ -84,7 +84,7 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     session = controller.open_session(0)
     await service.store(session, 1, 2)
     ticket = controller.lookup(service.query(1, 2), readers=1).ticket
-    controller.movement.residency.quarantine_arena(max(controller.catalog.table.arena))
+    controller.parts.movement.residency.quarantine_arena(max(controller.parts.catalog.table.arena))
     with pytest.raises(DataLoss, match="CORRUPT"):
         controller.redeem(session, ticket)
-    assert not session.leases
+    assert not service.parts.leases.of(session)

@@ -6,14 +6,16 @@ from tests.mutants.mutant import Mutant
 
 CAPACITY = "kvstore/movement/capacity.py"
 CATALOG = "kvstore/catalog/catalog.py"
-CLAIMING = "kvstore/controller/claiming.py"
+CLAIM = "kvstore/controller/stores/claim.py"
+COMMIT = "kvstore/controller/stores/commit.py"
 CONTROLLER = "kvstore/controller/controller.py"
-FETCHING = "kvstore/controller/fetching.py"
-JOINING = "kvstore/controller/joining.py"
+FETCH = "kvstore/controller/fetches/fetch.py"
+LEASES = "kvstore/controller/sessions/leases.py"
+REPLACEMENT = "kvstore/controller/stores/replacement.py"
+RESERVATIONS = "kvstore/controller/stores/reservations.py"
 RESIDENCY = "kvstore/movement/residency.py"
 SCRUB = "kvstore/movement/scrub.py"
-STORING = "kvstore/controller/storing.py"
-TICKETS = "kvstore/controller/tickets.py"
+TICKETS = "kvstore/controller/fetches/tickets.py"
 WRITEBACK = "kvstore/movement/writeback.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
@@ -59,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "ticket-redeemed-in-part",
-        FETCHING,
+        FETCH,
         "        if result.hit_count == len(query.digests):\n            self._tickets.redeemed(ticket_id)\n",
         "        if True:\n            self._tickets.redeemed(ticket_id)\n",
         "less comes under a ticket than it holds, and nobody says so",
@@ -67,15 +69,15 @@ MUTANTS = [
     ),
     Mutant(
         "leases-without-a-limit",
-        FETCHING,
-        "        if session.leased_bytes + byte_count > self._limits.leased_bytes_max:\n",
+        LEASES,
+        "        if held.byte_count + byte_count > self._limits.leased_bytes_max:\n",
         "        if False:\n",
         "one client's leases hold all of memory",
         (f"{T_CONTROLLER}::test_limits_name_their_setting",),
     ),
     Mutant(
         "old-leases-are-never-revoked",
-        FETCHING,
+        LEASES,
         "        return bool(stale)\n",
         "        return False\n",
         "a client that hangs keeps others from storing",
@@ -84,23 +86,23 @@ MUTANTS = [
     Mutant(
         "session-ends-and-its-leases-stay",
         CONTROLLER,
-        "        self.fetching.release(session, list(session.leases))\n",
+        "        self.parts.leases.release(session, self.parts.leases.of(session))\n",
         "",
         "clients that come and go fill memory with what nobody reads",
         (f"{T_CONTROLLER}::test_what_a_session_had_ends_with_it",),
     ),
     Mutant(
         "reservation-without-an-end",
-        STORING,
-        "                if reservation.born_s <= born_before and not reservation.busy:\n",
-        "                if False:\n",
+        RESERVATIONS,
+        "            if reservation.born_s <= born_before and not reservation.busy and not reservation.has_ended:\n",
+        "            if False:\n",
         "a writer that hangs keeps its chunks from everybody",
         (f"{T_CONTROLLER}::test_old_reservations_expire",),
     ),
     Mutant(
         "request-without-a-limit",
         CONTROLLER,
-        "        if token_count > self.limits.token_count_max:\n",
+        "        if token_count > self.parts.limits.token_count_max:\n",
         "        if False:\n",
         "one message holds up everybody's",
         (
@@ -118,8 +120,8 @@ MUTANTS = [
     ),
     Mutant(
         "chunk-without-its-parent",
-        STORING,
-        "        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in part.index):\n",
+        COMMIT,
+        "        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):\n",
         "        if not entry.filled.all():\n",
         "chunks are kept that no walk can reach",
         (f"{T_CONTROLLER}::test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable",),
@@ -142,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "store-of-another-model-joined",
-        CLAIMING,
+        RESERVATIONS,
         "        if fingerprint != reservation.fingerprint:\n",
         "        if False:\n",
         "a rank of another model fills a part of the chunks",
@@ -150,8 +152,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefix-chunks-replaced",
-        CLAIMING,
-        "        if part.kind is not CacheKind.OPAQUE:\n            raise",
+        REPLACEMENT,
+        "        if space.kind is not CacheKind.OPAQUE:\n            raise",
         "        if False:\n            raise",
         "a digest that has one meaning for ever is given another",
         ("tests/e2e/test_bytes.py::test_routers_and_attention_caches_do_not_meet_opaque_values",),
@@ -225,8 +227,8 @@ MUTANTS = [
     ),
     Mutant(
         "older-value-after-a-newer-one",
-        CLAIMING,
-        "        await self._movement.supersede(writes, self._deadline_s)\n",
+        REPLACEMENT,
+        "        await self._parts.movement.supersede(writes, self._parts.deadline_s)\n",
         "        pass\n",
         "a write whose sync failed comes back where a newer one was acknowledged",
         (f"{T_NEWEST}::test_an_older_value_never_comes_back",),

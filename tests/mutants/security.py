@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-SESSIONS = "kvstore/controller/sessions.py"
-FETCHING = "kvstore/controller/fetching.py"
+SESSIONS = "kvstore/controller/sessions/registry.py"
+LEASES = "kvstore/controller/sessions/leases.py"
 HANDOFF = "kvstore/server/handoff.py"
 STATE = "kvstore/server/state.py"
 SECRETS = "kvstore/server/secrets.py"
@@ -54,10 +54,10 @@ MUTANTS = [
     ),
     Mutant(
         "lease-of-another-session",
-        FETCHING,
-        "            lease = session.leases.pop(lease_id, None)\n",
-        "            owners = [each for each in self._sessions if lease_id in each.leases]\n"
-        "            lease = owners[0].leases.pop(lease_id) if owners else None\n",
+        LEASES,
+        "        held = self._held.get(session)\n        if held is None:\n",
+        "        held = next((each for each in self._held.values() if {*lease_ids} & {*each.leases}), None)\n"
+        "        if held is None:\n",
         "a client lets another's chunks go while they are copied",
         (f"{T_SESSIONS}::test_another_sessions_lease_cannot_be_released",),
     ),
@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "events-of-another-tenant",
         "kvstore/controller/controller.py",
-        '        if tenant not in ("", self.keys.tenant):\n',
+        '        if tenant not in ("", self.tenant):\n',
         "        if False:\n",
         "a watcher believes that it watches a tenant whose events it does not see",
         ("tests/e2e/test_watch.py::test_another_tenant_is_refused_and_ones_own_is_not",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CONTROLLER = "kvstore/controller/controller.py"
-MOVING = "kvstore/controller/moving.py"
-RESERVATION = "kvstore/controller/reservation.py"
-STORING = "kvstore/controller/storing.py"
+COMMIT = "kvstore/controller/stores/commit.py"
+FILL = "kvstore/controller/stores/fill.py"
+MOVER = "kvstore/controller/stores/mover.py"
+RESERVATION = "kvstore/controller/stores/reservation.py"
+RESERVATIONS = "kvstore/controller/stores/reservations.py"
 JOBS = "kvstore/seams/jobs.py"
 SCHEDULER = "kvstore/seams/scheduler.py"
 BOUNDS = "kvstore/wire/bounds.py"
@@ -20,7 +22,7 @@ T_CONTROLLER = "tests/controller/test_controller.py"
 MUTANTS = [
     Mutant(
         "claimed-means-filled",
-        STORING,
+        COMMIT,
         "        if not entry.filled.all() or (",
         "        if not entry.claimed.all() or (",
         "a chunk is published of which a mover refused a part",
@@ -36,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "any-number-of-checksums",
-        MOVING,
+        MOVER,
         "        if len(rows) == (self.stop - self.first) * CHECKSUM_BYTES:\n",
         "        if True:\n",
         "a mover's answer that is too short is a bug somewhere else",
@@ -44,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "filled-twice",
-        STORING,
+        FILL,
         "        if entry.claimed[fill.strip_first : stop].any():\n",
         "        if False:\n",
         "two fills write one strip, and its checksum is of either",
@@ -55,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "filled-beyond-its-strips",
-        STORING,
+        FILL,
         "        if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:\n",
         "        if fill.strip_first < 0 or fill.strip_count < 1:\n",
         "a fill names strips that the chunk does not have",
@@ -64,23 +66,23 @@ MUTANTS = [
     Mutant(
         "staging-closed-under-its-movers",
         CONTROLLER,
-        "        if any(reservation.busy for reservation in session.reservations.values()):\n",
+        "        if self.reservations.are_moving(session):\n",
         "        if False:\n",
         "movers read memory that was given back, and the chunk is what came after",
         (f"{T_MOVES}::test_staging_is_not_closed_while_movers_read_it",),
     ),
     Mutant(
         "freed-under-its-movers",
-        STORING,
-        "        await self._wait_idle(reservation)\n        self._end(reservation)\n\n    async def expire(",
-        "        reservation.busy = 0\n        self._end(reservation)\n\n    async def expire(",
+        RESERVATIONS,
+        "        await self.idle(reservation)\n        self.end(reservation)\n",
+        "        reservation.busy = 0\n        self.end(reservation)\n",
         "movers write into what is another chunk's by now",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
     ),
     Mutant(
         "movers-waited-for-without-end",
-        STORING,
-        "                await asyncio.wait_for(reservation.idle.wait(), self._deadline_s)\n",
+        RESERVATIONS,
+        "                await asyncio.wait_for(reservation.idle.wait(), self._parts.deadline_s)\n",
         "                await asyncio.wait_for(reservation.idle.wait(), None)\n",
         "a mover that hangs holds up its caller for ever",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),

@@ -50,7 +50,7 @@ SITES = {
     ("kvstore/seams/movers/processes.py", "Lane._submit_here"): MOVERS,
     ("kvstore/remote/__main__.py", "_serve"): PROCESS,
     ("kvstore/arena/prefault.py", "prefault"): PREFAULT,
-    ("kvstore/controller/storing.py", "Storing._start"): STORES,
+    ("kvstore/controller/stores/fill.py", "Fills.start"): STORES,
     ("kvstore/movement/promotion.py", "Promotion._finish"): DEVICE,
     ("kvstore/movement/scrub.py", "Scrub._is_intact"): DEVICE,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},

@@ -31,8 +31,9 @@ def attached(disk: SimulatedDisk) -> Any:
     service = Service()
     world = SimpleNamespace(disk=disk, clock=SystemClock(), faults=FaultPoints(), movers=None)
     tenant: Any = SimpleNamespace(
-        settings=SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS)), controller=service.controller, _world=world
-    )
+        settings=SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS)), controller=service.controller,
+        _parts=service.parts, _world=world,
+    )  # fmt: skip
     asyncio.run(Tenant._attach(tenant))
     return service.controller
 
@@ -44,13 +45,13 @@ def test_a_directory_that_cannot_be_used(method: str, error: int, caplog: pytest
     disk = SimulatedDisk(1)
     disk.fail(method, error, times=None)
     controller = attached(disk)
-    assert controller.movement.residency.nvme is None
+    assert controller.parts.movement.residency.nvme is None
     said = controller.stats().nvme_reason
     assert said.startswith("the NVMe tier is off")
     assert "tiers.nvme.directory" in said
     assert said in caplog.text
     disk.mend()
-    assert attached(disk).movement.residency.nvme is not None, "it was left locked"
+    assert attached(disk).parts.movement.residency.nvme is not None, "it was left locked"
 
 
 @pytest.mark.parametrize(("kind", "is_warned"), [("btrfs", True), ("zfs", True), ("ext4", False), ("", False)])

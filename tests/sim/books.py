@@ -23,7 +23,7 @@ async def settle_down(life: Life) -> None:
     found = "the service is busy"
     while loop.time() < until and not life.over.is_set():
         await asyncio.sleep(STEP_S)
-        if life.controller.movement.writeback.backlog or life.controller.movement.promotion.loading_bytes:
+        if life.controller.parts.movement.writeback.backlog or life.controller.parts.movement.promotion.loading_bytes:
             continue
         found = imbalance(life) or _of_room(life)
         if not found:
@@ -33,11 +33,11 @@ async def settle_down(life: Life) -> None:
 
 def imbalance(life: Life) -> str:
     """What does not add up; empty when all does."""
-    return _of_rows(life) or difference(life.controller.catalog) or _of_memory(life) or _of_device(life)
+    return _of_rows(life) or difference(life.controller.parts.catalog) or _of_memory(life) or _of_device(life)
 
 
 def _of_rows(life: Life) -> str:
-    table, spaces = life.table, life.controller.catalog.spaces.numbered
+    table, spaces = life.table, life.controller.parts.catalog.spaces.numbered
     visible = [row for space in spaces for row in space.index.values()]
     ghosts = [row for space in spaces for row in space.ghosts.values()]
     if sorted(visible + ghosts) != list(table.rows()):
@@ -94,7 +94,7 @@ def _of_memory(life: Life) -> str:
 def _of_room(life: Life) -> str:
     """Whatever memory holds makes way while nobody holds it."""
     wanted = life.setup.arena_region_bytes // 8192 * 4096
-    placement = life.controller.movement.capacity.allocate((wanted,), frozenset())
+    placement = life.controller.parts.movement.capacity.allocate((wanted,), frozenset())
     if placement is None:
         return f"no room for {wanted} bytes: {len(life.table.arena)} chunks do not go"
     life.arena.free(placement)
@@ -119,7 +119,7 @@ def _of_device(life: Life) -> str:
     fits = there == counted if not life.disk.injected else there <= most or life.disk.has_failed_to_remove
     if not fits or counted > said.capacity_bytes:
         return f"{there} bytes on the device, {said.file_bytes} in the account, {regions.lost_bytes} lost"
-    others = sum(map(len, life.controller.movement.residency._alternates.values()))
+    others = sum(map(len, life.controller.parts.movement.residency._alternates.values()))
     rows = [row for row in table.rows() if table.residencies[row] != NOWHERE]
     places = [table.residencies[row] & 0xFFFFFFFFFFFFFF for row in rows]
     if len(set(places)) != len(places):

@@ -294,7 +294,7 @@ class Client:
         name, layout = chain.name(chunk.chain_index, layer), chain.layout(chunk.chain_index, layer)
         place = chunk.placement.slot, chunk.placement.generation
         if not self._is_here(chunk):
-            revoked = result.lease_id not in self.session.leases
+            revoked = result.lease_id not in self._life.parts.leases.of(self.session)
             known = is_lost or revoked or place in self._life.oracle.gone
             self._trace.check(known, f"{told(name)} went from under its lease")
             return False
@@ -370,7 +370,7 @@ class Client:
         result = self._controller.lookup(chain.query())
         self._trace.check(sum(run.chunk_count for run in result.runs) == len(chain.digests), "runs do not cover")
         if not chain.hidden:
-            catalog, fingerprint = self._controller.catalog, chain.query().fingerprint
+            catalog, fingerprint = self._controller.parts.catalog, chain.query().fingerprint
             seen = answer(catalog, catalog.model(fingerprint).namespace(None, Exactness.EXACT), chain.digests)
             self._trace.check(is_the_same(seen, result), f"a client sees {seen}, a lookup says {result}")
         return f"{result.hit_count} of {len(chain.digests)}"
@@ -395,7 +395,7 @@ class Client:
     async def _let_go(self) -> str:
         if not self._tickets:
             return "nothing"
-        self._controller.tickets.release(self._tickets.pop())
+        self._controller.release_ticket(self._tickets.pop())
         return "a ticket"
 
     async def _register(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.arena import Arena
 from kvstore.catalog import ChunkTable
 from kvstore.config import LimitSettings, PolicySettings
-from kvstore.controller import Controller
+from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys
@@ -85,7 +85,7 @@ class Life:
             leased_bytes_max=setup.arena_bytes, pin_bytes_max=0, reservation_age_s_max=15.0,
             lease_age_s_max=setup.lease_age_s_max,
         )  # fmt: skip
-        self.controller = Controller(
+        self.parts = Parts(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=LoopClock(), random=SeededRandom(seed),
             memory=memory, workers=self.movers, keys=TenantKeys(), faults=self.faults, counters=Counters(),
             deadline_s=DEADLINE_S, is_write_through=setup.is_write_through,
@@ -93,12 +93,13 @@ class Life:
                 scrub_bytes_per_s=setup.scrub_bytes_per_s, canary_interval_s=setup.canary_interval_s
             ),
         )  # fmt: skip
+        self.controller = Controller(self.parts)
         self.tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
 
     @property
     def table(self) -> ChunkTable:
-        return self.controller.catalog.table
+        return self.controller.parts.catalog.table
 
     @property
     def is_over(self) -> bool:
@@ -106,7 +107,7 @@ class Life:
 
     @property
     def nvme(self) -> NvmeTier | None:
-        return self.controller.movement.residency.nvme
+        return self.controller.parts.movement.residency.nvme
 
     # ------------------------------------------------------------ start
 
@@ -180,8 +181,7 @@ class Life:
         await self.controller.drain(1.0)
         self.disk.is_serving = False
         await self._cancelled([self._running])
-        for session in self.controller.sessions:
-            await self.controller.close_session(session)
+        await self.controller.close_sessions()
         try:
             await self.controller.detach()
         except DiskStopped:

@@ -92,7 +92,8 @@ class Nemesis:
         rows = [
             row
             for row in life.table.rows()
-            if life.table.residencies[row] != NOWHERE and life.controller.catalog.space_of(row).model_spec is not None
+            if life.table.residencies[row] != NOWHERE
+            and life.controller.parts.catalog.space_of(row).model_spec is not None
         ]
         return self._chance.choice(rows) if rows else None
 
@@ -101,7 +102,7 @@ class Nemesis:
         life, row = self._life, self._row_on_device()
         if row is None or life.nvme is None:
             return "nothing there"
-        residency, name = life.table.residencies[row], life.controller.movement.residency.name(row)
+        residency, name = life.table.residencies[row], life.controller.parts.movement.residency.name(row)
         region, slot = life.nvme.regions.find(residency)
         data = life.disk.disk.read_file(region.path)[region.offset(slot) :][: region.slot_bytes]
         place = self._verified_byte(data, name.layout)
@@ -144,7 +145,7 @@ class Nemesis:
         bad = self._slot_bytes(region, slot)
         if life.table.residencies[row] != residency or life.nvme is None:
             return "gone"
-        good = await life.controller.movement.scrub.check_nvme(row)
+        good = await life.controller.parts.movement.scrub.check_nvme(row)
         here = life.table.residencies[row] == residency and life.disk.injected == errors
         if here and self._slot_bytes(region, slot) != bad:
             return "written over"  # what a crash left is written anew before it is promised
@@ -185,7 +186,7 @@ class Nemesis:
         if not table.arena:
             return "nothing there"
         row = self._chance.choice(list(table.arena))
-        placement, layout = table.arena[row], life.controller.movement.residency.name(row).layout
+        placement, layout = table.arena[row], life.controller.parts.movement.residency.name(row).layout
         strip = self._chance.randrange(layout.strip_count)
         slab = next(number for number, each in enumerate(layout.slabs) if strip < each.strip_first + each.strip_count)
         place = int(layout.strip_offsets[strip]) - layout.slabs[slab].offset
@@ -196,7 +197,7 @@ class Nemesis:
         await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.01)))
         if table.arena.get(row) is not placement:
             return "gone"
-        good = await life.controller.movement.scrub.check_arena(row)
+        good = await life.controller.parts.movement.scrub.check_arena(row)
         self._trace.check(not good or life.is_over, f"the scrub does not see rot in row {row}")
         return f"{told(name_of(life, row))} found" if table.digests[row] else "found"
 
@@ -207,20 +208,20 @@ class Nemesis:
         row = self._row_on_device()
         if row is None:
             return "nothing there"
-        return str(await self._life.controller.movement.scrub.check_nvme(row))
+        return str(await self._life.controller.parts.movement.scrub.check_nvme(row))
 
     async def _round(self) -> str:
         if not self._life.setup.scrub_bytes_per_s:
             return "off"
-        await self._life.controller.movement.scrub.round()
+        await self._life.controller.parts.movement.scrub.round()
         return "done"
 
     async def _canary(self) -> str:
         life, errors = self._life, self._life.disk.injected
         if life.nvme is None:
             return "no device"
-        full = life.controller.counters.snapshot()["canary_failures"]
-        works = await life.controller.movement.scrub.canary("nvme", life.nvme)
-        said = life.controller.counters.snapshot()["canary_failures"] - full
+        full = life.controller.parts.counters.snapshot()["canary_failures"]
+        works = await life.controller.parts.movement.scrub.canary("nvme", life.nvme)
+        said = life.controller.parts.counters.snapshot()["canary_failures"] - full
         self._trace.check(works or said, "a canary died in silence")
         return f"{works} after {life.disk.injected - errors} errors"

@@ -101,7 +101,7 @@ class Oracle:
 
     def watch(self, life: Life) -> None:
         """Record why copies go in this process."""
-        residency, trace, table = life.controller.movement.residency, self.trace, life.table
+        residency, trace, table = life.controller.parts.movement.residency, self.trace, life.table
         drop, forget, evict, remove = residency.drop, residency.forget, residency._evict, residency.remove
         give_up = residency._give_up
         arena, nvme, written = residency.quarantine_arena, residency.quarantine_nvme, residency.was_written
@@ -161,7 +161,7 @@ class Oracle:
                 self.acknowledged(name_of(life, row), place_of(table.residencies[row]), is_tainted=is_tainted)
             written(row)
 
-        promotion = life.controller.movement.promotion
+        promotion = life.controller.parts.movement.promotion
         end = promotion._end
 
         def on_end(loading: Loading) -> None:
@@ -264,7 +264,7 @@ class Oracle:
 
     async def _is_served(self, life: Life, row: int, name: Name) -> bool:
         """False when the copy the catalog chose was bad: another one may be chosen now."""
-        nvme, found = life.controller.movement.residency.nvme, life.controller.movement.residency.name(row)
+        nvme, found = life.controller.parts.movement.residency.nvme, life.controller.parts.movement.residency.name(row)
         assert nvme is not None
         residency = life.table.residencies[row]
         target = [np.empty(slab.byte_count, np.uint8) for slab in found.layout.slabs]
@@ -276,7 +276,7 @@ class Oracle:
                 stored.close()
         except DataLoss:
             self.totals["copies_passed_over"] += 1
-            await life.controller.movement.residency.quarantine_nvme(row, residency)
+            await life.controller.parts.movement.residency.quarantine_nvme(row, residency)
             return False
         if place_of(residency) not in self.excused:
             if name in VALUE_NAMES:
@@ -289,9 +289,9 @@ class Oracle:
 
 
 def name_of(life: Life, row: int) -> Name:
-    return life.controller.catalog.space_of(row).fingerprint, life.table.digests[row]
+    return life.controller.parts.catalog.space_of(row).fingerprint, life.table.digests[row]
 
 
 def row_of(life: Life, name: Name) -> int | None:
-    space = life.controller.catalog.spaces.get(name[0], Provenance.IN_CONTEXT, Exactness.EXACT)
+    space = life.controller.parts.catalog.spaces.get(name[0], Provenance.IN_CONTEXT, Exactness.EXACT)
     return space.index.get(name[1])

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.arena import Arena
 from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings, PolicySettings
-from kvstore.controller import Controller, Session, Settled, StoreResult
+from kvstore.controller import Controller, Parts, Session, Settled, StoreResult
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints, TenantKeys, Workers
@@ -79,12 +79,13 @@ class DeviceService(Service):
             self.memory, self.faults, capacity_bytes=self.arena_bytes, region_bytes=self.arena_bytes
         )  # fmt: skip
         limits = LimitSettings(leased_bytes_max=self.arena_bytes, pin_bytes_max=self.arena_bytes)
-        self.controller = Controller(
+        self.parts = Parts(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=self.clock,
             random=SeededRandom(self.lives), memory=self.memory, workers=self.movers(0), keys=TenantKeys(),
             faults=self.faults, counters=Counters(),
             policies=PolicySettings(scrub_bytes_per_s=0, canary_interval_s=0),
         )  # fmt: skip
+        self.controller = Controller(self.parts)
         self.nvme = nvme_tier(
             self.disk, HOME, self.clock, self.movers(self.lives), self.movers(100 + self.lives),
             capacity_bytes=self.capacity_bytes, region_bytes=self.region_bytes, encoding=self.encoding,
@@ -161,9 +162,9 @@ class DeviceService(Service):
 
     def forget_memory(self) -> None:
         """From here on what the device has is read from there."""
-        table = self.controller.catalog.table
+        table = self.controller.parts.catalog.table
         for row in [row for row in table.arena if table.residencies[row] >= 0]:
-            self.controller.movement.residency.drop(row)
+            self.controller.parts.movement.residency.drop(row)
 
     # ------------------------------------------------------------ the disk
 
@@ -176,9 +177,9 @@ class DeviceService(Service):
     def place(self, *path: int) -> tuple[Path, int]:
         """Where the last chunk of a path lies: file, and offset of its header."""
         controller = self.controller
-        namespace = controller.catalog.model(self.model).namespace(None, self.query(*path).exactness)
+        namespace = controller.parts.catalog.model(self.model).namespace(None, self.query(*path).exactness)
         row = namespace.index[self.query(*path).digests[-1]]
-        region, slot = self.nvme.regions.find(controller.movement.residency.table.residencies[row])
+        region, slot = self.nvme.regions.find(controller.parts.movement.residency.table.residencies[row])
         return region.path, region.offset(slot)
 
     def flip(self, *path: int, offset: int = 0) -> None:
@@ -193,7 +194,7 @@ class DeviceService(Service):
         parts = now.allocated_bytes + now.free_bytes + now.quarantined_bytes + now.overhead_bytes
         assert now.file_bytes == parts <= now.capacity_bytes == self.capacity_bytes
         assert now.file_bytes + self.nvme.regions.lost_bytes == self.region_bytes_used() <= self.capacity_bytes
-        table = self.controller.catalog.table
+        table = self.controller.parts.catalog.table
         assert now.chunk_count >= sum(table.residencies[row] >= 0 for row in table.rows())
 
 

@@ -94,7 +94,7 @@ class FailingService(DeviceService):
 
     async def look(self) -> None:
         """What the scrub does, and a canary."""
-        scrub, table = self.controller.movement.scrub, self.controller.catalog.table
+        scrub, table = self.controller.parts.movement.scrub, self.controller.parts.catalog.table
         for row in list(table.arena):
             assert await scrub.check_arena(row) is not False
         for row in list(table.rows()):

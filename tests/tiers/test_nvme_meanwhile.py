@@ -36,7 +36,7 @@ def held_up(service: DeviceService, method: str, *, after: bool) -> Callable[[],
 
 
 def row_of(service: DeviceService, *path: int) -> int:
-    namespace = service.controller.catalog.model(service.model).namespace(None, service.query(*path).exactness)
+    namespace = service.controller.parts.catalog.model(service.model).namespace(None, service.query(*path).exactness)
     return namespace.index[service.query(*path).digests[-1]]
 
 
@@ -52,8 +52,8 @@ def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() 
         row = row_of(service, 100)
         settling = asyncio.ensure_future(service.settled(100))
         await asyncio.sleep(0.01)
-        service.controller.movement.residency.drop(row)
-        service.controller.movement.residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
+        service.controller.parts.movement.residency.drop(row)
+        service.controller.parts.movement.residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
         await service.store(service.session, 200)
         assert row_of(service, 200) == row
         go_on()
@@ -71,7 +71,7 @@ def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None
 
     async def scenario() -> None:
         await service.put(OLD)
-        row, residency = service.row(), service.controller.movement.residency
+        row, residency = service.row(), service.controller.parts.movement.residency
         residency.drop(row)
         go_on = held_up(service, "open", after=True)
         reading = asyncio.ensure_future(service.get())

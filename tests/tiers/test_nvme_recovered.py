@@ -184,15 +184,15 @@ def test_a_session_that_ends_while_its_store_is_claimed_leaves_nothing(monkeypat
         async def slow(*_: Any) -> None:
             await service.clock.sleep(1.0)
 
-        monkeypatch.setattr(service.controller.movement.scrub, "prove", slow)
+        monkeypatch.setattr(service.controller.parts.movement.scrub, "prove", slow)
         session = service.controller.open_session(0)
         storing = asyncio.ensure_future(service.reserve(session, 1, 2))
         await service.clock.sleep(0.5)
-        assert not session.reservations, "nobody can fill or end what is not claimed yet"
+        assert not service.controller.reservations.of(session), "nobody can fill or end what is not claimed yet"
         await service.controller.close_session(session)
         with pytest.raises(Unavailable, match="session ended"):
             await storing
-        assert service.controller.claiming.reserved_bytes == 0
+        assert service.controller.reservations.reserved_bytes == 0
         done = await service.store(service.session, 1, 2)
         assert set(done.states) == {StoreState.COMMITTED}
 

@@ -17,7 +17,7 @@ def test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does(monkeypat
     service = DeviceService()
 
     async def scenario() -> None:
-        loop, deadline_s = asyncio.get_running_loop(), service.controller.deadline_s
+        loop, deadline_s = asyncio.get_running_loop(), service.controller.parts.deadline_s
         for number in (1, 2, 4):
             await service.keep(number)
         service.forget_memory()

@@ -15,7 +15,7 @@ from kvstore_client.tails import longest_tail, superseded
 from kvstore.catalog import NOWHERE, Event
 from kvstore.chunk import layout_of, parse_header
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
-from kvstore.controller.fetching import parts_of
+from kvstore.controller.fetches import namespaces_of
 from kvstore.errors import InvalidRequest
 from kvstore.server.render import render_lookup, render_store
 from kvstore.spec import Durability, EventKind, Exactness, MissReason, StoreState
@@ -63,7 +63,7 @@ class Life:
         self.watch()
 
     def watch(self) -> None:
-        self.watcher = self.service.controller.catalog.spaces.events.watch(1 << 16, 64)
+        self.watcher = self.service.controller.parts.catalog.spaces.events.watch(1 << 16, 64)
 
     async def hear(self) -> None:
         while self.watcher._queue:
@@ -128,9 +128,9 @@ class Life:
         query = ChainQuery(self.service.model, prompt.digests)
         said = render_lookup(controller.lookup(query))
         prefix = min(said.hit_count * STEP, len(tokens))
-        parts = parts_of(controller.catalog, query)
+        parts = namespaces_of(controller.parts.catalog, query)
         tail = longest_tail(
-            prompt, prefix, said.hit_count, said, lambda names: controller.catalog.first_of(parts, names)
+            prompt, prefix, said.hit_count, said, lambda names: controller.parts.catalog.first_of(parts, names)
         )
         digests = [*prompt.digests[: said.hit_count], *([tail[1]] if tail else [])]
         found = prefix + (tail[0] if tail else 0)
@@ -150,14 +150,14 @@ class Life:
     async def restart(self) -> None:
         """What was not yet LOCAL may be there after a kill, or not; so may what was evicted: an eviction writes
         nothing, and a name means the same bytes for ever."""
-        table = self.service.controller.catalog.table
+        table = self.service.controller.parts.catalog.table
         written = {self.book.stops[table.digests[row]] for row in table.rows() if table.residencies[row] != NOWHERE}
         gone = len(self.book.safe - written)
         assert gone <= self.service.counters()["nvme_evicted_chunks"], "memory has them still; the device gave them up"
         self.book.safe &= written
         await self.service.restart(kill=bool(self.chance.random() < 0.5))
         self.watch()
-        index = self.service.controller.catalog.model(self.service.model).seen(None, Exactness.EXACT).index
+        index = self.service.controller.parts.catalog.model(self.service.model).seen(None, Exactness.EXACT).index
         here = {self.book.stops[digest] for digest in index}
         assert self.book.safe <= here, "nothing that was LOCAL and not evicted went"
         self.book.kept = here
@@ -203,8 +203,8 @@ def test_what_a_store_names_and_does_not_begin_with_stays_where_it_is() -> None:
         assert service.counters()["superseded_chunks"] == 1, "of five tokens beside one of eight"
         with pytest.raises(InvalidRequest, match="supersedes"):
             await life.store((6,) * 8, also=[b"?" * 32] * 4097)
-        for reservation_id in list(service.session.reservations):
-            await service.controller.abort(service.session, reservation_id)
+        for reservation in service.controller.reservations.of(service.session):
+            await service.controller.abort(service.session, reservation.reservation_id)
         for tokens in (beside, longer, full, below, (5,) * 8, (6,) * 8):
             await life.look(tokens)
             await life.look((*tokens, 0, 0))

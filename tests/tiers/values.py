@@ -49,18 +49,18 @@ class ValueService(DeviceService):
         return value
 
     def row(self, key: str = "k") -> int:
-        space = self.controller.catalog.model(self.model).namespace(None, self.of_key(key).exactness)
+        space = self.controller.parts.catalog.model(self.model).namespace(None, self.of_key(key).exactness)
         return space.index[Key.of(key).whole]
 
     def place_of(self, key: str = "k") -> tuple[str, int]:
         """The region file that holds a key's value, and where it begins."""
-        residency = self.controller.movement.residency.table.residencies[self.row(key)]
+        residency = self.controller.parts.movement.residency.table.residencies[self.row(key)]
         region, slot = self.nvme.regions.find(residency)
         return region.path.name, region.offset(slot)
 
     def evict(self, key: str = "k") -> None:
         """As the policies do for want of room."""
-        row, residency = self.row(key), self.controller.movement.residency
+        row, residency = self.row(key), self.controller.parts.movement.residency
         if residency.table.residencies[row] >= 0:
             residency._evict(row)
         if row in residency.table.arena:

@@ -29,7 +29,7 @@ from kvstore_client import ModelSpec
 from kvstore.arena import Arena
 from kvstore.chunk import ChunkHeader, layout_of, pack_header
 from kvstore.config import load
-from kvstore.controller import ChainQuery, Controller
+from kvstore.controller import ChainQuery, Controller, Parts
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import FaultPoints, SystemClock, SystemDisk, SystemMemory, SystemRandom, TenantKeys
@@ -168,11 +168,12 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     }  # fmt: skip
     settings = load(flags=flags).settings
     memory, faults, clock = SystemMemory(), FaultPoints(), SystemClock()
-    controller = Controller(
+    parts = Parts(
         arena=Arena(memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=1 << 20),
         policy=LeastRecentlyUsed(), limits=settings.limits, clock=clock, random=SystemRandom(), memory=memory,
         workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip
+    controller = Controller(parts)
     before = anonymous_bytes()
     started = time.perf_counter()
     await controller.attach(open_nvme(settings.tiers.nvme, SystemDisk(), clock, faults))
@@ -180,9 +181,9 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     started = time.perf_counter()
     controller.register_model(model())
     shown = time.perf_counter() - started
-    presence = controller.catalog.presence.mapping.bytes.size
+    presence = controller.presence().bytes.size
     after, peak = anonymous_bytes() + presence, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert len(controller.catalog.table) == count
+    assert len(parts.catalog.table) == count
     times = lookup_seconds(controller, count, lookup_count)
     started = time.perf_counter()
     await controller.detach()

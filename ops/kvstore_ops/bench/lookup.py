@@ -37,14 +37,14 @@ def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls
     from kvstore.spec import Exactness
 
     controller: Controller = _controller()
-    model = controller.catalog.register(spec)
+    model = controller.parts.catalog.register(spec)
     namespace = model.namespace(None, Exactness.EXACT)
     placement: Any = None
     parent = ROOT_DIGEST
     for digest in digests:
-        row = controller.catalog.row_of(namespace, digest, parent, spec.chunk_tokens)
-        controller.catalog.table.arena[row] = placement
-        controller.catalog.publish(row)
+        row = controller.parts.catalog.row_of(namespace, digest, parent, spec.chunk_tokens)
+        controller.parts.catalog.table.arena[row] = placement
+        controller.parts.catalog.publish(row)
         parent = digest
     assert controller.lookup(ChainQuery(model.fingerprint, digests)).hit_count == KEYS
     times = []
@@ -59,18 +59,19 @@ def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls
 def _controller() -> Any:
     from kvstore.arena import Arena
     from kvstore.config import load
-    from kvstore.controller import Controller
+    from kvstore.controller import Controller, Parts
     from kvstore.policy import LeastRecentlyUsed
     from kvstore.seams import FaultPoints, SystemClock, SystemRandom, TenantKeys
     from kvstore.simulated import BytearrayMemory, InlineWorkers
     from kvstore.telemetry import Counters
 
     memory, faults = BytearrayMemory(), FaultPoints()
-    return Controller(
+    parts = Parts(
         arena=Arena(memory, faults, capacity_bytes=1 << 20, region_bytes=1 << 20), policy=LeastRecentlyUsed(),
         limits=load().settings.limits, clock=SystemClock(), random=SystemRandom(), memory=memory,
         workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip
+    return Controller(parts)
 
 
 def run(scale: str) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 from kvstore.arena import Placement
 from kvstore.catalog import Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout
-from kvstore.controller.moving import Move
 from kvstore.controller.sessions import Session
+from kvstore.controller.stores.filling import Filling
+from kvstore.controller.stores.mover import Move
+from kvstore.controller.values import StoreResult
 from kvstore.errors import KVStoreError
 from kvstore.spec import StoreState
-
-if TYPE_CHECKING:
-    from kvstore.controller.joining import Filling
 
 
 @dataclass(eq=False)
@@ -40,7 +38,7 @@ class Entry:
     placement: Placement | None = None
     header: ChunkHeader | None = None
     filling: Filling | None = None
-    """Who reads it while it is written."""
+    """Set once somebody reads it while it is written."""
     claimed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """The strips that a fill has named: no other may."""
     filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
@@ -51,16 +49,19 @@ class Entry:
         byte_count = move.moved(rows)
         self.filled[move.first : move.stop] = True
         if self.filling is not None:
-            self.filling.moved()
+            self.filling.filled(self.filled)
         return byte_count
+
+    def tell_end(self) -> None:
+        """Wake the stores that wait for this chunk. Idempotent."""
+        if self.ended is not None and not self.ended.done():
+            self.ended.set_result(None)
 
 
 @dataclass(eq=False)
 class Reservation:
-    """A store in flight. ``busy`` counts fills whose bytes are moving: nothing is freed under them.
-
-    ``sessions`` write it together, ``shard_count`` commits publish it; it ends with the first session that goes.
-    """
+    """A store in flight. ``busy`` counts the movers' jobs that run: nothing is freed under them. ``sessions`` write it
+    together, and ``shard_count`` commits publish it. It ends with the first of its sessions that ends."""
 
     reservation_id: int
     sessions: list[Session]
@@ -82,3 +83,9 @@ class Reservation:
     @property
     def has_ended(self) -> bool:
         return self.ended.is_set()
+
+    @property
+    def result(self) -> StoreResult:
+        """What its writers are told before it is committed."""
+        states = tuple(entry.state for entry in self.entries)
+        return StoreResult(self.reservation_id, states, refusal=self.refusal, ticket=self.ticket)

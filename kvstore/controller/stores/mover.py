@@ -1,5 +1,5 @@
-"""The byte movers' job: staging to arena, checksummed. It touches only extents that a reservation owns. Staging is read
-once: the checksum is of the arena's copy."""
+"""The byte movers' job: copy strips from staging to the arena, and checksum them. A job touches only extents that its
+reservation owns. It reads staging once: the checksum is of the arena's copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.errors import Internal, KVStoreError
 from kvstore.seams.memory import Bytes
 
 JOB_BYTES = 8 << 20
-"""Large enough for what a job costs to be told of, small enough to share."""
+"""Large enough that handing a job over costs little beside it; small enough that movers share a chunk."""
 CHECKSUM_BYTES = 16
 MoveJob = tuple[StripRun, Bytes, Bytes]
 

@@ -1,16 +1,13 @@
-"""Tickets: a prefix that one process found and others may fetch. Its chunks stay until every reader came, or it
-expired: under a ticket the bytes come, or a typed error does."""
+"""Tickets: one process found a prefix, and others fetch it. The chunks stay until every reader came or the ticket
+expired. A fetch by a ticket gives all of its bytes or raises a typed error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.catalog import Catalog
-from kvstore.config import LimitSettings
+from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.seams import Clock, Random
-from kvstore.telemetry import Counters
 
 TICKET_BYTES = 16
 READER_COUNT_MAX = 1024
@@ -31,14 +28,10 @@ class Ticket:
 class Tickets:
     """The open tickets of one tenant. Any session of the tenant may redeem one: the id is its only right."""
 
-    def __init__(
-        self, catalog: Catalog, limits: LimitSettings, clock: Clock, random: Random, counters: Counters
-    ) -> None:
-        self._catalog = catalog
-        self._limits = limits
-        self._clock = clock
-        self._random = random
-        self._counters = counters
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._limits = parts.limits
+        self._clock = parts.clock
         self._open: dict[bytes, Ticket] = {}
         self.held_bytes = 0
 
@@ -61,12 +54,12 @@ class Tickets:
                 f"limits.ticket_bytes_max ({self._limits.ticket_bytes_max})"
             )
         expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
-        ticket = Ticket(self._random.bytes(TICKET_BYTES), query, rows, byte_count, readers, expires_s)
+        ticket = Ticket(self._parts.random.bytes(TICKET_BYTES), query, rows, byte_count, readers, expires_s)
         self._open[ticket.ticket_id] = ticket
         self.held_bytes += byte_count
         for row in rows:
-            self._catalog.table.hold(row)
-        self._counters.add("tickets_issued")
+            self._parts.catalog.table.hold(row)
+        self._parts.counters.add("tickets_issued")
         return ticket
 
     def query(self, ticket_id: bytes) -> ChainQuery:
@@ -80,10 +73,10 @@ class Tickets:
         return ticket.query
 
     def redeemed(self, ticket_id: bytes) -> None:
-        """One of its readers holds the chunks itself now. The last one ends the ticket; the others get their time
-        anew, for who came shows that they are on their way."""
+        """One reader holds the chunks itself now. The last reader ends the ticket. The others get their time anew: a
+        reader that came proves that the others will come."""
         ticket = self._open[ticket_id]
-        self._counters.add("tickets_redeemed")
+        self._parts.counters.add("tickets_redeemed")
         ticket.readers_left -= 1
         ticket.expires_s = self._clock.monotonic() + self._limits.ticket_age_s_max
         if not ticket.readers_left:
@@ -95,11 +88,11 @@ class Tickets:
         if ticket is not None:
             self.held_bytes -= ticket.byte_count
             for row in ticket.rows:
-                self._catalog.unhold(row)
+                self._parts.catalog.unhold(row)
 
     def expire(self) -> None:
-        """End what is past its time."""
+        """End the tickets whose time is over."""
         now_s = self._clock.monotonic()
         for ticket in [each for each in self._open.values() if each.expires_s <= now_s]:
-            self._counters.add("tickets_expired")
+            self._parts.counters.add("tickets_expired")
             self.release(ticket.ticket_id)

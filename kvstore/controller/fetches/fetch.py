@@ -1,0 +1,81 @@
+"""The stored prefix of a chain, under a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.catalog import Walk
+from kvstore.controller.fetches.lookup import namespaces_of, tails_after
+from kvstore.controller.fetches.tickets import Tickets
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.values import ChainQuery, FetchResult, Resident
+from kvstore.errors import DataLoss, Exhausted
+from kvstore.movement import Loading
+from kvstore.spec import MissReason, Tier
+
+
+class Fetches:
+    """Holds what is stored while its reader copies it, and has what memory lacks brought in."""
+
+    def __init__(self, parts: Parts, tickets: Tickets) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._movement = parts.movement
+        self._tickets = tickets
+
+    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...]) -> FetchResult:
+        """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
+        lost after all, Exhausted when memory has no room for it now."""
+        query = self._tickets.query(ticket_id)._replace(layers=layers)
+        result = self.fetch(session, query)
+        if result.hit_count == len(query.digests):
+            self._tickets.redeemed(ticket_id)
+            return result
+        self._parts.leases.release(session, [result.lease_id])
+        if result.reason in (MissReason.OVERLOADED, MissReason.UNAVAILABLE):
+            raise Exhausted(f"the ticket's chunks cannot be brought into memory now: {result.reason.name}")
+        raise DataLoss(f"a chunk of this ticket was lost: {result.reason.name}", reason=result.reason.name)
+
+    def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
+        """The stored prefix under a lease; movement brings in what memory lacks.
+
+        Raises Exhausted past limits.leased_bytes_max or lease_count_max.
+        """
+        spaces = namespaces_of(self._catalog, query)
+        walk = self._catalog.walk(spaces, query.digests)
+        self._parts.counters.add("fetch_calls")
+        chains, loadings, reason = self._bring_in(walk, frozenset(query.layers))
+        count = len(chains[0])
+        self._parts.counters.add("fetch_miss_chunks", len(query.digests) - count)
+        tails, lengths = tails_after(self._catalog, spaces, query, count)
+        if not count:
+            return FetchResult(0, 0, Tier.NONE, reason, (), tails, lengths)
+        chunks = tuple(self._residents(chains, loadings))
+        byte_count = sum(chunk.placement.byte_count for chunk in chunks)
+        lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
+        for chain in chains:
+            self._movement.used(chain)
+        self._parts.counters.add("fetch_hit_chunks", count)
+        self._parts.counters.add("fetch_bytes", lease.byte_count)
+        cold = any(chunk.loading for chunk in chunks)
+        return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails, lengths)
+
+    def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
+        """Have what is cold brought in. The chain ends before the first chunk that cannot be had now."""
+        if all(map(self._movement.are_in_memory, walk.chains)):
+            return walk.chains, {}, walk.reason
+        keep = frozenset(row for chain in walk.chains for row in chain)
+        order = [row for chunk in zip(*walk.chains, strict=True) for row in chunk]
+        found, reason = self._movement.bring(order, keep, layers)
+        whole = len(found) // len(walk.chains)
+        loadings = {row: loading for row, loading in zip(order, found, strict=False) if loading is not None}
+        return [chain[:whole] for chain in walk.chains], loadings, reason or walk.reason
+
+    def _residents(self, chains: list[list[int]], loadings: dict[int, Loading]) -> Iterator[Resident]:
+        table = self._catalog.table
+        for part, chain in enumerate(chains):
+            for index, row in enumerate(chain):
+                loading = loadings.get(row)
+                placement = loading.placement if loading else self._movement.placement(row)
+                yield Resident(index, part, table.token_counts[row], placement, loading)

@@ -1,0 +1,107 @@
+"""How far a chain is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
+from kvstore.controller.fetches.tickets import Tickets
+from kvstore.controller.parts import Parts
+from kvstore.controller.values import ChainQuery, LookupResult, Tail
+from kvstore.errors import InvalidRequest
+from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import Pauses
+
+STEP_CHUNKS = 4096
+"""How many of a chain's chunks, times their parts, are walked between two pauses."""
+
+
+def namespaces_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = False) -> list[Namespace]:
+    """The namespaces that a query's chunks must be in, one per part. Only a store makes those that are not there.
+    Raises InvalidRequest for an unknown model or layer; Exhausted past limits.namespace_count_max."""
+    model = catalog.model(query.fingerprint)
+    layers: list[int | None] = [] if query.hidden_only else [None]
+    layers.extend(query.hidden_layers)
+    if not layers:
+        raise InvalidRequest("hidden_only without hidden_layers asks for nothing")
+    if len(set(layers)) != len(layers):
+        raise InvalidRequest("hidden_layers names a layer twice")
+    of = model.namespace if for_store else model.seen
+    return [of(layer, query.exactness, query.provenance) for layer in layers]
+
+
+def tails_after(
+    catalog: Catalog, spaces: Sequence[Namespace], query: ChainQuery, hit_count: int
+) -> tuple[tuple[Tail, ...], int]:
+    """The partial chunks after the last hit, and the lengths of all where these are not all."""
+    parent = query.digests[hit_count - 1] if hit_count else ROOT_DIGEST
+    found, table = catalog.tails(spaces, parent), catalog.table
+    return tuple(Tail(table.token_counts[row], table.digests[row]) for row in found.rows), found.lengths
+
+
+class Lookups:
+    """Lookups of one tenant. They change nothing, but that a ticket holds what was found where one is asked for."""
+
+    def __init__(self, parts: Parts, tickets: Tickets) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._tickets = tickets
+
+    def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
+        """What is stored of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
+        spaces = namespaces_of(self._catalog, query)
+        walk = self._catalog.walk(spaces, query.digests)
+        self._parts.counters.add("lookup_hit_chunks", walk.hit_count)
+        self._parts.counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
+        tails, lengths = tails_after(self._catalog, spaces, query, walk.hit_count)
+        found = LookupResult(walk.hit_count, walk.runs, tails, lengths)
+        if not readers or not walk.hit_count:
+            return found
+        held = query._replace(digests=query.digests[: walk.hit_count])
+        rows = tuple(row for chain in walk.chains for row in chain)
+        ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
+        return found._replace(ticket=ticket.ticket_id, ticket_s=self._parts.limits.ticket_age_s_max)
+
+    async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
+        """As ``lookup``, whatever the chain's length."""
+        if len(query.digests) * (len(query.hidden_layers) + 1) <= STEP_CHUNKS:
+            return self.lookup(query, readers)
+        return await self.in_steps(query, readers, self._parts.long_work.begin())
+
+    async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
+        """As ``lookup``, of a chain that takes long to walk: others are answered in between. A chunk that leaves
+        meanwhile is a miss; one that comes may be."""
+        spaces = namespaces_of(self._catalog, query)
+        step = max(1, STEP_CHUNKS // len(spaces))
+        hits, absent = 0, []
+        for start in range(0, len(query.digests), step):
+            digests = query.digests[start : start + step]
+            if hits == start:
+                found = self._catalog.walk(spaces, digests).hit_count
+                hits, digests = hits + found, digests[found:]
+            absent += absent_runs(spaces, digests)
+            await pauses.between()
+        prefix = self.lookup(query._replace(digests=query.digests[:hits]), readers)
+        self._parts.counters.add("lookup_miss_chunks", len(query.digests) - hits)
+        return prefix._replace(runs=tuple(joined_runs((*prefix.runs, *absent))))
+
+    async def first_stored(self, query: ChainQuery, digests: Sequence[bytes], pauses: Pauses) -> int:
+        """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""
+        spaces = namespaces_of(self._catalog, query)
+        step = max(1, STEP_CHUNKS // len(spaces))
+        for start in range(0, len(digests), step):
+            found = self._catalog.first_of(spaces, digests[start : start + step])
+            if found:
+                return start + found
+            await pauses.between()
+        return 0
+
+    def stored(self, query: ChainQuery) -> list[list[int]]:
+        """The rows of the stored prefix, one chain per part of the query."""
+        return self._catalog.walk(namespaces_of(self._catalog, query), query.digests).chains
+
+    def _byte_count(self, walk: Walk) -> int:
+        table, numbered = self._catalog.table, self._catalog.spaces.numbered
+        alike = Counter((table.spaces[row], table.token_counts[row]) for chain in walk.chains for row in chain)
+        return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())

@@ -1,0 +1,69 @@
+"""What the rooms of one tenant's controller share, built in one place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvstore.arena import Arena
+from kvstore.catalog import Catalog, Namespace
+from kvstore.config import LimitSettings, PolicySettings
+from kvstore.controller.sessions import Leases
+from kvstore.keys import storage_key
+from kvstore.movement import Movement
+from kvstore.policy import EvictionPolicy
+from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
+from kvstore.telemetry import Counters
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """The fields are what a tenant's server gives: memory, seams, settings. The properties are made of them once, and
+    all rooms use the same."""
+
+    arena: Arena
+    policy: EvictionPolicy
+    limits: LimitSettings
+    clock: Clock
+    random: Random
+    memory: Memory
+    workers: Workers
+    keys: TenantKeys
+    faults: FaultPoints
+    counters: Counters
+    deadline_s: float = 10.0
+    """A call whose caller states no deadline is answered within this time."""
+    policies: PolicySettings = field(default_factory=PolicySettings)
+    is_write_through: bool = False
+    """A commit is answered when the device has the chunks."""
+
+    @cached_property
+    def ids(self) -> Iterator[int]:
+        """Of sessions, leases, reservations and staging. No id is used twice in a server's life."""
+        return itertools.count(1)
+
+    @cached_property
+    def long_work(self) -> LongWork:
+        return LongWork(self.clock)
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        return Catalog(self.limits.model_count_max, self.memory, self.limits.namespace_count_max)
+
+    @cached_property
+    def leases(self) -> Leases:
+        return Leases(self.catalog, self.limits, self.clock, self.counters, self.ids)
+
+    @cached_property
+    def movement(self) -> Movement:
+        return Movement(
+            arena=self.arena, catalog=self.catalog, policy=self.policy, keys=self.keys, clock=self.clock,
+            random=self.random, workers=self.workers, faults=self.faults, counters=self.counters,
+            policies=self.policies, revoke_stale=self.leases.revoke_stale,
+        )  # fmt: skip
+
+    def storage_key(self, space: Namespace, digest: bytes) -> bytes:
+        """What names this tenant's chunk in every tier below memory."""
+        return storage_key(self.keys.secret, space.fingerprint, space.provenance, space.exactness, digest)

@@ -1,0 +1,199 @@
+"""Reserve: who stores which chunk of a chain, and where it will lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.arena import Placement
+from kvstore.catalog import Namespace
+from kvstore.chunk import ChunkHeader
+from kvstore.chunk.checksum import Checksums
+from kvstore.controller.fetches import TICKET_BYTES, namespaces_of
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.stores.replacement import Replacement
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservations import Reservations
+from kvstore.controller.values import ReserveRequest, StoreResult
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.keys import ROOT_DIGEST
+from kvstore.spec import MissReason, StoreState
+
+SHARD_COUNT_MAX = 1024
+TAILS_BESIDE_MAX = 64
+"""Of how many chunks of a store its writer is told what partial chunks are beside them: at most 8 KiB each."""
+
+
+class Claims:
+    """Makes reservations."""
+
+    def __init__(self, parts: Parts, reservations: Reservations) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._movement = parts.movement
+        self._reservations = reservations
+        self._replacement = Replacement(parts)
+
+    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
+        chunk without its parent is of no use. Where only unwritten chunks could make room it waits for the device,
+        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or
+        limits.namespace_count_max."""
+        with self._reservations.claiming(session):
+            spaces = self._spaces(request)
+            if request.replaces:
+                await self._replacement.remove(spaces[0], request.replaces)
+            return await self._reserve(session, request, spaces)
+
+    def _spaces(self, request: ReserveRequest) -> list[Namespace]:
+        """The namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""
+        query = request.query
+        spec = self._catalog.model(query.fingerprint).spec
+        if not query.digests or len(request.token_digests) != len(query.digests):
+            raise InvalidRequest("a store names at least one chunk, and one token digest per chunk")
+        if not 1 <= request.shards <= SHARD_COUNT_MAX:
+            raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
+        if not 0 <= request.tail_token_count < spec.chunk_tokens:
+            raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
+        return namespaces_of(self._catalog, query, for_store=True)
+
+    async def _reserve(self, session: Session, request: ReserveRequest, spaces: list[Namespace]) -> StoreResult:
+        """The reservation is known only once all of it is claimed: before that nobody can fill, end or join it."""
+        reservation = Reservation(
+            next(self._parts.ids),
+            [session],
+            [],
+            len(spaces),
+            self._parts.clock.monotonic(),
+            fingerprint=request.query.fingerprint,
+            shard_count=request.shards,
+            ticket=self._parts.random.bytes(TICKET_BYTES),
+        )
+        try:
+            await self._claim_all(reservation, request, spaces)
+            headers = [entry.header for entry in reservation.entries if entry.header is not None]
+            await self._replacement.supersede(spaces[0], request.replaces or (), headers)
+            _check_open(session)
+        except BaseException:
+            self._reservations.end(reservation)
+            raise
+        self._reservations.add(reservation)
+        beside = islice(_tails_beside(reservation, self._catalog.table.token_counts), TAILS_BESIDE_MAX)
+        return replace(reservation.result, tail_lengths=tuple(beside))
+
+    async def _claim_all(self, reservation: Reservation, request: ReserveRequest, spaces: list[Namespace]) -> None:
+        digests = request.query.digests
+        wanted = set(digests)
+        found = [space.index[digest] for space in spaces for digest in digests if digest in space.index]
+        await self._movement.prove(found, self._parts.policies.demotion_wait_s)
+        _check_open(reservation.sessions[0])
+        keep = frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index)
+        pauses = self._parts.long_work.begin()
+        for index, digest in enumerate(digests):
+            parent = digests[index - 1] if index else ROOT_DIGEST
+            last = index == len(digests) - 1
+            tokens = request.tail_token_count if last and request.tail_token_count else spaces[0].spec.chunk_tokens
+            for space in spaces:
+                await pauses.between()
+                _check_open(reservation.sessions[0])
+                entry = Entry(space, digest, parent, StoreState.REFUSED)
+                reservation.entries.append(entry)
+                if not reservation.refusal:
+                    position = request.first_position + index * space.spec.chunk_tokens
+                    await self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
+
+    async def _claim(
+        self, reservation: Reservation, entry: Entry, token_count: int, position: int, token_digest: bytes,
+        keep: frozenset[int],
+    ) -> None:  # fmt: skip
+        space = entry.namespace
+        layout = space.layout(token_count)
+        placement: Placement | None = None
+        while not self._is_elsewhere(entry):
+            is_waiting = self._may_wait(reservation)
+            placement = self._movement.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
+            if placement is not None or not is_waiting:
+                break
+            await self._movement.progress(self._parts.policies.demotion_wait_s)
+            _check_open(reservation.sessions[0])
+        if entry.state is not StoreState.REFUSED:
+            return
+        if placement is None:
+            reservation.refusal = (
+                "no room: what is left is leased, held or being stored; raise arena.capacity_bytes "
+                f"({self._parts.arena.capacity_bytes})"
+            )
+            self._catalog.depart(space, entry.digest, MissReason.OVERLOADED)
+            self._parts.counters.add("store_refused_chunks")
+            return
+        self._reservations.reserved_bytes += placement.byte_count
+        entry.state, entry.layout, entry.placement = StoreState.WANTED, layout, placement
+        entry.ended = asyncio.get_running_loop().create_future()
+        entry.claimed, entry.filled = np.zeros((2, layout.strip_count), np.bool_)
+        entry.header = self._header(entry, token_count, position, token_digest, layout.strip_count)
+        self._catalog.claim(space, entry.digest, entry)
+
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        """Whether the chunk is resident (then it is kept until the reservation ends) or another's store in flight."""
+        space = entry.namespace
+        entry.held = space.index.get(entry.digest)
+        if entry.held is not None:
+            self._catalog.table.hold(entry.held)
+            entry.state = StoreState.PRESENT
+            return True
+        other = space.pending.get(entry.digest)
+        if isinstance(other, Entry):
+            entry.state, entry.ended = StoreState.PENDING, other.ended
+            return True
+        return False
+
+    def _may_wait(self, reservation: Reservation) -> bool:
+        """Whether the device may soon have taken what is in the way."""
+        waited_s = self._parts.clock.monotonic() - reservation.born_s
+        return self._movement.is_making_room and waited_s < self._parts.policies.demotion_wait_s
+
+    def _header(
+        self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int
+    ) -> ChunkHeader:
+        space = entry.namespace
+        checksums: Checksums = np.zeros((strip_count, 16), np.uint8)
+        return ChunkHeader(
+            kind=space.kind,
+            e_layer=-1 if space.layer is None else space.layer,
+            provenance=space.provenance,
+            exactness=space.exactness,
+            token_count=token_count,
+            namespace=space.fingerprint,
+            fingerprint=space.fingerprint,
+            storage_key=self._parts.storage_key(space, entry.digest),
+            parent=entry.parent,
+            chain_digest=entry.digest,
+            token_digest=token_digest,
+            tenant_digest=self._parts.keys.digest,
+            first_position=position,
+            rope_digest=blake3(repr(space.spec.rope).encode()).digest(16),
+            write_id=self._parts.random.bytes(16),
+            checksums=checksums,
+        )
+
+
+def _check_open(session: Session) -> None:
+    """A session may end while its call waits. Nobody could give back what it would claim after that."""
+    if not session.is_open:
+        raise Unavailable("the session ended while its store was being reserved")
+
+
+def _tails_beside(reservation: Reservation, token_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The wanted chunks that have partial chunks beside them: each one's place in the chain, and which lengths the
+    partial chunks have."""
+    entries = reservation.entries[:: reservation.part_count]
+    for index, entry in enumerate(entries):
+        tails = entry.namespace.tails
+        if entry.state is StoreState.WANTED and entry.parent in tails:
+            yield index, tails.bits(entry.parent, token_counts)

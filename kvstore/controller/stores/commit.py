@@ -1,0 +1,165 @@
+"""What is whole becomes visible."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.chunk import pack_header, write_mark
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.stores.fill import Fills
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservations import Reservations
+from kvstore.controller.values import Fill, StoreResult
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.keys import ROOT_DIGEST
+from kvstore.spec import Durability, StoreState
+
+SUPERSEDES_MAX = 4096
+"""How many partial chunks one store may put behind all others."""
+
+
+class Commits:
+    """Publishes the chunks of reservations, and ends them."""
+
+    def __init__(self, parts: Parts, reservations: Reservations, fills: Fills) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._movement = parts.movement
+        self._reservations = reservations
+        self._fills = fills
+
+    async def commit(
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
+        supersedes: Sequence[bytes] = (),
+    ) -> StoreResult:  # fmt: skip
+        """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
+        there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most the
+        deadline. Of several shards the last one publishes; the others wait for it. ``supersedes``: digests of partial
+        chunks that chunks of this store begin with."""
+        reservation = self._reservations.find(session, reservation_id)
+        if len(reservation.supersedes) + len(supersedes) > SUPERSEDES_MAX:
+            raise InvalidRequest(f"supersedes: more than {SUPERSEDES_MAX} digests in one store")
+        if not 0 <= shard < reservation.shard_count:
+            raise InvalidRequest(f"shard {shard} of a store with {reservation.shard_count}")
+        self._fills.start(session, reservation, fills)
+        reservation.supersedes += supersedes
+        if reservation.shard_count > 1 and not await self._is_last(reservation, shard):
+            return self._outcome(reservation)
+        try:
+            await self._publish_all(reservation)
+        finally:
+            reservation.is_publishing = False  # where this was cancelled, a commit that comes again goes on
+        return self._outcome(reservation)
+
+    async def _publish_all(self, reservation: Reservation) -> None:
+        others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
+        for entry in reservation.entries:
+            if entry.state is StoreState.PENDING and others:
+                await asyncio.wait(others, timeout=self._parts.deadline_s / 2)  # the caller's own deadline is no longer
+                others = set()
+            if entry.moving:
+                await asyncio.wait(entry.moving, timeout=self._parts.deadline_s)
+            if reservation.has_ended:
+                raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it was committed")
+            self._parts.faults.reach("store.commit")
+            if entry.state is StoreState.WANTED:
+                self._publish(entry)
+            if entry.state is StoreState.WANTED and not entry.moving:
+                reservation.refusal = reservation.refusal or _missing(entry)
+        await self._reservations.idle(reservation)
+        self._supersede(reservation)
+        self._reservations.end(reservation)
+
+    def _supersede(self, reservation: Reservation) -> None:
+        """Partial chunks that chunks of this store begin with leave before others. Only shorter ones beside a chunk
+        that was committed here do: a writer that names any other chunk changes nothing."""
+        if not reservation.supersedes:
+            return
+        for space in {entry.namespace for entry in reservation.entries}:
+            beside = {
+                entry.parent: entry.header.token_count
+                for entry in reservation.entries
+                if entry.namespace is space and entry.state is StoreState.COMMITTED and entry.header is not None
+            }
+            for digest in reservation.supersedes:
+                row = space.index.get(digest)
+                if row is not None and self._catalog.is_tail_of(row, beside):
+                    self._movement.superseded(row)
+
+    async def _is_last(self, reservation: Reservation, shard: int) -> bool:
+        """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
+        await self._reservations.idle(reservation)
+        if reservation.has_ended:
+            return False
+        reservation.committed.add(shard)
+        if len(reservation.committed) == reservation.shard_count and not reservation.is_publishing:
+            reservation.is_publishing = True
+            return True
+        try:
+            await asyncio.wait_for(
+                reservation.ended.wait(), self._parts.limits.reservation_age_s_max + self._parts.deadline_s
+            )
+        except TimeoutError:
+            raise DeadlineExceeded("the other shards did not commit: look at their writers") from None
+        return False
+
+    def _publish(self, entry: Entry) -> None:
+        space = entry.namespace
+        if not entry.filled.all() or (entry.parent != ROOT_DIGEST and entry.parent not in space.index):
+            return
+        assert entry.layout is not None
+        assert entry.placement is not None
+        assert entry.header is not None
+        packed = pack_header(entry.header, entry.layout)
+        np.copyto(entry.placement.pieces[0], np.frombuffer(packed, np.uint8))
+        row = self._catalog.row_of(space, entry.digest, entry.parent, entry.header.token_count)
+        del space.pending[entry.digest]
+        self._reservations.reserved_bytes -= entry.placement.byte_count
+        self._parts.counters.add("store_committed_chunks")
+        self._parts.counters.add("store_committed_bytes", entry.placement.byte_count)
+        self._movement.stored(row, entry.placement, write_mark(entry.header.write_id))
+        entry.state, entry.placement = StoreState.COMMITTED, None
+        self._catalog.table.hold(row)
+        entry.held = row
+        if entry.filling is not None:
+            entry.filling.committed(self._parts.leases, row)
+        entry.tell_end()  # a store that waits for this chunk need not wait for the others
+        self._movement.write_down(row)
+
+    def _outcome(self, reservation: Reservation) -> StoreResult:
+        """What the catalog holds now, whatever this store intended."""
+        for entry in reservation.entries:
+            here = entry.digest in entry.namespace.index
+            if entry.state is StoreState.PENDING:
+                entry.state = StoreState.PRESENT if here else StoreState.ABORTED
+        count = 0
+        for start in range(0, len(reservation.entries), reservation.part_count):
+            chunk = reservation.entries[start : start + reservation.part_count]
+            if not all(entry.digest in entry.namespace.index for entry in chunk):
+                break
+            count += 1
+        spaces = [entry.namespace for entry in reservation.entries[: reservation.part_count]]
+        rows: list[int] = []
+        for number, space in enumerate(spaces):
+            chain = [
+                space.index[entry.digest] for entry in reservation.entries[number :: reservation.part_count][:count]
+            ]
+            self._movement.used(chain)
+            rows += chain
+        states = tuple(entry.state for entry in reservation.entries)
+        level = Durability.MEMORY if count else Durability.NONE
+        return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal, tuple(rows))
+
+
+def _missing(entry: Entry) -> str:
+    """Why a chunk is not published though no move of it runs any more."""
+    if entry.failure is not None:
+        return f"copying from staging failed: {entry.failure.message}"
+    missing = int(entry.filled.size - np.count_nonzero(entry.filled))
+    if missing:
+        return f"{missing} of {entry.filled.size} strips of a chunk were never written: put every layer and head of it"
+    return "the chunk before it is not stored any more"

@@ -1,0 +1,104 @@
+"""Strips on their way from staging into their chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.stores.mover import Move, MoveJob, move, moves_of
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.stores.reservations import Reservations
+from kvstore.controller.values import Fill
+from kvstore.errors import InvalidRequest
+from kvstore.seams.jobs import begun, failure_of
+from kvstore.spec import StoreState
+
+BATCH_COUNT = 64
+"""Fills whose moves are begun at once."""
+
+
+class Fills:
+    """Has byte movers fill reservations."""
+
+    def __init__(self, parts: Parts, reservations: Reservations) -> None:
+        self._parts = parts
+        self._reservations = reservations
+
+    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+        """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
+        reservation's, lies outside its staging, or was filled before."""
+        reservation = self._reservations.find(session, reservation_id)
+        self.start(session, reservation, fills)
+        await self._reservations.idle(reservation)
+        for entry in reservation.entries:
+            if entry.failure is not None:
+                raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
+
+    async def begin(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
+        """Start the moves of a long list; others are answered in between. Returns the last of it, which the ``fill`` or
+        ``commit`` that follows takes along. Raises what ``fill`` raises; what was begun before counts."""
+        pauses = self._parts.long_work.begin()
+        batch: list[Fill] = []
+        for each in fills:
+            if len(batch) == BATCH_COUNT:
+                self.start(session, self._reservations.find(session, reservation_id), batch)
+                await pauses.between()
+                batch = []
+            batch.append(each)
+        return batch
+
+    def start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
+        """Have the bytes moved, without waiting for them. A move that has started is finished even if its caller is
+        gone: until then the memory is in use. Once the first job has begun nothing raises: a job that the movers refuse
+        has failed, and the caller hears of it when the others have ended."""
+        jobs: list[tuple[Entry, Move, MoveJob]] = []
+        claimed: list[tuple[Entry, int, int]] = []
+        try:
+            for each in fills:
+                jobs += [(entry, one, one.job) for entry, one in self._moves(session, reservation, each, claimed)]
+        except BaseException:
+            for entry, first, count in claimed:
+                entry.claimed[first : first + count] = False
+            raise
+        for entry, each_move, arguments in jobs:
+            job = asyncio.wrap_future(begun(self._parts.workers, move, *arguments))
+            entry.moving.add(job)
+            reservation.busy += 1
+            reservation.idle.clear()
+            job.add_done_callback(partial(self._moved, reservation, entry, each_move))
+
+    def _moved(self, reservation: Reservation, entry: Entry, each_move: Move, job: asyncio.Future[bytes]) -> None:
+        entry.moving.discard(job)
+        failure = failure_of(job) or each_move.wrong(job.result())
+        if failure is not None:
+            entry.failure = failure
+        else:
+            self._parts.counters.add("store_verified_bytes", entry.moved(each_move, job.result()))
+        reservation.busy -= 1
+        if not reservation.busy:
+            self._parts.faults.reach("store.filled")
+            reservation.idle.set()
+
+    def _moves(
+        self, session: Session, reservation: Reservation, fill: Fill, claimed: list[tuple[Entry, int, int]]
+    ) -> list[tuple[Entry, Move]]:
+        if not 0 <= fill.chunk < len(reservation.entries):
+            raise InvalidRequest(f"the reservation has no chunk {fill.chunk}")
+        entry = reservation.entries[fill.chunk]
+        layout, placement, header = entry.layout, entry.placement, entry.header
+        if entry.state is not StoreState.WANTED or layout is None or placement is None or header is None:
+            raise InvalidRequest(f"chunk {fill.chunk} of the reservation is {entry.state.name}, it takes no bytes")
+        stop = fill.strip_first + fill.strip_count
+        if fill.strip_first < 0 or fill.strip_count < 1 or stop > layout.strip_count:
+            raise InvalidRequest(f"strips {fill.strip_first}..{stop} of a chunk of {layout.strip_count}")
+        if entry.claimed[fill.strip_first : stop].any():
+            raise InvalidRequest(f"strips {fill.strip_first}..{stop} were filled before")
+        base = int(layout.strip_offsets[fill.strip_first])
+        end = int(layout.strip_offsets[stop - 1]) + int(layout.strip_lengths[stop - 1])
+        source = session.staging(fill.staging_id).run(fill.staging_offset, end - base)
+        entry.claimed[fill.strip_first : stop] = True
+        claimed.append((entry, fill.strip_first, fill.strip_count))
+        return [(entry, each) for each in moves_of(layout, header, placement, fill.strip_first, stop, source)]

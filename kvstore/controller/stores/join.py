@@ -1,0 +1,107 @@
+"""Fetches of a store in flight: its layers as they are filled, provisional until it is committed."""
+
+from __future__ import annotations
+
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.stores.filling import Filling
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.values import FetchResult, Resident
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.movement import Loading
+from kvstore.spec import MissReason, StoreState, Tier
+
+
+class Joins:
+    """Fetches by the ticket of a store."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._movement = parts.movement
+
+    def fetch(
+        self, session: Session, reservation: Reservation, layers: frozenset[int], hidden_layers: tuple[int, ...]
+    ) -> FetchResult:
+        """The chunks of a store in flight, and those that were there before, under a lease: its KV part, and the hidden
+        layers that are named. Raises InvalidRequest for one that it does not store; Exhausted where what is cold finds
+        no room."""
+        places = _places(reservation, hidden_layers)
+        every = [
+            reservation.entries[start + place]
+            for start in range(0, len(reservation.entries), reservation.part_count)
+            for place in places
+        ]
+        for entry in every:
+            self._hold_if_stored(entry)
+        count = self._chunk_count(every, len(places))
+        entries = every[: count * len(places)]
+        rows = [entry.held for entry in entries if entry.held is not None]
+        found, reason = self._movement.bring(rows, frozenset(rows), layers)
+        if len(found) < len(rows):
+            raise Exhausted(f"the chunks this store continues cannot be brought into memory now: {reason.name}")
+        loadings = dict(zip(rows, found, strict=True))
+        chunks: list[Resident] = []
+        fillings: list[Filling] = []
+        for number, entry in enumerate(entries):
+            index, part = divmod(number, len(places))
+            chunks.append(self._resident(entry, index, part, loadings, fillings))
+        chunks.sort(key=lambda chunk: (chunk.part, chunk.chain_index))
+        lease = self._parts.leases.grant(session, tuple(rows), sum(chunk.placement.byte_count for chunk in chunks))
+        for filling in fillings:
+            filling.leases.append(lease)
+        self._parts.counters.add("fetch_joined_stores")
+        return FetchResult(
+            lease.lease_id, count, Tier.DRAM, MissReason.NONE, tuple(chunks), (), is_joined=bool(fillings)
+        )
+
+    def _hold_if_stored(self, entry: Entry) -> None:
+        """What another store was writing may be there by now."""
+        row = entry.namespace.index.get(entry.digest)
+        if entry.state is StoreState.PENDING and entry.held is None and row is not None:
+            self._catalog.table.hold(row)
+            entry.held, entry.state = row, StoreState.PRESENT
+
+    def _chunk_count(self, entries: list[Entry], part_count: int) -> int:
+        """How many leading chunks are there or being written."""
+        for start in range(0, len(entries), part_count):
+            if not all(self._source(entry) for entry in entries[start : start + part_count]):
+                return start // part_count
+        return len(entries) // part_count
+
+    def _source(self, entry: Entry) -> Entry | None:
+        """The entry of the chunk's writer; None when nobody writes or wrote it."""
+        if entry.state is StoreState.PENDING:
+            other = entry.namespace.pending.get(entry.digest)
+            return other if isinstance(other, Entry) else None
+        return entry if entry.state in (StoreState.WANTED, StoreState.PRESENT, StoreState.COMMITTED) else None
+
+    def _resident(
+        self, entry: Entry, index: int, part: int, loadings: dict[int, Loading | None], fillings: list[Filling]
+    ) -> Resident:
+        table = self._catalog.table
+        if entry.held is not None:
+            loading = loadings[entry.held]
+            placement = loading.placement if loading else self._movement.placement(entry.held)
+            return Resident(index, part, table.token_counts[entry.held], placement, loading)
+        writer = self._source(entry)
+        assert writer is not None
+        assert writer.placement is not None
+        assert writer.layout is not None
+        assert writer.header is not None
+        if writer.filling is None:
+            writer.filling = Filling(writer.layout, writer.header, writer.placement)
+            writer.filling.write_header()
+            writer.filling.filled(writer.filled)
+        fillings.append(writer.filling)
+        return Resident(index, part, writer.layout.token_count, writer.placement, writer.filling)
+
+
+def _places(reservation: Reservation, hidden_layers: tuple[int, ...]) -> list[int]:
+    """Where among a chunk's entries the wanted parts are: the KV first, then the hidden layers in the order asked
+    for. Raises InvalidRequest for one that the store does not have."""
+    layers = [entry.namespace.layer for entry in reservation.entries[: reservation.part_count]]
+    missing = [layer for layer in (None, *hidden_layers) if layer not in layers]
+    if missing:
+        raise InvalidRequest(f"this store has no {'KV' if missing[0] is None else f'hidden layer {missing[0]}'}")
+    return [layers.index(layer) for layer in (None, *hidden_layers)]

@@ -1,0 +1,155 @@
+"""All stores in flight, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvstore.controller.parts import Parts
+from kvstore.controller.sessions import Session
+from kvstore.controller.stores.reservation import Entry, Reservation
+from kvstore.controller.values import StoreResult
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from kvstore.spec import StoreState
+
+
+class Reservations:
+    """The stores in flight of one tenant, by session and by ticket."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._of: dict[Session, dict[int, Reservation]] = {}
+        self._by_ticket: dict[bytes, Reservation] = {}
+        self._claiming: Counter[Session] = Counter()
+        self.reserved_bytes = 0
+        """Room of chunks that are being stored."""
+
+    def of(self, session: Session) -> list[Reservation]:
+        """The stores that a session writes, alone or with others."""
+        return list(self._of.get(session, {}).values())
+
+    def are_moving(self, session: Session) -> bool:
+        """Whether byte movers may still read the session's staging."""
+        return any(each.busy for each in self.of(session))
+
+    def find(self, session: Session, reservation_id: int) -> Reservation:
+        """Raises InvalidRequest for a store that this session does not write."""
+        try:
+            return self._of[session][reservation_id]
+        except KeyError:
+            raise InvalidRequest(
+                f"this session has no reservation {reservation_id}: it ended, was aborted for its age "
+                "(limits.reservation_age_s_max), or another of its writers aborted it or went"
+            ) from None
+
+    def by_ticket(self, ticket: bytes) -> Reservation | None:
+        """The store in flight that a ticket names."""
+        return self._by_ticket.get(ticket)
+
+    # ------------------------------------------------------------ begin
+
+    @contextmanager
+    def claiming(self, session: Session) -> Iterator[None]:
+        """Count a reservation while it is being made. Raises Exhausted past limits.reservation_count_max."""
+        self._check_count(session)
+        self._claiming[session] += 1
+        try:
+            yield
+        finally:
+            self._claiming[session] -= 1
+            if not self._claiming[session]:
+                del self._claiming[session]
+
+    def add(self, reservation: Reservation) -> None:
+        """All of it is claimed: from now on it can be filled, joined and ended."""
+        for session in reservation.sessions:
+            self._of.setdefault(session, {})[reservation.reservation_id] = reservation
+        self._by_ticket[reservation.ticket] = reservation
+        self._parts.counters.add("store_reservations")
+
+    def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
+        """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
+        model; Exhausted past limits.reservation_count_max."""
+        reservation = self.by_ticket(ticket)
+        if reservation is None:
+            raise InvalidRequest(
+                "this store was committed or aborted, or one of its writers went: the caches of all shards are dropped"
+            )
+        if fingerprint != reservation.fingerprint:
+            raise InvalidRequest(
+                "this writer's spec differs from the one that the store was started with: compare them"
+            )
+        if session not in reservation.sessions:
+            self._check_count(session)
+            reservation.sessions.append(session)
+            self._of.setdefault(session, {})[reservation.reservation_id] = reservation
+        return reservation.result
+
+    def _check_count(self, session: Session) -> None:
+        count = len(self._of.get(session, ())) + self._claiming[session]
+        if count >= self._parts.limits.reservation_count_max:
+            raise Exhausted(f"this session holds {count} reservations: raise limits.reservation_count_max")
+
+    # ------------------------------------------------------------ end
+
+    async def abort(self, session: Session, reservation_id: int) -> None:
+        """Drop a reservation. Unknown ids are fine: it ended before."""
+        reservation = self._of.get(session, {}).get(reservation_id)
+        if reservation is not None:
+            self._parts.counters.add("store_aborted_reservations")
+            await self.abandon(reservation)
+
+    async def expire(self) -> None:
+        """Abort reservations older than limits.reservation_age_s_max."""
+        born_before = self._parts.clock.monotonic() - self._parts.limits.reservation_age_s_max
+        for reservation in [each for of in self._of.values() for each in of.values()]:
+            if reservation.born_s <= born_before and not reservation.busy and not reservation.has_ended:
+                self._parts.counters.add("store_expired_reservations")
+                await self.abandon(reservation)
+
+    async def abandon(self, reservation: Reservation) -> None:
+        """End a reservation once no byte mover works for it. Raises DeadlineExceeded when one does not end."""
+        await self.idle(reservation)
+        self.end(reservation)
+
+    async def idle(self, reservation: Reservation) -> None:
+        """Wait until no byte mover works for a store. Their jobs are finite copies in memory, which end without outside
+        help. Raises DeadlineExceeded when one does not."""
+        while reservation.busy:
+            try:
+                await asyncio.wait_for(reservation.idle.wait(), self._parts.deadline_s)
+            except TimeoutError:
+                raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
+
+    def end(self, reservation: Reservation) -> None:
+        """Free what was not committed, and wake who waited."""
+        assert not reservation.busy, "byte movers still write to it"
+        reservation.ended.set()
+        self._by_ticket.pop(reservation.ticket, None)
+        for session in reservation.sessions:
+            of = self._of.get(session, {})
+            of.pop(reservation.reservation_id, None)
+            if not of:
+                self._of.pop(session, None)
+        for entry in reservation.entries:
+            if entry.held is not None:
+                self._catalog.unhold(entry.held)
+                entry.held = None
+            if entry.placement is not None:
+                self._drop(entry)
+            if entry.state in (StoreState.COMMITTED, StoreState.ABORTED):
+                entry.tell_end()
+
+    def _drop(self, entry: Entry) -> None:
+        """Give back the room of a chunk that was not committed."""
+        assert entry.placement is not None
+        self._catalog.unclaim(entry.namespace, entry.digest)
+        self.reserved_bytes -= entry.placement.byte_count
+        if entry.filling is not None:
+            entry.filling.aborted()
+        self._parts.arena.free(entry.placement)
+        entry.placement = None
+        entry.state = StoreState.ABORTED
