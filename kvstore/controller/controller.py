@@ -27,7 +27,7 @@ from kvstore.controller.values import (
     StoreResult,
 )
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
-from kvstore.seams import Mapping, Pauses
+from kvstore.seams import Deadline, Mapping, Pauses
 from kvstore.spec import Durability, ModelSpec
 from kvstore.tiers.nvme import NvmeTier
 
@@ -99,9 +99,10 @@ class Controller:
         for watcher in list(session.watchers):
             self.unwatch(session, watcher)
         self.parts.leases.release(session, self.parts.leases.of(session))
+        deadline = self.deadline()
         for reservation in self.reservations.of(session):
             try:
-                await self.reservations.abandon(reservation)
+                await self.reservations.abandon(reservation, deadline)
                 self.parts.counters.add("store_aborted_reservations")
             except DeadlineExceeded as error:  # its memory, and the session's staging, are its movers' still
                 _log.error("a store of an ended session stays", extra={"reason": error.message})
@@ -165,6 +166,11 @@ class Controller:
         """Of one request."""
         return self.parts.limits.token_count_max
 
+    def deadline(self, remaining_s: float | None = None) -> Deadline:
+        """Of a request that comes now, for all that it waits for. ``remaining_s``: how long its caller waits, if it
+        says so; controller.deadline_s is the most. The methods below take a deadline from now where none is given."""
+        return self.parts.deadline(remaining_s)
+
     def begin_long_work(self) -> Pauses:
         """For work on a long list: others are answered between its items."""
         return self.parts.long_work.begin()
@@ -213,13 +219,10 @@ class Controller:
             return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
         return self.fetches.redeem(session, ticket_id, layers)
 
-    def arrivals(self, result: FetchResult, timeout_s: float | None) -> AsyncIterator[list[Arrival]]:
-        """What lands of a fetch's chunks, at most ``timeout_s`` seconds (None: controller.deadline_s; as long as a
-        store may take where one is joined)."""
-        most_s = self.parts.deadline_s
-        if result.is_joined:
-            most_s += self.parts.limits.reservation_age_s_max
-        return arrivals_of(result, min(timeout_s or most_s, most_s))
+    def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
+        """What lands of a fetch's chunks until the deadline; where a store is joined, as long as that may take."""
+        until = deadline or self.deadline()
+        return arrivals_of(result, until.later(self.parts.limits.reservation_age_s_max) if result.is_joined else until)
 
     def watch(self, session: Session, tenant: str) -> Watcher:
         """Events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another tenant's
@@ -257,12 +260,12 @@ class Controller:
         """End a ticket. Unknown ones are fine: they ended before."""
         self.tickets.release(ticket)
 
-    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
+    async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline | None = None) -> StoreResult:
         """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
-        return await self.claims.reserve(session, request)
+        return await self.claims.reserve(session, request, deadline or self.deadline())
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
         """Write some shards of a store that another session began."""
@@ -272,19 +275,22 @@ class Controller:
         """Start the moves of a long list. Returns the last of it, for the ``fill`` or ``commit`` that follows."""
         return await self.fills.begin(session, reservation_id, fills)
 
-    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+    async def fill(
+        self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline | None = None
+    ) -> None:
         """Copy strips from staging into their chunks."""
-        await self.fills.fill(session, reservation_id, fills)
+        await self.fills.fill(session, reservation_id, fills, deadline or self.deadline())
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
-        supersedes: Sequence[bytes] = (),
+        supersedes: Sequence[bytes] = (), deadline: Deadline | None = None,
     ) -> StoreResult:  # fmt: skip
         """Publish what is whole of a store, and end it. Where writes go through, wait for the device too."""
-        result = await self.commits.commit(session, reservation_id, fills, shard, supersedes)
+        until = deadline or self.deadline()
+        result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
             return result
-        level, reason, _ = await self.parts.movement.settle(result.rows, self.parts.deadline_s)
+        level, reason, _ = await self.parts.movement.settle(result.rows, until.left_s)
         return replace(result, durability=level, refusal=result.refusal or reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float) -> Settled:
@@ -298,9 +304,9 @@ class Controller:
         level, reason, is_settled = await self.parts.movement.settle(rows, timeout_s)
         return Settled(len(chains[0]), level, reason, is_settled)
 
-    async def abort(self, session: Session, reservation_id: int) -> None:
+    async def abort(self, session: Session, reservation_id: int, deadline: Deadline | None = None) -> None:
         """Drop a reservation. Unknown ids are fine: it ended before."""
-        await self.reservations.abort(session, reservation_id)
+        await self.reservations.abort(session, reservation_id, deadline or self.deadline())
 
     def _check(self, *queries: ChainQuery) -> None:
         """Raises Exhausted past limits.token_count_max. The last chunk of a chain may be short: it counts as one token
@@ -355,7 +361,7 @@ class Controller:
         """End what is past its time, and try again what the device refused, for ever."""
         while True:
             await self.parts.clock.sleep(interval_s)
-            await self.reservations.expire()
+            self.reservations.expire()
             for session in [each for each in self._leaving if not self.reservations.are_moving(each)]:
                 await self.close_session(session)
             self.tickets.expire()

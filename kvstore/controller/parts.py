@@ -14,7 +14,7 @@ from kvstore.controller.sessions import Leases
 from kvstore.keys import storage_key
 from kvstore.movement import Movement
 from kvstore.policy import EvictionPolicy
-from kvstore.seams import Clock, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
+from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.telemetry import Counters
 
 
@@ -34,7 +34,7 @@ class Parts:
     faults: FaultPoints
     counters: Counters
     deadline_s: float = 10.0
-    """A call whose caller states no deadline is answered within this time."""
+    """No call waits longer than this, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
     is_write_through: bool = False
     """A commit is answered when the device has the chunks."""
@@ -63,6 +63,10 @@ class Parts:
             random=self.random, workers=self.workers, faults=self.faults, counters=self.counters,
             policies=self.policies, revoke_stale=self.leases.revoke_stale,
         )  # fmt: skip
+
+    def deadline(self, remaining_s: float | None = None) -> Deadline:
+        """Of a call that begins now and whose caller waits ``remaining_s``, or says nothing of it."""
+        return Deadline.of(self.clock, remaining_s, self.deadline_s)
 
     def storage_key(self, space: Namespace, digest: bytes) -> bytes:
         """What names this tenant's chunk in every tier below memory."""

@@ -5,6 +5,7 @@ One file per seam. A lint rule forbids ``time``, ``random``, bare threads and st
 """
 
 from kvstore.seams.clock import Clock, SystemClock
+from kvstore.seams.deadline import Deadline
 from kvstore.seams.disk import Disk, SystemDisk
 from kvstore.seams.faults import FaultPoints
 from kvstore.seams.memory import Mapping, Memory, SystemMemory
@@ -16,6 +17,7 @@ from kvstore.seams.secrets import TenantKeys
 
 __all__ = [
     "Clock",
+    "Deadline",
     "Disk",
     "FaultPoints",
     "Lender",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from kvstore.controller import Controller, LookupResult, Session
 from kvstore.errors import InvalidRequest, Unauthenticated
-from kvstore.seams import Clock
+from kvstore.seams import Clock, Deadline
 from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
 from kvstore.server.rpc import Context
@@ -36,6 +36,10 @@ class CacheService:
         self._controller = controller
         self._epoch = epoch
 
+    def _deadline(self, context: Context) -> Deadline:
+        """Of a call that has just come."""
+        return self._controller.deadline(context.time_remaining())
+
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelResponse:
         """Make a model's namespaces known."""
         _session(self._controller, context)
@@ -60,7 +64,7 @@ class CacheService:
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
-        session = _session(self._controller, context)
+        session, deadline = _session(self._controller, context), self._deadline(context)
         with self._controller.stream(session):
             if request.ticket:
                 result = self._controller.redeem(
@@ -73,7 +77,7 @@ class CacheService:
             except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back
                 self._controller.release(session, [result.lease_id])
                 raise
-            async for news in self._controller.arrivals(result, context.time_remaining()):
+            async for news in self._controller.arrivals(result, deadline):
                 yield render.render_arrivals(news)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -100,34 +104,37 @@ class CacheService:
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:
         """One step of a store."""
-        session = _session(self._controller, context)
+        session, deadline = _session(self._controller, context), self._deadline(context)
         step = request.WhichOneof("step")
         if step == "reserve":
-            result = await self._controller.reserve(session, render.parse_reserve(request.reserve))
+            result = await self._controller.reserve(session, render.parse_reserve(request.reserve), deadline)
             return render.render_store(result)
         if step == "fill":
             reservation_id = request.fill.reservation_id
             fills = render.parse_fills(request.fill.fills)
             last = await self._controller.begin_fill(session, reservation_id, fills)
-            await self._controller.fill(session, reservation_id, last)
+            await self._controller.fill(session, reservation_id, last, deadline)
             return pb.StoreResponse(reservation_id=reservation_id)
         if step == "commit":
             reservation_id = request.commit.reservation_id
             fills = render.parse_fills(request.commit.fills)
             supersedes = render.parse_digests(request.commit.supersedes, "supersedes")
             last = await self._controller.begin_fill(session, reservation_id, fills)
-            result = await self._controller.commit(session, reservation_id, last, request.commit.shard, supersedes)
+            shard = request.commit.shard
+            result = await self._controller.commit(session, reservation_id, last, shard, supersedes, deadline)
             return render.render_store(result)
         if step == "join":
             return render.render_store(self._controller.join(session, request.join.ticket, request.join.fingerprint))
         if step == "abort":
-            await self._controller.abort(session, request.abort.reservation_id)
+            await self._controller.abort(session, request.abort.reservation_id, deadline)
             return pb.StoreResponse(reservation_id=request.abort.reservation_id)
         if step == "settle":
-            wait_s = min(request.settle.timeout_seconds, context.time_remaining() or SETTLE_S_MAX, SETTLE_S_MAX)
-            return render.render_settled(
-                await self._controller.settle(render.parse_query(request.settle.query), max(0.0, wait_s))
+            remaining_s = context.time_remaining()
+            wait_s = min(
+                request.settle.timeout_seconds, SETTLE_S_MAX if remaining_s is None else remaining_s, SETTLE_S_MAX
             )
+            settled = await self._controller.settle(render.parse_query(request.settle.query), max(0.0, wait_s))
+            return render.render_settled(settled)
         raise InvalidRequest("a store request names one step: reserve, join, fill, commit, abort or settle")
 
 

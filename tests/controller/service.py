@@ -15,7 +15,7 @@ from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings
 from kvstore.controller import ChainQuery, Controller, Fill, Parts, ReserveRequest, Session, StoreResult
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import FaultPoints, TenantKeys, Workers
+from kvstore.seams import Clock, FaultPoints, TenantKeys, Workers
 from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
 from kvstore.spec import Exactness, ModelSpec, StoreState
 from kvstore.telemetry import Counters
@@ -36,12 +36,15 @@ async def soon(is_so: Callable[[], bool], round_count: int = 100_000) -> None:
 class Service:
     """``chunks`` chunks fit the arena. Bytes of a chunk are a function of its digest: a wrong byte shows."""
 
-    def __init__(self, chunks: int = 8, workers: Workers | None = None, **limits: Any) -> None:
+    def __init__(
+        self, chunks: int = 8, workers: Workers | None = None, clock: Clock | None = None, **limits: Any
+    ) -> None:
         self.spec: ModelSpec = small_spec()
         self.layout = layout_of(self.spec, self.spec.kind, CHUNK)
         capacity = chunks * self.layout.total_bytes
         defaults = LimitSettings(leased_bytes_max=capacity, pin_bytes_max=capacity)
-        self.clock, self.faults, self.memory = ManualClock(), FaultPoints(), BytearrayMemory()
+        self.clock: Any = clock or ManualClock()
+        self.faults, self.memory = FaultPoints(), BytearrayMemory()
         self.arena = Arena(self.memory, self.faults, capacity_bytes=capacity, region_bytes=capacity)
         self.parts = Parts(
             arena=self.arena, policy=LeastRecentlyUsed(), limits=replace(defaults, **limits), clock=self.clock,

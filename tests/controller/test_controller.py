@@ -156,7 +156,7 @@ async def test_what_a_session_had_ends_with_it(service: Service, session: Sessio
 async def test_old_reservations_expire(service: Service, session: Session) -> None:
     result = await service.reserve(session, 1)
     service.clock.advance(61.0)
-    await service.controller.reservations.expire()
+    service.controller.reservations.expire()
     with pytest.raises(InvalidRequest, match="reservation_age_s_max"):
         await service.controller.commit(session, result.reservation_id, [])
     assert service.arena.chunk_count == 0

@@ -102,7 +102,7 @@ class ControllerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.service.clock.advance(seconds)
-        self.run(self.service.controller.reservations.expire())
+        self.service.controller.reservations.expire()
 
     @invariant()
     def books_balance(self) -> None:

@@ -163,7 +163,7 @@ async def test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_se
     with pytest.raises(InvalidRequest, match="being read"):
         service.controller.close_staging(session, fills[0].staging_id)
     service.clock.advance(service.controller.parts.limits.reservation_age_s_max + 1)
-    await service.controller.reservations.expire()
+    service.controller.reservations.expire()
     await service.controller.close_session(session)
     assert session.stagings, "the movers may read it"
     other = service.controller.open_session(0)

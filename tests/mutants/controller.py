@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "older-value-after-a-newer-one",
         REPLACEMENT,
-        "        await self._parts.movement.supersede(writes, self._parts.deadline_s)\n",
+        "        await self._parts.movement.supersede(writes, deadline.left_s)\n",
         "        pass\n",
         "a write whose sync failed comes back where a newer one was acknowledged",
         (f"{T_NEWEST}::test_an_older_value_never_comes_back",),

@@ -10,6 +10,7 @@ FILL = "kvstore/controller/stores/fill.py"
 MOVER = "kvstore/controller/stores/mover.py"
 RESERVATION = "kvstore/controller/stores/reservation.py"
 RESERVATIONS = "kvstore/controller/stores/reservations.py"
+DEADLINE = "kvstore/seams/deadline.py"
 JOBS = "kvstore/seams/jobs.py"
 SCHEDULER = "kvstore/seams/scheduler.py"
 BOUNDS = "kvstore/wire/bounds.py"
@@ -17,6 +18,7 @@ SERVICES = "kvstore/server/services.py"
 T_MOVES = "tests/controller/test_moves.py"
 T_JOBS = "tests/seams/test_jobs.py"
 T_LIMITS = "tests/wire/test_limits.py"
+T_CALLS = "tests/controller/test_deadlines.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
 
 MUTANTS = [
@@ -74,7 +76,7 @@ MUTANTS = [
     Mutant(
         "freed-under-its-movers",
         RESERVATIONS,
-        "        await self.idle(reservation)\n        self.end(reservation)\n",
+        "        await self.idle(reservation, deadline)\n        self.end(reservation)\n",
         "        reservation.busy = 0\n        self.end(reservation)\n",
         "movers write into what is another chunk's by now",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
@@ -82,10 +84,56 @@ MUTANTS = [
     Mutant(
         "movers-waited-for-without-end",
         RESERVATIONS,
-        "                await asyncio.wait_for(reservation.idle.wait(), self._parts.deadline_s)\n",
+        "                await asyncio.wait_for(reservation.idle.wait(), deadline.left_s)\n",
         "                await asyncio.wait_for(reservation.idle.wait(), None)\n",
         "a mover that hangs holds up its caller for ever",
         (f"{T_MOVES}::test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_served",),
+    ),
+    Mutant(
+        "each-chunk-waited-for-anew",
+        COMMIT,
+        "                await asyncio.wait(entry.moving, timeout=deadline.left_s)\n",
+        "                await asyncio.wait(entry.moving, timeout=self._parts.deadline_s)\n",
+        "a commit of many chunks outlasts its caller by as many deadlines",
+        (f"{T_CALLS}::test_a_commit_of_many_chunks_waits_once",),
+    ),
+    Mutant(
+        "other-stores-waited-for-to-the-end",
+        COMMIT,
+        "                await asyncio.wait(others, timeout=deadline.left_s / 2)  # the answer",
+        "                await asyncio.wait(others, timeout=deadline.left_s)  # the answer",
+        "a commit that could be answered is given up by its caller",
+        (f"{T_CALLS}::test_a_commit_answers_before_its_caller_gives_up_when_another_store_does_not_end",),
+    ),
+    Mutant(
+        "any-deadline-of-a-caller",
+        DEADLINE,
+        "        return Deadline(clock, min(caller_s, now_s + most_s), caller_s)\n",
+        "        return Deadline(clock, now_s + most_s if remaining_s is None else caller_s, caller_s)\n",
+        "a caller that waits for ever holds what it asked for as long",
+        (f"{T_CALLS}::test_no_caller_makes_a_call_wait_longer_than_the_service_does",),
+    ),
+    Mutant(
+        "later-than-its-caller",
+        DEADLINE,
+        "        return Deadline(self.clock, min(self.until_s + seconds, self.caller_until_s), self.caller_until_s)\n",
+        "        return Deadline(self.clock, self.until_s + seconds, self.caller_until_s)\n",
+        "a shard goes on waiting for others when its caller has gone",
+        (
+            f"{T_CALLS}::test_a_shard_waits_for_the_others_as_long_as_a_store_may_take_and_its_caller_waits",
+            f"{T_CALLS}::test_a_reader_of_a_store_in_flight_waits_as_long_as_that_may_take_and_its_caller_waits",
+        ),
+    ),
+    Mutant(
+        "callers-time-left-behind",
+        SERVICES,
+        "        return self._controller.deadline(context.time_remaining())\n",
+        "        return self._controller.deadline()\n",
+        "a call goes on for somebody who has gone",
+        (
+            "tests/server/test_call_deadlines.py::test_a_step_of_a_store_waits_no_longer_than_its_caller",
+            "tests/server/test_call_deadlines.py::test_a_fetch_waits_no_longer_than_its_caller",
+        ),
     ),
     Mutant(
         "refused-and-run-later",

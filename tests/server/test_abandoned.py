@@ -17,14 +17,14 @@ from tests.controller.service import Service
 class Call:
     """What a handler asks of its call."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, remaining_s: float | None = 5.0) -> None:
+        self._secret, self._remaining_s = secret, remaining_s
 
     def invocation_metadata(self) -> list[tuple[str, bytes]]:
         return [(METADATA_SESSION, self._secret)]
 
-    def time_remaining(self) -> float:
-        return 5.0
+    def time_remaining(self) -> float | None:
+        return self._remaining_s
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvstore.controller.values import Arrival, FetchResult
+from kvstore.seams import Deadline
 from kvstore.spec import MissReason
 
 
-async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[list[Arrival]]:
-    """What lands of a fetch's chunks, in batches, until all of it did or was lost. What did not land within
-    ``timeout_s`` counts as lost for this fetch."""
+async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[list[Arrival]]:
+    """What lands of a fetch's chunks, in batches, until all of it did or was lost. What has not landed at
+    the deadline counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
     told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}
     event = asyncio.Event()
     for loading in waiting.values():
         loading.listeners[event] = None
-    until_s = asyncio.get_running_loop().time() + timeout_s
     try:
         while waiting:
             event.clear()
@@ -33,7 +33,7 @@ async def arrivals_of(result: FetchResult, timeout_s: float) -> AsyncIterator[li
             if news:
                 yield news
             elif waiting:
-                async with asyncio.timeout_at(until_s):  # not around a yield: it would cancel who listens
+                async with asyncio.timeout(deadline.left_s):  # not around a yield: it would cancel the listener
                     await event.wait()
     except TimeoutError:
         yield [

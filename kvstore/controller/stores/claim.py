@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -23,11 +23,21 @@ from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import Deadline
 from kvstore.spec import MissReason, StoreState
 
 SHARD_COUNT_MAX = 1024
 TAILS_BESIDE_MAX = 64
 """Of how many chunks of a store its writer is told what partial chunks are beside them: at most 8 KiB each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How room for chunks may be made: ``keep`` are rows that stay, ``patience`` is how long the device may take to
+    write what is in the way."""
+
+    keep: frozenset[int]
+    patience: Deadline
 
 
 class Claims:
@@ -40,16 +50,16 @@ class Claims:
         self._reservations = reservations
         self._replacement = Replacement(parts)
 
-    async def reserve(self, session: Session, request: ReserveRequest) -> StoreResult:
-        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a
-        chunk without its parent is of no use. Where only unwritten chunks could make room it waits for the device,
-        at most policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or
-        limits.namespace_count_max."""
+    async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline) -> StoreResult:
+        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a chunk
+        without its parent is of no use. Where only unwritten chunks could make room it waits for the device, at most
+        policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or limits.namespace_count_max;
+        Unavailable when a value that is to be replaced is in use until the deadline."""
         with self._reservations.claiming(session):
             spaces = self._spaces(request)
             if request.replaces:
-                await self._replacement.remove(spaces[0], request.replaces)
-            return await self._reserve(session, request, spaces)
+                await self._replacement.remove(spaces[0], request.replaces, deadline)
+            return await self._reserve(session, request, spaces, deadline)
 
     def _spaces(self, request: ReserveRequest) -> list[Namespace]:
         """The namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""
@@ -63,7 +73,9 @@ class Claims:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
         return namespaces_of(self._catalog, query, for_store=True)
 
-    async def _reserve(self, session: Session, request: ReserveRequest, spaces: list[Namespace]) -> StoreResult:
+    async def _reserve(
+        self, session: Session, request: ReserveRequest, spaces: list[Namespace], deadline: Deadline
+    ) -> StoreResult:
         """The reservation is known only once all of it is claimed: before that nobody can fill, end or join it."""
         reservation = Reservation(
             next(self._parts.ids),
@@ -75,10 +87,11 @@ class Claims:
             shard_count=request.shards,
             ticket=self._parts.random.bytes(TICKET_BYTES),
         )
+        patience = deadline.sooner(self._parts.policies.demotion_wait_s)
         try:
-            await self._claim_all(reservation, request, spaces)
+            await self._claim_all(reservation, request, spaces, patience)
             headers = [entry.header for entry in reservation.entries if entry.header is not None]
-            await self._replacement.supersede(spaces[0], request.replaces or (), headers)
+            await self._replacement.supersede(spaces[0], request.replaces or (), headers, deadline)
             _check_open(session)
         except BaseException:
             self._reservations.end(reservation)
@@ -87,13 +100,17 @@ class Claims:
         beside = islice(_tails_beside(reservation, self._catalog.table.token_counts), TAILS_BESIDE_MAX)
         return replace(reservation.result, tail_lengths=tuple(beside))
 
-    async def _claim_all(self, reservation: Reservation, request: ReserveRequest, spaces: list[Namespace]) -> None:
+    async def _claim_all(
+        self, reservation: Reservation, request: ReserveRequest, spaces: list[Namespace], patience: Deadline
+    ) -> None:
         digests = request.query.digests
         wanted = set(digests)
         found = [space.index[digest] for space in spaces for digest in digests if digest in space.index]
-        await self._movement.prove(found, self._parts.policies.demotion_wait_s)
+        await self._movement.prove(found, patience.left_s)
         _check_open(reservation.sessions[0])
-        keep = frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index)
+        room = _Room(
+            frozenset(space.index[digest] for space in spaces for digest in wanted if digest in space.index), patience
+        )
         pauses = self._parts.long_work.begin()
         for index, digest in enumerate(digests):
             parent = digests[index - 1] if index else ROOT_DIGEST
@@ -106,21 +123,21 @@ class Claims:
                 reservation.entries.append(entry)
                 if not reservation.refusal:
                     position = request.first_position + index * space.spec.chunk_tokens
-                    await self._claim(reservation, entry, tokens, position, request.token_digests[index], keep)
+                    await self._claim(reservation, entry, tokens, position, request.token_digests[index], room)
 
     async def _claim(
         self, reservation: Reservation, entry: Entry, token_count: int, position: int, token_digest: bytes,
-        keep: frozenset[int],
+        room: _Room,
     ) -> None:  # fmt: skip
         space = entry.namespace
         layout = space.layout(token_count)
         placement: Placement | None = None
         while not self._is_elsewhere(entry):
-            is_waiting = self._may_wait(reservation)
-            placement = self._movement.allocate(layout.piece_bytes, keep, evict_unwritten=not is_waiting)
+            is_waiting = self._movement.is_making_room and not room.patience.has_passed
+            placement = self._movement.allocate(layout.piece_bytes, room.keep, evict_unwritten=not is_waiting)
             if placement is not None or not is_waiting:
                 break
-            await self._movement.progress(self._parts.policies.demotion_wait_s)
+            await self._movement.progress(room.patience.left_s)
             _check_open(reservation.sessions[0])
         if entry.state is not StoreState.REFUSED:
             return
@@ -152,11 +169,6 @@ class Claims:
             entry.state, entry.ended = StoreState.PENDING, other.ended
             return True
         return False
-
-    def _may_wait(self, reservation: Reservation) -> bool:
-        """Whether the device may soon have taken what is in the way."""
-        waited_s = self._parts.clock.monotonic() - reservation.born_s
-        return self._movement.is_making_room and waited_s < self._parts.policies.demotion_wait_s
 
     def _header(
         self, entry: Entry, token_count: int, position: int, token_digest: bytes, strip_count: int

@@ -16,6 +16,7 @@ from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill, StoreResult
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.keys import ROOT_DIGEST
+from kvstore.seams import Deadline
 from kvstore.spec import Durability, StoreState
 
 SUPERSEDES_MAX = 4096
@@ -34,12 +35,13 @@ class Commits:
 
     async def commit(
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
-        supersedes: Sequence[bytes] = (),
+        supersedes: Sequence[bytes] = (), *, deadline: Deadline,
     ) -> StoreResult:  # fmt: skip
         """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
-        there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most the
-        deadline. Of several shards the last one publishes; the others wait for it. ``supersedes``: digests of partial
-        chunks that chunks of this store begin with."""
+        there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most half of
+        what is left of the deadline. Of several shards the last one publishes; the others wait for it, as long as a
+        store may take. ``supersedes``: digests of partial chunks that chunks of this store begin with. Raises
+        DeadlineExceeded while bytes still move, or other shards are not committed, at the deadline."""
         reservation = self._reservations.find(session, reservation_id)
         if len(reservation.supersedes) + len(supersedes) > SUPERSEDES_MAX:
             raise InvalidRequest(f"supersedes: more than {SUPERSEDES_MAX} digests in one store")
@@ -47,22 +49,22 @@ class Commits:
             raise InvalidRequest(f"shard {shard} of a store with {reservation.shard_count}")
         self._fills.start(session, reservation, fills)
         reservation.supersedes += supersedes
-        if reservation.shard_count > 1 and not await self._is_last(reservation, shard):
+        if reservation.shard_count > 1 and not await self._is_last(reservation, shard, deadline):
             return self._outcome(reservation)
         try:
-            await self._publish_all(reservation)
+            await self._publish_all(reservation, deadline)
         finally:
             reservation.is_publishing = False  # where this was cancelled, a commit that comes again goes on
         return self._outcome(reservation)
 
-    async def _publish_all(self, reservation: Reservation) -> None:
+    async def _publish_all(self, reservation: Reservation, deadline: Deadline) -> None:
         others = {entry.ended for entry in reservation.entries if entry.state is StoreState.PENDING and entry.ended}
         for entry in reservation.entries:
             if entry.state is StoreState.PENDING and others:
-                await asyncio.wait(others, timeout=self._parts.deadline_s / 2)  # the caller's own deadline is no longer
+                await asyncio.wait(others, timeout=deadline.left_s / 2)  # the answer comes before its caller gives up
                 others = set()
             if entry.moving:
-                await asyncio.wait(entry.moving, timeout=self._parts.deadline_s)
+                await asyncio.wait(entry.moving, timeout=deadline.left_s)
             if reservation.has_ended:
                 raise InvalidRequest(f"reservation {reservation.reservation_id} ended while it was committed")
             self._parts.faults.reach("store.commit")
@@ -70,7 +72,7 @@ class Commits:
                 self._publish(entry)
             if entry.state is StoreState.WANTED and not entry.moving:
                 reservation.refusal = reservation.refusal or _missing(entry)
-        await self._reservations.idle(reservation)
+        await self._reservations.idle(reservation, deadline)
         self._supersede(reservation)
         self._reservations.end(reservation)
 
@@ -90,9 +92,9 @@ class Commits:
                 if row is not None and self._catalog.is_tail_of(row, beside):
                     self._movement.superseded(row)
 
-    async def _is_last(self, reservation: Reservation, shard: int) -> bool:
+    async def _is_last(self, reservation: Reservation, shard: int, deadline: Deadline) -> bool:
         """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
-        await self._reservations.idle(reservation)
+        await self._reservations.idle(reservation, deadline)
         if reservation.has_ended:
             return False
         reservation.committed.add(shard)
@@ -100,9 +102,8 @@ class Commits:
             reservation.is_publishing = True
             return True
         try:
-            await asyncio.wait_for(
-                reservation.ended.wait(), self._parts.limits.reservation_age_s_max + self._parts.deadline_s
-            )
+            until = deadline.later(self._parts.limits.reservation_age_s_max)
+            await asyncio.wait_for(reservation.ended.wait(), until.left_s)
         except TimeoutError:
             raise DeadlineExceeded("the other shards did not commit: look at their writers") from None
         return False

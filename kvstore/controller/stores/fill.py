@@ -13,6 +13,7 @@ from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.stores.reservations import Reservations
 from kvstore.controller.values import Fill
 from kvstore.errors import InvalidRequest
+from kvstore.seams import Deadline
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import StoreState
 
@@ -27,12 +28,13 @@ class Fills:
         self._parts = parts
         self._reservations = reservations
 
-    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill]) -> None:
+    async def fill(self, session: Session, reservation_id: int, fills: Sequence[Fill], deadline: Deadline) -> None:
         """Copy strips from staging into their chunks. Raises InvalidRequest for a run that is not the
-        reservation's, lies outside its staging, or was filled before."""
+        reservation's, lies outside its staging, or was filled before; DeadlineExceeded while bytes still move at the
+        deadline."""
         reservation = self._reservations.find(session, reservation_id)
         self.start(session, reservation, fills)
-        await self._reservations.idle(reservation)
+        await self._reservations.idle(reservation, deadline)
         for entry in reservation.entries:
             if entry.failure is not None:
                 raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure

@@ -8,6 +8,7 @@ from kvstore.catalog import Namespace
 from kvstore.chunk import ChunkHeader, write_mark
 from kvstore.controller.parts import Parts
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.seams import Deadline
 from kvstore.spec import CacheKind, MissReason
 from kvstore.tiers import NOTHING
 
@@ -20,12 +21,11 @@ class Replacement:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def remove(self, space: Namespace, digests: Sequence[bytes]) -> None:
+    async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
         """Remove what is stored under these digests, once nobody reads or stores it. Raises InvalidRequest where a
         digest has one meaning for ever; Unavailable when reads or stores of it do not end within the deadline."""
         if space.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
-        until_s = self._parts.clock.monotonic() + self._parts.deadline_s
         while True:
             busy = next((each for each in digests if self._is_in_use(space, each)), None)
             if busy is None:
@@ -33,7 +33,7 @@ class Replacement:
                     self._parts.movement.remove(row, MissReason.STALE)
                 return  # and the claim follows without a pause
             while self._is_in_use(space, busy):  # one name is looked at while it is waited for, however many there are
-                if self._parts.clock.monotonic() >= until_s:
+                if deadline.has_passed:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
                 await self._parts.clock.sleep(STEP_S)
 
@@ -42,11 +42,13 @@ class Replacement:
         row = space.index.get(digest)
         return digest in space.pending or (row is not None and self._parts.catalog.table.is_held(row))
 
-    async def supersede(self, space: Namespace, replaced: Sequence[bytes], headers: Iterable[ChunkHeader]) -> None:
+    async def supersede(
+        self, space: Namespace, replaced: Sequence[bytes], headers: Iterable[ChunkHeader], deadline: Deadline
+    ) -> None:
         """After this nothing older than ``headers``, or under the names ``replaced``, can come back. Only then may what
         is claimed be filled. Raises KVStoreError."""
         if space.kind is not CacheKind.OPAQUE:
             return
         writes = dict.fromkeys((self._parts.storage_key(space, digest) for digest in replaced), NOTHING)
         writes.update((header.storage_key, write_mark(header.write_id)) for header in headers)
-        await self._parts.movement.supersede(writes, self._parts.deadline_s)
+        await self._parts.movement.supersede(writes, deadline.left_s)

@@ -12,6 +12,7 @@ from kvstore.controller.sessions import Session
 from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.values import StoreResult
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from kvstore.seams import Deadline
 from kvstore.spec import StoreState
 
 
@@ -95,32 +96,32 @@ class Reservations:
 
     # ------------------------------------------------------------ end
 
-    async def abort(self, session: Session, reservation_id: int) -> None:
+    async def abort(self, session: Session, reservation_id: int, deadline: Deadline) -> None:
         """Drop a reservation. Unknown ids are fine: it ended before."""
         reservation = self._of.get(session, {}).get(reservation_id)
         if reservation is not None:
             self._parts.counters.add("store_aborted_reservations")
-            await self.abandon(reservation)
+            await self.abandon(reservation, deadline)
 
-    async def expire(self) -> None:
+    def expire(self) -> None:
         """Abort reservations older than limits.reservation_age_s_max."""
         born_before = self._parts.clock.monotonic() - self._parts.limits.reservation_age_s_max
         for reservation in [each for of in self._of.values() for each in of.values()]:
             if reservation.born_s <= born_before and not reservation.busy and not reservation.has_ended:
                 self._parts.counters.add("store_expired_reservations")
-                await self.abandon(reservation)
+                self.end(reservation)
 
-    async def abandon(self, reservation: Reservation) -> None:
+    async def abandon(self, reservation: Reservation, deadline: Deadline) -> None:
         """End a reservation once no byte mover works for it. Raises DeadlineExceeded when one does not end."""
-        await self.idle(reservation)
+        await self.idle(reservation, deadline)
         self.end(reservation)
 
-    async def idle(self, reservation: Reservation) -> None:
+    async def idle(self, reservation: Reservation, deadline: Deadline) -> None:
         """Wait until no byte mover works for a store. Their jobs are finite copies in memory, which end without outside
-        help. Raises DeadlineExceeded when one does not."""
+        help. Raises DeadlineExceeded when one does not in time."""
         while reservation.busy:
             try:
-                await asyncio.wait_for(reservation.idle.wait(), self._parts.deadline_s)
+                await asyncio.wait_for(reservation.idle.wait(), deadline.left_s)
             except TimeoutError:
                 raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
 
