@@ -207,7 +207,7 @@ class ModelSpec:
         each call a sample of every tensor is looked at. A change of very few numbers, past PyTorch's own bookkeeping
         (through ``.data``), may be missed for a while: see ``refreshed``. Raises: InvalidRequest for a family without a
         spec, and a model whose forward pass is not what its configuration says (adapters, quantised layers, hooks)."""
-        from kvstore.spec.from_transformers import spec_from_transformers
+        from kvstore.spec.from_transformers import spec_from_transformers  # seam: read where it is used, with torch
 
         build: Callable[..., ModelSpec] = spec_from_transformers
         return build(config, weights, chunk_tokens, adapter_id, keeps_e, tokenizer)
@@ -215,7 +215,7 @@ class ModelSpec:
     def refreshed(self, model: Any) -> ModelSpec:
         """The spec with the digest of the model's weights and configuration as they are now: every byte is read. For
         who has changed a few numbers in place. Raises: InvalidRequest for an unverified spec."""
-        from kvstore.spec.from_transformers import refreshed
+        from kvstore.spec.from_transformers import refreshed  # seam: read where it is used, with torch
 
         again: Callable[..., ModelSpec] = refreshed
         return again(self, model)

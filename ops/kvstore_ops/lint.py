@@ -2,9 +2,9 @@
 and that a public name of the service means one thing.
 
 Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; what users run
-imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way. Tiers: what the service
-asks of one is in its contract, and a residency is a number that only its tier reads. A line may carry
-``# seam: <reason>`` where a rule must yield.
+imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no room
+uses what is another's own. Tiers: what the service asks of one is in its contract, and a residency is a number that
+only its tier reads. A line may carry ``# seam: <reason>`` where a rule must yield.
 
     python -m kvstore_ops.lint
 """
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvstore_ops.rooms import broken_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 400
@@ -310,7 +312,7 @@ def check_tree(root: Path = ROOT) -> list[Finding]:
                 found += check_source(path, text)
                 if path.startswith("kvstore/"):
                     service[path] = text
-    return found + shared_names(service)
+    return found + shared_names(service) + [Finding(*each) for each in broken_rules(service)]
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf import descriptor_pb2
-from kvstore_ops import contract, lint
+from kvstore_ops import contract, lint, rooms
 
 BAD = {
     "time": "kvstore/server/x.py|import time\n",
@@ -87,6 +87,51 @@ def test_a_public_name_has_one_definition_in_the_service() -> None:
     sources.pop("kvstore/b.py")
     assert lint.shared_names(sources, ()) == []
     assert "take it out" in str(lint.shared_names(sources, {"A"}))
+
+
+CIRCLES = {
+    "two files": {
+        "kvstore/a/x.py": "from kvstore.a.y import Y\n",
+        "kvstore/a/y.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvstore.a.x import X\n",
+    },
+    "a long way round": {
+        "kvstore/a/__init__.py": "from kvstore.a.x import X\n",
+        "kvstore/a/x.py": "import kvstore.b.y\n",
+        "kvstore/b/y.py": "def f():\n    from kvstore.c import z\n",
+        "kvstore/c/z.py": "from kvstore.a import X\n",
+    },
+    "a file of its own room's front": {
+        "kvstore/a/__init__.py": "from kvstore.a.x import X\n",
+        "kvstore/a/x.py": "from kvstore.a import X\n",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_import_circles_are_found(name: str) -> None:
+    files = CIRCLES[name]
+    assert len([each for each in rooms.broken_rules(files) if "import circle" in each[2]]) == 1
+    for path in files:  # without any one of its files there is no circle
+        assert list(rooms.broken_rules({each: text for each, text in files.items() if each != path})) == []
+
+
+def test_what_is_no_circle_is_not_found() -> None:
+    diamond = {
+        "kvstore/a/__init__.py": "from kvstore.a.x import X\nfrom kvstore.a.y import Y\n",
+        "kvstore/a/x.py": "from kvstore.a.y import Y\nfrom kvstore.b import Z\n",
+        "kvstore/a/y.py": "from kvstore.b import Z\n",
+        "kvstore/b.py": "from kvstore.a.x import X  # seam: a reason\n",
+    }
+    assert list(rooms.broken_rules(diamond)) == []
+
+
+def test_use_of_another_rooms_own_names_is_found() -> None:
+    owner = "class A:\n    def _do(self):\n        self._x = 1\n\n\ndef _f(): ...\n"
+    for use in ("a._do()", "a.b._x", "from kvstore.a.x import _f"):
+        files = {"kvstore/a/x.py": owner, "kvstore/a/y.py": f"{use}\n", "kvstore/b/z.py": f"{use}\n"}
+        assert [path for path, _, _ in rooms.broken_rules(files)] == ["kvstore/b/z.py"], use
+    mine = {"kvstore/a/x.py": owner, "kvstore/b/z.py": "def _f(): ...\nself._do()\npoint._replace(x=1)\n"}
+    assert list(rooms.broken_rules(mine)) == []
 
 
 def contract_set(**changes: object) -> descriptor_pb2.FileDescriptorSet:
