@@ -176,7 +176,8 @@ class EventSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
-    """How long a call may take when its caller names no deadline."""
+    """How long a call may wait, whatever deadline its caller names. Only settling, and
+    waiting for a store in flight, may take longer."""
 
     deadline_s: Duration = 10.0
 

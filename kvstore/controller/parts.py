@@ -34,7 +34,7 @@ class Parts:
     faults: FaultPoints
     counters: Counters
     deadline_s: float = 10.0
-    """No call waits longer than this, whatever its caller allows."""
+    """How long a call may wait, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
     is_write_through: bool = False
     """A commit is answered when the device has the chunks."""

@@ -55,7 +55,7 @@ class Claims:
         without its parent is of no use. Where only unwritten chunks could make room it waits for the device, at most
         policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or limits.namespace_count_max;
         Unavailable when a value that is to be replaced is in use until the deadline."""
-        with self._reservations.claiming(session):
+        with self._reservations.making(session):
             spaces = self._spaces(request)
             if request.replaces:
                 await self._replacement.remove(spaces[0], request.replaces, deadline)

@@ -24,7 +24,7 @@ class Reservations:
         self._catalog = parts.catalog
         self._of: dict[Session, dict[int, Reservation]] = {}
         self._by_ticket: dict[bytes, Reservation] = {}
-        self._claiming: Counter[Session] = Counter()
+        self._making: Counter[Session] = Counter()
         self.reserved_bytes = 0
         """Room of chunks that are being stored."""
 
@@ -53,16 +53,16 @@ class Reservations:
     # ------------------------------------------------------------ begin
 
     @contextmanager
-    def claiming(self, session: Session) -> Iterator[None]:
+    def making(self, session: Session) -> Iterator[None]:
         """Count a reservation while it is being made. Raises Exhausted past limits.reservation_count_max."""
         self._check_count(session)
-        self._claiming[session] += 1
+        self._making[session] += 1
         try:
             yield
         finally:
-            self._claiming[session] -= 1
-            if not self._claiming[session]:
-                del self._claiming[session]
+            self._making[session] -= 1
+            if not self._making[session]:
+                del self._making[session]
 
     def add(self, reservation: Reservation) -> None:
         """All of it is claimed: from now on it can be filled, joined and ended."""
@@ -90,7 +90,7 @@ class Reservations:
         return reservation.result
 
     def _check_count(self, session: Session) -> None:
-        count = len(self._of.get(session, ())) + self._claiming[session]
+        count = len(self._of.get(session, ())) + self._making[session]
         if count >= self._parts.limits.reservation_count_max:
             raise Exhausted(f"this session holds {count} reservations: raise limits.reservation_count_max")
 
