@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvstore.planning.facts import Facts
-from kvstore.planning.offers import Choice, Part, choices_of, offers_of
+from kvstore.planning.offers import Choice, OfferedRun, choices_of, offers_of
 from kvstore.planning.plan import Plan, PlannedRun, StoredCache
 from kvstore.planning.setting import Recompute
 
@@ -36,13 +36,13 @@ def decide(facts: Facts) -> Plan:
         taken = _with_choice(facts, plan, choice, choice.setting)
         if taken is not None:
             return replace(taken, reason=unmixed)
-        reason = _without_e(facts, choice.offers[0].parts[0].cache, choice.setting.first_layer)
+        reason = _without_e(facts, choice.offers[0].runs[0].cache, choice.setting.first_layer)
     return replace(plan, reason=reason or NOTHING)
 
 
 def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -> Plan | None:
     """The plan with what is there of a choice; None when nothing is: its E is missing."""
-    found = [(offer, _run(facts, part, setting)) for offer in choice.offers for part in offer.parts]
+    found = [(offer, _run(facts, offered, setting)) for offer in choice.offers for offered in offer.runs]
     taken = [(offer, run) for offer, run in found if run is not None]
     if not taken:
         return None
@@ -52,21 +52,21 @@ def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -
     return replace(plan, runs=tuple(runs), recompute=setting if is_lossy else None, permits=tuple(permits))
 
 
-def _run(facts: Facts, part: Part, setting: Recompute) -> PlannedRun | None:
-    """What is fetched of a part: as far as its E reaches, where E is needed; None: that does not reach it."""
-    spec, first, hidden_layer = part.cache.sender or facts.receiver, setting.first_layer, None
-    layers = spec.slab_layers if part.is_exact else setting.loaded_layers(spec.layer_count)
-    if setting.needs_hidden and not part.is_exact:
+def _run(facts: Facts, offered: OfferedRun, setting: Recompute) -> PlannedRun | None:
+    """What is fetched of an offered run: as far as its E reaches, where E is needed; None: that does not reach it."""
+    spec, first, hidden_layer = offered.cache.sender or facts.receiver, setting.first_layer, None
+    layers = spec.slab_layers if offered.is_exact else setting.loaded_layers(spec.layer_count)
+    if setting.needs_hidden and not offered.is_exact:
         if spec.keeps_e:
             layers = tuple(sorted({*layers, first}))
         else:
             hidden_layer = first
-            known = facts.hidden_of(part.cache, first)
+            known = facts.hidden_of(offered.cache, first)
             if known is not None:
-                part = replace(part, stop=min(part.stop, part.cache.token_start + known.token_count))
-    if part.stop <= part.start:
+                offered = replace(offered, stop=min(offered.stop, offered.cache.token_start + known.token_count))
+    if offered.stop <= offered.start:
         return None
-    return PlannedRun(part.start, part.stop - part.start, layers, part.cache, hidden_layer)
+    return PlannedRun(offered.start, offered.stop - offered.start, layers, offered.cache, hidden_layer)
 
 
 def _without_e(facts: Facts, cache: StoredCache, layer: int) -> str:

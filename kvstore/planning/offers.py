@@ -13,7 +13,7 @@ from kvstore.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class OfferedRun:
     """Tokens ``start`` to ``stop`` of the prompt, out of a cache."""
 
     start: int
@@ -24,32 +24,32 @@ class Part:
     def is_exact(self) -> bool:
         return is_exact(self.cache, self.start)
 
-    def outside(self, taken: Part) -> tuple[Part, ...]:
+    def outside(self, taken: OfferedRun) -> tuple[OfferedRun, ...]:
         """It without the tokens of another: itself, nothing, or up to two."""
         if taken.stop <= self.start or taken.start >= self.stop:
             return (self,)
         rest = replace(self, stop=taken.start), replace(self, start=taken.stop)
-        return tuple(part for part in rest if part.start < part.stop)
+        return tuple(run for run in rest if run.start < run.stop)
 
 
 @dataclass(frozen=True)
 class Offer:
     """What a ``sender`` has, None: the model itself. ``permit``: by which it may be reused, where a profile decides."""
 
-    parts: tuple[Part, ...]
+    runs: tuple[OfferedRun, ...]
     sender: ModelSpec | None
     permit: Permit | None = None
 
     @property
     def token_count(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(run.stop - run.start for run in self.runs)
 
     def around(self, other: Offer) -> Offer:
         """What it has where the other has nothing."""
-        parts = self.parts
-        for taken in other.parts:
-            parts = tuple(rest for part in parts for rest in part.outside(taken))
-        return replace(self, parts=parts)
+        runs = self.runs
+        for taken in other.runs:
+            runs = tuple(rest for run in runs for rest in run.outside(taken))
+        return replace(self, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Choice:
 def offers_of(facts: Facts) -> list[Offer]:
     """What each model has behind the exact prefix; none of those that have nothing, or that no profile lets through."""
     offers = [_offer(facts, each) for each in (facts.own, *facts.senders) if each.sender is None or not each.is_refused]
-    return [offer for offer in offers if offer.parts]
+    return [offer for offer in offers if offer.runs]
 
 
 def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: int) -> list[Choice]:
@@ -81,7 +81,7 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
     choices = [_alone(given, offer) for offer in offers]
     for offer in offers:
         rest = offer.around(own[0]) if own and offer.sender is not None else None
-        if rest is not None and rest.parts:
+        if rest is not None and rest.runs:
             choices.append(_mixed(given, own[0], rest))
 
     def rank(choice: Choice) -> tuple[int, float, int]:
@@ -95,20 +95,20 @@ def _offer(facts: Facts, holding: Holding) -> Offer:
     """Of a sender its context's cache before its segments'."""
     sender, limit = holding.sender, facts.reusable_token_count
     free = min(facts.own.prefix_token_count, limit)
-    parts = []
+    runs = []
     if sender is not None and min(holding.prefix_token_count, limit) > free:
         cache = StoredCache(0, holding.prefix_token_count, sender=sender)
-        parts.append(Part(free, min(holding.prefix_token_count, limit), cache))
-        free = parts[0].stop
+        runs.append(OfferedRun(free, min(holding.prefix_token_count, limit), cache))
+        free = runs[0].stop
     for segment in holding.segments:
         start = max(segment.token_start, free)
         stop = min(segment.token_start + segment.stored_token_count, limit)
         if start < stop:
-            parts.append(Part(start, stop, StoredCache(segment.token_start, segment.token_stop, True, sender)))
+            runs.append(OfferedRun(start, stop, StoredCache(segment.token_start, segment.token_stop, True, sender)))
     reuse = "position"
     if sender is not None:
-        reuse = "both" if any(part.cache.is_standalone for part in parts) else "sibling"
-    return Offer(tuple(parts), sender, None if facts.setting else holding.permit(reuse))
+        reuse = "both" if any(run.cache.is_standalone for run in runs) else "sibling"
+    return Offer(tuple(runs), sender, None if facts.setting else holding.permit(reuse))
 
 
 def _alone(given: Recompute | None, offer: Offer) -> Choice:
