@@ -107,6 +107,7 @@ def check_source(path: str, text: str) -> list[Finding]:
     found = list(_hostile(path, tree))
     if path.startswith(CHECKING_ROOMS):
         found += _secrets(path, tree)
+        found += _reaching(path, tree)
     if seamed:
         found += _seams(path, tree)
     if path.startswith("kvstore/planning/"):
@@ -190,6 +191,15 @@ def _secrets(path: str, tree: ast.AST) -> Iterator[Finding]:
             names = {ast.unparse(side).rpartition(".")[2] for side in (node.left, *node.comparators)}
             if secrets := {name for name in names if set(name.split("_")) & SECRET_NAMES}:  # constants are none
                 yield Finding(path, node.lineno, f"compares {min(secrets)} by ==: use hmac.compare_digest")
+
+
+def _reaching(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """The doors ask the controller itself: what its rooms are is its own affair."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            whole = ast.unparse(node.value.value)
+            if whole.rpartition(".")[2] in ("controller", "_controller"):
+                yield Finding(path, node.lineno, f"{ast.unparse(node)} reaches through the controller: ask it")
 
 
 def _room(module: str) -> str:

@@ -29,6 +29,8 @@ BAD = {
     "is for tests": "kvstore/__init__.py|def f():\n    from kvstore.simulated.disk import SimulatedDisk\n",
     "imports kvstore.simulated": "clients/kvstore_client/x.py|import kvstore.simulated as twins\n",
     "compares digest by ==": "kvstore/remote/x.py|if digest == given: pass\n",
+    "through the controller": "kvstore/server/x.py|n = self._controller.parts.arena.regions\n",
+    "controller.tickets.release reaches": "kvstore/server/x.py|controller.tickets.release(ticket)\n",
     "compares secret by ==": "kvstore/server/x.py|x = session.secret != other\n",
     "names the NVMe tier": "kvstore/catalog/x.py|def f(tier: NvmeTier) -> None: ...\n",
     "server/tiers.py builds it": "kvstore/server/x.py|from kvstore.tiers.nvme.regions import Regions\n",
@@ -61,6 +63,12 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("ops/x.py", "import time\n") == []
     assert lint.check_source("ops/x.py", "from kvstore.simulated import ManualClock\n") == []
     assert lint.check_source("kvstore/simulated/x.py", "import random\nfrom kvstore.simulated.disk import File\n") == []
+    assert (
+        lint.check_source(
+            "kvstore/server/x.py", "tenant.controller.stats().nvme.name, settings.controller.deadline_s\n"
+        )
+        == []
+    )
     assert lint.check_source("kvstore/remote/x.py", "parent == ROOT_DIGEST or spec == other\n") == []
     assert lint.check_source("kvstore/catalog/x.py", "digest == other\n") == []
     assert lint.check_source("kvstore/planning/x.py", "import json\nfrom kvstore.spec import ModelSpec\n") == []
