@@ -80,6 +80,11 @@ def pack_news(
     return state | tier << 2 | encoding << 5 | reason << 8 | (TAILS if tails else 0)
 
 
+def encoded_news(encodings: NDArray[np.uint8]) -> Words:
+    """What ``pack_news`` says of encodings, for many."""
+    return encodings.astype(np.uint64) << np.uint64(5)
+
+
 @lru_cache(maxsize=1 << _TAG_SHIFT)
 def unpack_news(news: int) -> News:
     """What nobody knows is cold."""

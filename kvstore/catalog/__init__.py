@@ -10,19 +10,21 @@ Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, no
 """
 
 from kvstore.catalog.catalog import Catalog, Run, TailsFound, Walk, absent_runs, joined_runs
+from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, Events, News, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model
-from kvstore.catalog.table import NOWHERE, ROOT_ROW, UNPROVEN, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, ChunkTable
 
 __all__ = [
     "NOWHERE",
     "ROOT_ROW",
-    "UNPROVEN",
     "Catalog",
     "ChunkTable",
+    "Copies",
     "Event",
     "Events",
+    "MappedCopies",
     "Model",
     "Namespace",
     "News",

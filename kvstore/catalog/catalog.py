@@ -107,23 +107,16 @@ class Catalog:
 
     def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:
         """Runs of chunks that lie in the same tier: the slowest of their parts counts."""
-        arena = self.table.arena
         if not hits:
             return []
-        if all(all(map(arena.__contains__, rows)) for rows in chains):
-            return [Run(hits, ChunkState.HIT, MissReason.NONE, Tier.DRAM, Encoding.RAW)]
-        places = [self._place(parts) for parts in zip(*chains, strict=True)]
+        table = self.table
+        if all(map(table.copies[0].have_all, chains)):
+            return [Run(hits, ChunkState.HIT, MissReason.NONE, table.copies[0].kind, Encoding.RAW)]
+        places = map(max, zip(*map(table.places, chains), strict=True))
         return [
-            Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, tier, encoding)
+            Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, table.copies[tier].kind, Encoding(encoding))
             for (tier, encoding), alike in groupby(places)
         ]
-
-    def _place(self, parts: Sequence[int]) -> tuple[Tier, Encoding]:
-        """Where the slowest of a chunk's parts lies, and how it is encoded there."""
-        for row in parts:
-            if row not in self.table.arena:
-                return Tier.NVME, self.table.encoding(row)
-        return Tier.DRAM, Encoding.RAW
 
     def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> TailsFound:
         """The partial chunks after ``parent``: rows that every namespace holds, lengths that every namespace has."""
@@ -146,6 +139,16 @@ class Catalog:
         is_tail = self.space_of(row).is_tail(count) and not self.table.child_counts[row]
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
 
+    def worth(self, row: int) -> tuple[int, float]:
+        """A chunk's weight, in bytes as stored raw, and its cost, what computing it again takes: its tokens, until
+        timings of the model are known. 0 bytes while the model is unknown."""
+        token_count = self.table.token_counts[row]
+        return self.space_of(row).chunk_bytes(token_count), float(token_count)
+
+    def show(self, row: int) -> None:
+        """Where a visible chunk lies changed: let clients see it."""
+        self.spaces.show(self.space_of(row), self.table.digests[row])
+
     def space_of(self, row: int) -> Namespace:
         return self.spaces.numbered[self.table.spaces[row]]
 
@@ -161,7 +164,7 @@ class Catalog:
             rows = list(space.index.values())
             for start in range(0, len(rows), batch_count):
                 yield [
-                    spaces.event(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+                    spaces.event(EventKind.STORED, row, table.kind(row))
                     for row in rows[start : start + batch_count]
                     if table.digests[row] and self.is_visible(row) and self.space_of(row) is space
                 ]
@@ -193,14 +196,13 @@ class Catalog:
     def publish(self, row: int) -> None:
         """Make a chunk that a tier holds visible."""
         table = self.table
-        assert table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
         assert digest not in namespace.index
         namespace.ghosts.pop(digest, None)
         namespace.index[digest] = row
         namespace.byte_count += namespace.chunk_bytes(table.token_counts[row])
         namespace.departures.pop(digest, None)
-        self.spaces.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+        self.spaces.tell(EventKind.STORED, row, table.kind(row))
         self.spaces.show(namespace, digest)
         if namespace.is_tail(table.token_counts[row]):
             parent = parent_digest(table, row)
@@ -212,7 +214,7 @@ class Catalog:
     def moved(self, row: int, tier: Tier) -> None:
         """Another tier is the fastest that holds the chunk now."""
         if self.is_visible(row):
-            self.spaces.show(self.space_of(row), self.table.digests[row])
+            self.show(row)
             self.spaces.tell(EventKind.MOVED, row, tier)
 
     def claim(self, namespace: Namespace, digest: bytes, store: object) -> None:
@@ -232,7 +234,7 @@ class Catalog:
         if forgotten:
             self.spaces.show(namespace, forgotten)
 
-    def withdraw(self, row: int, reason: MissReason, tier: Tier = Tier.DRAM) -> None:
+    def withdraw(self, row: int, reason: MissReason, tier: Tier) -> None:
         """Make a chunk that no tier holds any more, ``tier`` the last of them, invisible. While something refers to
         its row it is a ghost."""
         table = self.table

@@ -17,6 +17,7 @@ from kvstore.presence import (
     TAIL_TOKENS_MAX,
     TAILS,
     PresenceTable,
+    encoded_news,
     lengths_news,
     lengths_tag,
     lengths_words,
@@ -149,7 +150,7 @@ class Spaces:
             self.events.lose(len(namespace.index))
             return
         for row in namespace.index.values():
-            self.tell(EventKind.STORED, row, Tier.DRAM if row in table.arena else Tier.NVME)
+            self.tell(EventKind.STORED, row, table.kind(row))
 
     def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
         """Let watchers know. One addition while there are none."""
@@ -182,23 +183,27 @@ class Spaces:
         has_tails = digest in space.tails
         row = space.index.get(digest)
         if row is not None:
-            if row in self._table.arena:
-                return pack_news(ChunkState.HIT, Tier.DRAM, Encoding.RAW, tails=has_tails)
-            return pack_news(ChunkState.HIT, Tier.NVME, self._table.encoding(row), tails=has_tails)
+            first = self._table.copies[0]
+            if row in first:  # it is mapped by clients, and so raw
+                return pack_news(ChunkState.HIT, first.kind, Encoding.RAW, tails=has_tails)
+            ((tier, encoding),) = self._table.places((row,))
+            return pack_news(ChunkState.HIT, self._table.copies[tier].kind, encoding, tails=has_tails)
         if digest in space.pending:
             return pack_news(ChunkState.PENDING, tails=has_tails)
         reason = space.departures.get(digest)
         return pack_news(ChunkState.MISS if reason else 0, reason=reason or 0, tails=has_tails)
 
     def _show_all(self, space: Namespace) -> None:
-        """A namespace that was recovered, of which clients see nothing yet. All of it is on the device. Cost: about
-        1 us per chunk, and 5 per parent of partial chunks: nobody else is answered meanwhile."""
+        """A namespace that was recovered, of which clients see nothing yet. Cost: about 1 us per chunk, and 5 per
+        parent of partial chunks: nobody else is answered meanwhile."""
         if not space.is_looked_up:
             return
         rows = np.fromiter(space.index.values(), np.int64, len(space.index))
-        encodings = np.frombuffer(self._table.residencies, np.int64)[rows] >> 56 & 0x3F
+        news = np.zeros(rows.size, np.uint64)
+        for copies in self._table.copies:
+            here = copies.where(rows) & (news == 0)
+            news[here] = np.uint64(pack_news(ChunkState.HIT, copies.kind)) | encoded_news(copies.encodings(rows[here]))
         has_tails = np.fromiter(map(space.tails.__contains__, space.index), np.bool_, len(space.index))
-        news = np.uint64(pack_news(ChunkState.HIT, Tier.NVME)) | (encodings << 5).astype(np.uint64)
         news |= np.where(has_tails, np.uint64(TAILS), np.uint64(0))
         if space.index:
             words = tags_of(space.salt, b"".join(space.index)) | news

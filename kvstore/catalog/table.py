@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kvstore.arena import Placement
-from kvstore.spec import Encoding
+import numpy as np
+
+from kvstore.catalog.copies import NOWHERE, Copies
+from kvstore.spec import Tier
 
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
-NOWHERE = -1
-"""The NVMe residency of a chunk that has none."""
-UNPROVEN = 1 << 62
-"""Set in the residency of a copy that was met after a crash: it may be torn, or not there to stay."""
 SPACE_COUNT_MAX = 1 << 16
 """How many namespaces rows can name."""
 _EMPTY = b""
@@ -22,8 +20,8 @@ _EMPTY = b""
 class ChunkTable:
     """Columns by row number. A row is a small integer; it is reused once nothing refers to it.
 
-    ``parents`` and ``child_counts`` are the chains; ``residencies`` says where the NVMe tier keeps the chunk;
-    ``write_marks`` are the first 8 bytes of its write id, which a read compares; ``arena`` where memory does.
+    ``parents`` and ``child_counts`` are the chains; ``write_marks`` are the first 8 bytes of each chunk's write id,
+    which a read compares; ``copies`` say which local tier has the chunk, and where, the fastest tier first.
     """
 
     def __init__(self) -> None:
@@ -32,18 +30,28 @@ class ChunkTable:
         self.parents = array("i")
         self.child_counts = array("i")
         self.token_counts = array("i")
-        self.residencies = array("q")
         self.write_marks = array("Q")
-        self.arena: dict[int, Placement] = {}
-        self._columns: tuple[tuple[array[int], int], ...] = (
+        self.copies: list[Copies] = []
+        self._columns: list[tuple[array[int], int]] = [
             (self.spaces, 0), (self.parents, ROOT_ROW), (self.child_counts, 0), (self.token_counts, 0),
-            (self.residencies, NOWHERE), (self.write_marks, 0),
-        )  # fmt: skip
+            (self.write_marks, 0),
+        ]  # fmt: skip
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
 
     def __len__(self) -> int:
         return len(self.digests) - len(self._free)
+
+    def add_tier(self, copies: Copies) -> None:
+        """A tier is taken into use: the slowest so far. It has nothing yet."""
+        copies.column.extend([NOWHERE] * len(self.digests))
+        self.copies.append(copies)
+        self._columns.append((copies.column, NOWHERE))
+
+    def drop_tier(self, copies: Copies) -> None:
+        """A tier goes, and what it has with it."""
+        self.copies.remove(copies)
+        self._columns = [each for each in self._columns if each[0] is not copies.column]
 
     def add(self, space: int, digest: bytes, parent: int, token_count: int) -> int:
         """A new row, resident nowhere. Its parent gains a child. Nothing has changed when it raises: OverflowError for
@@ -105,14 +113,31 @@ class ChunkTable:
         """Whether another row or a holder refers to it."""
         return bool(self.child_counts[row]) or row in self._holds
 
+    def fastest(self, row: int) -> Copies | None:
+        """The fastest tier that has the chunk; None when none has."""
+        for copies in self.copies:
+            if row in copies:
+                return copies
+        return None
+
+    def kind(self, row: int) -> Tier:
+        """What events and replies call the fastest tier that has the chunk, which is resident."""
+        fastest = self.fastest(row)
+        assert fastest is not None
+        return fastest.kind
+
     def is_resident(self, row: int) -> bool:
-        """Whether any tier has the chunk."""
-        return row in self.arena or self.residencies[row] != NOWHERE
+        """Whether any local tier has the chunk."""
+        return any(row in copies for copies in self.copies)
 
-    def is_proven(self, row: int) -> bool:
-        """Whether the device has a copy that survives whatever comes, synced by this process or one that ended well."""
-        return not self.residencies[row] & UNPROVEN  # NOWHERE has the bit, too
-
-    def encoding(self, row: int) -> Encoding:
-        """How the device's copy is encoded."""
-        return Encoding(self.residencies[row] >> 56 & 0x3F)
+    def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """For chunks that are all resident: the number of the fastest tier that has each, and how it is encoded
+        there."""
+        found = np.full(len(rows), -1)
+        encodings = np.zeros(len(rows), np.uint8)
+        chosen = np.asarray(rows, np.int64)
+        for number, copies in enumerate(self.copies):
+            here = copies.where(chosen) & (found < 0)
+            found[here] = number
+            encodings[here] = copies.encodings(chosen[here])
+        return list(zip(found.tolist(), encodings.tolist(), strict=True))

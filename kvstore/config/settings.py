@@ -145,7 +145,6 @@ class PolicySettings:
     def __post_init__(self) -> None:
         for name in ("demotion_wait_s", "scrub_bytes_per_s", "canary_interval_s"):
             _require(getattr(self, name) >= 0, f"policy.{name}", getattr(self, name), "use 0 or more")
-        _require(self.eviction == "lru", "policy.eviction", self.eviction, "use 'lru'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from kvstore.controller.values import (
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.seams import Deadline, Mapping, Pauses
 from kvstore.spec import Durability, ModelSpec
-from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers import LocalTier
 
 DRAIN_STEP_S = 0.01
 SWEEP_INTERVAL_S = 1.0
@@ -60,9 +60,9 @@ class Controller:
 
     # ------------------------------------------------------------ the device
 
-    async def attach(self, nvme: NvmeTier) -> None:
+    async def attach(self, tier: LocalTier) -> None:
         """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
-        await self.parts.movement.attach(nvme)
+        await self.parts.movement.attach(tier)
 
     def run_without_device(self, reason: str) -> None:
         """Serve from memory alone; ``reason`` is what operators are told."""
@@ -71,6 +71,11 @@ class Controller:
     async def detach(self) -> None:
         """A clean stop of the device, after ``run`` has ended."""
         await self.parts.movement.detach()
+
+    @property
+    def counted(self) -> dict[str, str]:
+        """What is counted, and what each count means."""
+        return self.parts.counters.descriptions
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever: movement, expiry."""

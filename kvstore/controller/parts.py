@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,8 +11,7 @@ from kvstore.arena import Arena
 from kvstore.catalog import Catalog, Namespace
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.sessions import Leases
-from kvstore.keys import storage_key
-from kvstore.movement import Movement
+from kvstore.movement import Movement, MovementParts
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.telemetry import Counters
@@ -24,7 +23,8 @@ class Parts:
     all rooms use the same."""
 
     arena: Arena
-    policy: EvictionPolicy
+    policy: Callable[[], EvictionPolicy]
+    """Makes one for a tier."""
     limits: LimitSettings
     clock: Clock
     random: Random
@@ -58,11 +58,12 @@ class Parts:
 
     @cached_property
     def movement(self) -> Movement:
-        return Movement(
+        parts = MovementParts(
             arena=self.arena, catalog=self.catalog, policy=self.policy, keys=self.keys, clock=self.clock,
             random=self.random, workers=self.workers, faults=self.faults, counters=self.counters,
-            policies=self.policies, revoke_stale=self.leases.revoke_stale,
+            policies=self.policies,
         )  # fmt: skip
+        return Movement(parts, self.leases.revoke_stale)
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
         """Of a call that begins now and whose caller waits ``remaining_s``, or says nothing of it."""
@@ -70,4 +71,4 @@ class Parts:
 
     def storage_key(self, space: Namespace, digest: bytes) -> bytes:
         """What names this tenant's chunk in every tier below memory."""
-        return storage_key(self.keys.secret, space.fingerprint, space.provenance, space.exactness, digest)
+        return self.movement.names.key(space, digest)

@@ -1,16 +1,21 @@
-"""Every move of bytes between tiers, and every copy that goes: into memory on use, down to the device after a store,
+"""Every move of bytes between tiers, and every copy that goes: into memory on use, down to slower tiers after a store,
 out when room is needed, and read again to see that it is what it was.
 
-``Movement`` is what the controller asks; nobody else calls the parts:
+``Movement`` is what the controller asks; nobody else calls the parts. It knows tiers by their contracts, in an ordered
+list, the fastest first: memory, which clients map, is the first, and every other tier's bytes come and go through it.
 
-- ``residency`` where chunks lie, and how copies go
-- ``capacity``  finding room in memory: demote, evict, revoke, or refuse
-- ``writeback`` memory to device
-- ``promotion`` device to memory
-- ``scrub``     reads again what lies there
+- ``eviction``  what leaves a tier when it needs room, and ``room``: a place in memory for a chunk
+- ``removal``   how copies go: given up, removed, quarantined
+- ``queue``     moves that wait: bounded, by priority and age, one per chunk
+- ``writes``    moves out of memory, to ``targets``
+- ``loads``     moves into memory, layer by layer
+- ``checks``    reads again what lies there, and proves what a crash left
+- ``canary``    shows that a tier that says nothing still works
+- ``recovery``  what a tier holds, at a start and at a stop
+- ``names``     what a read of a chunk must find
 """
 
-from kvstore.movement.movement import Movement
-from kvstore.movement.promotion import Loading
+from kvstore.movement.loads import Loading
+from kvstore.movement.movement import Movement, MovementParts
 
-__all__ = ["Loading", "Movement"]
+__all__ = ["Loading", "Movement", "MovementParts"]

@@ -5,184 +5,229 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog
+from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
-from kvstore.movement.capacity import Capacity
-from kvstore.movement.promotion import Loading, Promotion
-from kvstore.movement.residency import Residency
-from kvstore.movement.scrub import Scrub
-from kvstore.movement.writeback import Writeback
+from kvstore.movement.canary import Canaries
+from kvstore.movement.checks import Checks
+from kvstore.movement.eviction import Eviction
+from kvstore.movement.loads import Loading, Loads
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.recovery import adopt, held_by
+from kvstore.movement.removal import Removal
+from kvstore.movement.room import Room
+from kvstore.movement.targets import LocalTarget
+from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
 from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import Counters
-from kvstore.tiers import TierStatistics
-from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers import LocalTier, TierStatistics
+from kvstore.tiers.dram import DramTier
 
 _log = logging.getLogger("kvstore.movement")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovementParts:
+    """What movement is made of. ``policy`` makes one for a tier."""
+
+    arena: Arena
+    catalog: Catalog
+    policy: Callable[[], EvictionPolicy]
+    keys: TenantKeys
+    clock: Clock
+    random: Random
+    workers: Workers
+    faults: FaultPoints
+    counters: Counters
+    policies: PolicySettings
 
 
 class Movement:
     """One tenant's moves. ``revoke_stale``: take back leases that are too old; whether there were any."""
 
-    def __init__(
-        self,
-        *,
-        arena: Arena,
-        catalog: Catalog,
-        policy: EvictionPolicy,
-        keys: TenantKeys,
-        clock: Clock,
-        random: Random,
-        workers: Workers,
-        faults: FaultPoints,
-        counters: Counters,
-        policies: PolicySettings,
-        revoke_stale: Callable[[], bool],
-    ) -> None:
-        self._catalog = catalog
-        self._clock = clock
-        self._counters = counters
-        self.residency = Residency(
-            arena=arena, catalog=catalog, policy=policy, keys=keys, faults=faults, counters=counters
+    def __init__(self, parts: MovementParts, revoke_stale: Callable[[], bool]) -> None:
+        self._parts = parts
+        self._catalog = catalog = parts.catalog
+        self._table = catalog.table
+        self._counters = parts.counters
+        self.memory = MappedCopies(DramTier(parts.arena, parts.workers), parts.policy())
+        catalog.table.add_tier(self.memory)
+        self.names = ChunkNames(catalog, parts.keys)
+        self.removal = Removal(catalog, parts.counters)
+        self.evictions: dict[str, Eviction] = {}
+        """By the name of their tier."""
+        self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
+        self.loads = Loads(
+            catalog, self.memory, self.room, parts.arena, self.names, self.removal, parts.workers, parts.faults,
+            parts.counters,
+        )  # fmt: skip
+        self.writes: list[Writes] = []
+        """To each slower tier, the fastest first."""
+        self.checks = Checks(
+            catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
         )
-        self.capacity = Capacity(arena, self.residency, counters, revoke_stale)
-        self.writeback = Writeback(catalog, self.residency, clock, faults, counters)
-        self.promotion = Promotion(
-            arena=arena, catalog=catalog, residency=self.residency, capacity=self.capacity, workers=workers,
-            faults=faults, counters=counters,
-        )  # fmt: skip
-        self.scrub = Scrub(
-            arena=arena, catalog=catalog, residency=self.residency, writeback=self.writeback, clock=clock,
-            random=random, workers=workers, counters=counters, policies=policies,
-        )  # fmt: skip
+        self.canaries = Canaries(catalog.table, parts.clock, parts.random, parts.counters, parts.policies)
 
-    # ------------------------------------------------------------ the device
+    def _eviction(self, copies: Copies) -> Eviction:
+        parts = self._parts
+        found = Eviction(parts.catalog, copies, self.removal, parts.faults, parts.counters)
+        self.evictions[copies.tier.name] = found
+        return found
 
-    async def attach(self, nvme: NvmeTier) -> None:
-        """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
-        started_s = self._clock.monotonic()
+    # ------------------------------------------------------------ tiers
+
+    async def attach(self, tier: LocalTier) -> None:
+        """Take a tier into use, slower than those before it: what it holds becomes visible. Raises Unavailable when it
+        cannot be read; it is closed then."""
+        parts, started_s = self._parts, self._parts.clock.monotonic()
+        copies = Copies(tier, parts.policy())
+        self._counters.add_tier(tier.name)
+        self._table.add_tier(copies)
         try:
-            columns, clean = await nvme.read_back()
+            found = await tier.recover(self._eviction(copies))
         except BaseException:
-            await nvme.close(None)
+            self._table.drop_tier(copies)
             raise
-        self.residency.nvme = nvme
-        nvme.on_full = self.residency.make_room
-        count = self.residency.adopt(columns, clean=clean)
-        self._counters.add("nvme_recovered_chunks", count)
-        _log.info(
-            "device attached",
-            extra={"chunks": count, "clean": clean, "seconds": round(self._clock.monotonic() - started_s, 3)},
-        )
+        count = adopt(self._catalog, copies, found)
+        self.writes.append(
+            Writes(
+                self._catalog, self.memory, LocalTarget(self._catalog, copies), self.names, self.removal, parts.clock,
+                parts.faults, parts.counters,
+            )
+        )  # fmt: skip
+        self._counters.add_of(tier.name, "recovered_chunks", count)
+        seconds = round(parts.clock.monotonic() - started_s, 3)
+        _log.info("tier attached", extra={"tier": tier.name, "chunks": count, "seconds": seconds})
 
     async def detach(self) -> None:
-        """A clean stop of the device, after ``run`` has ended."""
-        nvme, self.residency.nvme = self.residency.nvme, None
-        if nvme is not None:
-            await nvme.erasures.erase_doomed()
-            await nvme.close(self.residency.columns())
+        """A clean stop of the tiers below memory, after ``run`` has ended."""
+        self.writes.clear()
+        for copies in self._table.copies[:0:-1]:
+            held = held_by(self._catalog, copies)
+            self._table.drop_tier(copies)
+            await copies.tier.close(held)
+
+    def statistics(self) -> list[TierStatistics]:
+        """Of every local tier, the fastest first."""
+        return [copies.tier.statistics() for copies in self._table.copies]
 
     def nvme_statistics(self) -> TierStatistics | None:
-        """None while there is no device."""
-        nvme = self.residency.nvme
-        return None if nvme is None else nvme.statistics()
+        """Of the tier of that name; None while there is none."""
+        return next((each for each in self.statistics() if each.name == "nvme"), None)
 
     @property
     def reason(self) -> str:
-        """Why chunks stay in memory only; empty while the device takes them."""
-        return self.writeback.reason
+        """Why a tier lacks chunks that it should have; empty while all of them take them."""
+        return next((writes.reason for writes in self.writes if writes.reason), "")
 
     @property
     def backlog_count(self) -> int:
-        """Chunks that wait for a lower tier or are on their way to it."""
-        return self.writeback.backlog
+        """Chunks that wait for a slower tier or are on their way to it."""
+        return sum(writes.backlog_count for writes in self.writes)
 
     @property
     def loading_bytes(self) -> int:
         """Room in memory of chunks on their way there."""
-        return self.promotion.loading_bytes
+        return self.loads.loading_bytes
 
     def retry(self) -> None:
-        """Try again what a lower tier refused, once it had some time."""
-        self.writeback.retry()
+        """Try again what a tier refused, once it had some time."""
+        for writes in self.writes:
+            writes.retry()
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.writeback.run())
-            group.create_task(self.promotion.run())
-            group.create_task(self.scrub.run())
+            for writes in self.writes:
+                group.create_task(writes.run())
+            group.create_task(self.loads.run())
+            group.create_task(self.checks.run())
+            group.create_task(self.canaries.run())
 
     # ------------------------------------------------------------ stores
 
     def allocate(
         self, piece_bytes: tuple[int, ...], keep: frozenset[int], *, evict_unwritten: bool = True
     ) -> Placement | None:
-        """Room in memory for a chunk. See ``Capacity.allocate``."""
-        return self.capacity.allocate(piece_bytes, keep, evict_unwritten=evict_unwritten)
+        """Room in memory for a chunk. See ``Room.allocate``."""
+        return self.room.allocate(piece_bytes, keep, evict_unwritten=evict_unwritten)
 
     def stored(self, row: int, placement: Placement, mark: int) -> None:
         """A store's chunk is whole, in memory: make it visible. ``mark``: the first 8 bytes of its write id."""
-        self._catalog.table.arena[row] = placement
-        self._catalog.table.write_marks[row] = mark
+        self._table.write_marks[row] = mark
+        self.memory.put_placement(row, placement)
         self._catalog.publish(row)
-        self.residency.arena_policy.used([row])
+        self.memory.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
 
     def write_down(self, row: int) -> None:
         """Have the tiers below take a chunk that memory has, as their settings want it."""
-        self.writeback.add(row)
+        for writes in self.writes:
+            writes.add(row)
 
     @property
     def is_making_room(self) -> bool:
-        """Whether what is on its way to a lower tier makes room in memory sooner or later."""
-        return self.writeback.is_moving
+        """Whether what is on its way to a slower tier makes room in memory sooner or later."""
+        return any(writes.is_moving for writes in self.writes)
 
     async def progress(self, timeout_s: float) -> None:
-        """Wait until some chunk is through to a lower tier, one way or the other, at most so long."""
-        await self.writeback.progress(timeout_s)
+        """Wait until some chunk is through to a slower tier, one way or the other, at most so long."""
+        moving = [writes for writes in self.writes if writes.is_moving]
+        if moving:
+            await moving[0].progress(timeout_s)
 
     async def settle(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
-        """See ``Writeback.settle``."""
-        return await self.writeback.settle(rows, timeout_s)
+        """The level that all of these chunks have reached once the tiers are through with them, at most ``timeout_s``
+        seconds from now; why it is no higher; and whether the tiers are through."""
+        if not self.writes:
+            return Durability.MEMORY, "no lower tier is configured", True
+        found = await asyncio.gather(*(writes.settle(rows, timeout_s) for writes in self.writes))
+        level, reason, _ = max(found, key=lambda each: each[0])
+        return level, reason, all(is_settled for _, _, is_settled in found)
 
     async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
-        """See ``Scrub.prove``."""
-        await self.scrub.prove(rows, timeout_s)
+        """See ``Checks.prove_all``."""
+        await self.checks.prove_all(rows, timeout_s)
 
     # ------------------------------------------------------------ fetches
 
     def bring(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
     ) -> tuple[list[Loading | None], MissReason]:
-        """See ``Promotion.begin``."""
-        return self.promotion.begin(rows, keep, layers)
+        """See ``Loads.begin``."""
+        return self.loads.begin(rows, keep, layers)
 
     def placement(self, row: int) -> Placement:
         """Where a chunk lies in memory, which has it."""
-        return self._catalog.table.arena[row]
+        return self.memory.placement(row)
 
     def are_in_memory(self, rows: Sequence[int]) -> bool:
         """Whether memory has all of these."""
-        return all(map(self._catalog.table.arena.__contains__, rows))
+        return self.memory.have_all(rows)
 
     def used(self, chain: Sequence[int]) -> None:
         """A chain was stored or read, root first."""
-        self.residency.used(chain)
+        keys = [self._table.digests[row] for row in chain]
+        for copies in self._table.copies:
+            copies.used(keys, chain)
 
     # ------------------------------------------------------------ copies go
 
     def superseded(self, row: int) -> None:
         """Another chunk has all that this one has: in every tier it is the first to go when room is needed."""
-        self.residency.superseded(row)
+        self._counters.add("superseded_chunks")
+        for copies in self._table.copies:
+            copies.policy.superseded(row)
 
     def remove(self, row: int, reason: MissReason) -> None:
         """Give up every copy."""
-        self.residency.remove(row, reason)
+        self.removal.remove(row, reason)
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
         """Before other writes take the place of what was removed (storage key -> first 8 bytes of the write id): no
         start brings that back. Raises KVStoreError."""
-        await self.residency.supersede(writes, wait_s)
+        for copies in self._table.copies:
+            await copies.tier.supersede(writes, wait_s)

@@ -1,7 +1,14 @@
-"""What leaves first. A policy orders opaque names by what it was told of their use; it does no I/O, reads no
-clock and owns no bytes. The capacity code asks it for victims and decides which of them may go."""
+"""What leaves first, and what may enter. A policy orders the chunks of one tier by what it was told of their use; it
+does no I/O, reads no clock and owns no bytes. Movement asks it for victims and decides which of them may go.
 
-from kvstore.policy.eviction import EvictionPolicy
+One file per policy; ``POLICIES`` is what ``policy.eviction`` chooses from.
+"""
+
+from collections.abc import Callable
+
+from kvstore.policy.eviction import ABSENT, EvictionPolicy
 from kvstore.policy.lru import LeastRecentlyUsed
 
-__all__ = ["EvictionPolicy", "LeastRecentlyUsed"]
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
+
+__all__ = ["ABSENT", "POLICIES", "EvictionPolicy", "LeastRecentlyUsed"]

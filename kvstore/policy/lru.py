@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
-_ABSENT = -1
+from kvstore.policy.eviction import ABSENT
+from kvstore.spec import MissReason
+
 _END = 0
 """The list's own node: links of row r are kept at r + 1."""
 
@@ -21,37 +23,46 @@ class LeastRecentlyUsed:
         self._next = array("i", [_END])
         self._previous = array("i", [_END])
 
-    def used(self, chain: Sequence[int]) -> None:
+    def requested(self, keys: Sequence[bytes], rows: Sequence[int], hit_count: int) -> None:
         """Nothing has changed when it raises: MemoryError, or BufferError while somebody looks into a column."""
         following, previous = self._next, self._previous
-        self._grow(max(chain, default=0) + 2)
-        for row in reversed(chain):
+        self._grow(max(rows, default=0) + 2)
+        for row in reversed(rows):
+            if row == ABSENT:
+                continue
             node = row + 1
-            if following[node] != _ABSENT:
+            if following[node] != ABSENT:
                 self._unlink(node)
             last = previous[_END]
             following[last] = previous[_END] = node
             previous[node], following[node] = last, _END
 
+    def admits(self, key: bytes, weight: int, cost: float) -> bool:
+        """Whatever comes."""
+        return True
+
+    def stored(self, row: int, key: bytes, weight: int, cost: float) -> None:
+        self.requested((key,), (row,), 1)
+
     def _grow(self, count: int) -> None:
         """At least so many nodes in both columns, each by what it lacks: a growth that failed left one longer."""
         for column in (self._next, self._previous):
             if len(column) < count:
-                column.extend([_ABSENT] * (count - len(column)))
+                column.extend([ABSENT] * (count - len(column)))
 
     def superseded(self, row: int) -> None:
         node = row + 1
-        if node < len(self._next) and self._next[node] != _ABSENT:
+        if node < len(self._next) and self._next[node] != ABSENT:
             self._unlink(node)
             first = self._next[_END]
             self._next[_END] = self._previous[first] = node
             self._previous[node], self._next[node] = _END, first
 
-    def removed(self, row: int) -> None:
+    def removed(self, row: int, reason: MissReason) -> None:
         node = row + 1
-        if node < len(self._next) and self._next[node] != _ABSENT:
+        if node < len(self._next) and self._next[node] != ABSENT:
             self._unlink(node)
-            self._next[node] = _ABSENT
+            self._next[node] = ABSENT
 
     def _unlink(self, node: int) -> None:
         before, after = self._previous[node], self._next[node]
@@ -64,8 +75,8 @@ class LeastRecentlyUsed:
             after = self._next[node]
             if eligible(node - 1):
                 yield node - 1
-                if self._next[node] != _ABSENT:
+                if self._next[node] != ABSENT:
                     after = self._next[node]
-                elif self._next[after] == _ABSENT:
+                elif self._next[after] == ABSENT:
                     after = self._next[_END]  # the one we meant to go on with left too
             node = after

@@ -13,7 +13,6 @@ from prometheus_client.registry import Collector
 from kvstore.config import LoadedSettings
 from kvstore.controller import Controller, Stats
 from kvstore.errors import Unavailable
-from kvstore.telemetry.counters import DESCRIPTIONS
 
 COLLECT_TIMEOUT_S = 5.0
 _GAUGES = {
@@ -72,10 +71,13 @@ class _Collector(Collector):
             for tenant, nvme in tiers.items():
                 gauge.add_metric([*self._named(tenant), nvme.name], getattr(nvme, name))
             yield gauge
-        for name, description in DESCRIPTIONS.items():
+        counted: dict[str, str] = {}
+        for controller in self._controllers.values():
+            counted |= controller.counted
+        for name, description in counted.items():
             counter = CounterMetricFamily(f"kvstore_{name}", description, labels=self._labels)
             for tenant, stats in found.items():
-                counter.add_metric(self._named(tenant), stats.counters[name])
+                counter.add_metric(self._named(tenant), stats.counters.get(name, 0))
             yield counter
 
     def describe(self) -> list[Metric]:

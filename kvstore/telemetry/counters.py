@@ -23,24 +23,14 @@ DESCRIPTIONS: dict[str, str] = {
     "store_aborted_reservations": "Reservations aborted by their client or its death",
     "store_expired_reservations": "Reservations aborted for their age",
     "superseded_chunks": "Partial chunks that go first because a longer chunk begins with their tokens",
-    "demoted_chunks": "Chunks that memory gave up because the device has them",
     "promoted_chunks": "Chunks brought from the device into memory",
     "promoted_bytes": "Bytes brought from the device into memory",
     "promotion_failed_chunks": "Chunks that could not be brought in",
-    "nvme_written_chunks": "Chunks made durable on the device",
-    "nvme_written_bytes": "Bytes made durable on the device",
-    "nvme_refused_chunks": "Attempts to write a chunk that the device refused",
-    "nvme_evicted_chunks": "Chunks evicted from the device",
-    "nvme_verified_bytes": "Bytes checked on their way from the device",
     "fetch_joined_stores": "Fetches of stores that were still in flight",
-    "nvme_recovered_chunks": "Chunks found on the device at the start",
-    "nvme_proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
     "scrubbed_bytes": "Bytes that the scrub read again",
     "scrub_failures": "Copies that the scrub found damaged",
     "canary_passes": "Canaries that came back whole",
     "canary_failures": "Canaries that did not",
-    "evicted_chunks": "Chunks evicted from memory that no other tier had",
-    "evicted_bytes": "Bytes of such chunks",
     "leases_revoked": "Leases taken back under pressure",
     "sessions_opened": "Sessions opened",
     "sessions_refused": "Connections refused at the hand-off",
@@ -48,16 +38,46 @@ DESCRIPTIONS: dict[str, str] = {
     "requests_failed": "Calls that ended in an error",
 }
 
+TIER_DESCRIPTIONS: dict[str, str] = {
+    "written_chunks": "Chunks written",
+    "written_bytes": "Bytes written",
+    "refused_chunks": "Attempts to write a chunk that were refused",
+    "demoted_chunks": "Chunks given up because a slower tier has them",
+    "evicted_chunks": "Chunks evicted that no slower tier had",
+    "evicted_bytes": "Bytes of such chunks",
+    "verified_bytes": "Bytes checked on their way out",
+    "recovered_chunks": "Chunks found at the start",
+    "proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
+}
+"""Of each tier. Memory's have no prefix, the others' their tier's name."""
+MEMORY = "dram"
+
 
 class Counters:
     """A dict of whole numbers that only grow."""
 
     def __init__(self) -> None:
-        self._values: Counter[str] = Counter(dict.fromkeys(DESCRIPTIONS, 0))
+        self.descriptions = dict(DESCRIPTIONS)
+        self.add_tier(MEMORY, "memory")
+        self.add_tier("nvme", "the device")
+        self._values: Counter[str] = Counter(dict.fromkeys(self.descriptions, 0))
+
+    def add_tier(self, tier: str, said: str = "") -> None:
+        """Count for a tier, too. Idempotent."""
+        for name, description in TIER_DESCRIPTIONS.items():
+            self.descriptions.setdefault(_name(tier, name), f"{description} ({said or tier})")
 
     def add(self, name: str, count: int = 1) -> None:
-        assert name in DESCRIPTIONS, name
+        assert name in self.descriptions, name
         self._values[name] += count
+
+    def add_of(self, tier: str, name: str, count: int = 1) -> None:
+        """Add to what is counted of each tier."""
+        self.add(_name(tier, name), count)
 
     def snapshot(self) -> dict[str, int]:
         return dict(self._values)
+
+
+def _name(tier: str, name: str) -> str:
+    return name if tier == MEMORY else f"{tier}_{name}"

@@ -226,9 +226,9 @@ class LocalTier(Protocol):
     def stalled_s(self) -> float:
         """For how long it has answered nobody though it was asked. 0: it answers."""
 
-    async def close(self, held: IndexColumns | None) -> None:
-        """A clean stop, ``held`` being what the catalog has in this tier. None: it is not clean, and the next start
-        believes nothing but the tier itself."""
+    async def close(self, held: Recovered | None) -> None:
+        """A clean stop, ``held`` being what the catalog has in this tier, and what of it is still in doubt. None: the
+        stop is not clean, and the next start believes nothing but the tier itself."""
 
     def statistics(self) -> TierStatistics: ...
 

@@ -52,23 +52,12 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 SAME_LAYER = {
     ("catalog", "policy"),
+    ("catalog", "tiers"),
     ("chunk", "keys"),
     ("seams", "errors"),
     ("units", "errors"),
 }
 NVME_MAY_BE_NAMED = ("kvstore/tiers/nvme/", "kvstore/server/tiers.py")
-NVME_STILL_NAMED = {
-    "kvstore/controller/controller.py",
-    "kvstore/movement/movement.py",
-    "kvstore/movement/residency.py",
-    "kvstore/movement/scrub.py",
-}
-"""To do: these are to ask the contract."""
-RESIDENCIES_STILL_READ = {
-    "kvstore/catalog/spaces.py",
-    "kvstore/catalog/table.py",
-}
-"""To do: these are to ask the tier."""
 CLIENT_MAY_IMPORT = {
     *("spec", "keys", "chunk", "planning", "presence", "handoff", "wire", "errors", "units", "seams"),
     *("v1", "v1alpha"),
@@ -117,8 +106,8 @@ def check_source(path: str, text: str) -> list[Finding]:
     if path.startswith(("kvstore/", "clients/", "kernels/")) and not path.startswith("kvstore/simulated/"):
         found += _simulated(path, tree)
     if path.startswith("kvstore/"):
-        found += _exempt(NVME_STILL_NAMED, path, list(_nvme(path, tree)))
-        found += _exempt(RESIDENCIES_STILL_READ, path, list(_residencies(path, tree)))
+        found += _nvme(path, tree)
+        found += _residencies(path, tree)
     found = [finding for finding in found if "# seam: " not in lines[finding.line - 1]]
     return found + list(_lengths(path, tree, len(lines)))
 
@@ -238,13 +227,6 @@ def _simulated(path: str, tree: ast.AST) -> Iterator[Finding]:
     for line, module in {*_imported(tree), *_named(tree)}:
         if _room(module) == "simulated":
             yield Finding(path, line, "imports kvstore.simulated: it is for tests and benchmarks")
-
-
-def _exempt(still: set[str], path: str, found: list[Finding]) -> list[Finding]:
-    """What an exception leaves of some findings. One that is needed no more is a finding, too."""
-    if path not in still:
-        return found
-    return [] if found else [Finding(path, 1, "is an exception without need: take it from kvstore_ops.lint")]
 
 
 def _nvme(path: str, tree: ast.AST) -> Iterator[Finding]:

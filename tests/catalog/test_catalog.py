@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import tracemalloc
 from array import array
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, ChunkTable, Namespace
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Namespace
 from kvstore.catalog.tails import NAMED_MAX, Tails
 from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
-from kvstore.simulated import BytearrayMemory
 from kvstore.spec import ChunkState, Encoding, Exactness, MissReason, Provenance, Tier
+from tests.catalog.shelves import put as shelve
+from tests.catalog.shelves import shelved_catalog
 from tests.presence.shown import difference
 from tests.specs import small_spec
 
@@ -29,7 +29,7 @@ def digest(name: str) -> bytes:
 
 @pytest.fixture
 def catalog() -> Catalog:
-    return Catalog(4, BytearrayMemory())
+    return shelved_catalog()
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def space(catalog: Catalog) -> Namespace:
 
 def put(catalog: Catalog, space: Namespace, name: str, parent: str = "", *, count: int = FULL, where: int = 7) -> int:
     row = catalog.row_of(space, digest(name), digest(parent) if parent else ROOT_DIGEST, count)
-    catalog.table.residencies[row] = where
+    shelve(catalog, row, where)
     catalog.publish(row)
     return row
 
 
 def take(catalog: Catalog, row: int, reason: MissReason = MissReason.EVICTED) -> None:
-    catalog.table.residencies[row] = NOWHERE
-    catalog.withdraw(row, reason)
+    shelve(catalog, row, NOWHERE)
+    catalog.withdraw(row, reason, Tier.NVME)
 
 
 def test_a_chunk_that_leaves_before_its_child_leaves_a_ghost(catalog: Catalog, space: Namespace) -> None:
@@ -103,9 +103,8 @@ def test_a_held_row_is_not_given_to_another(catalog: Catalog, space: Namespace) 
 
 
 def test_walk_tells_the_tier_of_each_run(catalog: Catalog, space: Namespace) -> None:
-    placement: Any = object()
     rows = [put(catalog, space, "a"), put(catalog, space, "b", "a"), put(catalog, space, "c", "b", where=2 << 56)]
-    catalog.table.arena[rows[0]] = placement
+    catalog.table.copies[0].put(rows[0], Encoding.RAW << 56)
     runs = catalog.walk([space], [digest(each) for each in "abcd"]).runs
     assert [(run.chunk_count, run.tier, run.encoding) for run in runs] == [
         (1, Tier.DRAM, Encoding.RAW),
@@ -187,7 +186,7 @@ def test_the_eldest_tail_is_known_by_its_length_when_the_named_are_gone() -> Non
 
 def test_documents_are_no_tails() -> None:
     """Each ends where it ends: many of them begin at the root, and nobody looks for them by a length."""
-    catalog = Catalog(4, BytearrayMemory())
+    catalog = shelved_catalog()
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT, Provenance.STANDALONE)
     for number in range(5):
         put(catalog, space, f"d{number}", count=number + 1)
@@ -198,9 +197,9 @@ def test_documents_are_no_tails() -> None:
 
 def test_a_namespace_waits_for_its_model() -> None:
     """What a device holds of a model that nobody registered is kept, and found once somebody does."""
-    known = Catalog(4, BytearrayMemory())
+    known = shelved_catalog()
     name = known.register(small_spec()).namespace(None, Exactness.EXACT).fingerprint
-    catalog = Catalog(4, BytearrayMemory())
+    catalog = shelved_catalog()
     space = catalog.spaces.get(name, Provenance.IN_CONTEXT, Exactness.EXACT)
     put(catalog, space, "a")
     tail = put(catalog, space, "t", "a", count=5)
@@ -218,7 +217,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = Catalog(4, BytearrayMemory())
+        self.catalog = shelved_catalog()
         self.space = self.catalog.register(small_spec()).namespace(None, Exactness.EXACT)
         self.here: dict[str, int] = {}
         self.held: list[tuple[str, int]] = []
@@ -284,7 +283,7 @@ def test_who_only_looks_makes_no_namespace(catalog: Catalog) -> None:
 
 
 def test_namespaces_end_at_their_limit_and_those_that_are_there_go_on() -> None:
-    catalog = Catalog(4, BytearrayMemory(), namespace_count_max=2)
+    catalog = shelved_catalog(namespace_count_max=2)
     model = catalog.register(small_spec())
     spaces = [model.namespace(layer, Exactness.EXACT) for layer in (None, 0)]
     with pytest.raises(Exhausted, match=r"limits\.namespace_count_max"):
@@ -299,13 +298,13 @@ def test_namespaces_end_at_their_limit_and_those_that_are_there_go_on() -> None:
 @pytest.mark.parametrize("wrong", [{"space": 1 << 16}, {"parent": 1 << 31}, {"token_count": 1 << 31}])
 def test_columns_never_shift_against_each_other(wrong: dict[str, int], has_free_row: bool) -> None:
     """A row that cannot be added changes nothing, whichever column refuses it, and the next one is whole."""
-    table = ChunkTable()
+    table = shelved_catalog().table
     first = table.add(1, digest("a"), ROOT_ROW, 3)
     if has_free_row:
         table.remove(table.add(2, digest("gone"), ROOT_ROW, 4))
     with pytest.raises(OverflowError):
         table.add(**{"space": 1, "digest": digest("b"), "parent": ROOT_ROW, "token_count": 5, **wrong})
-    columns = (table.spaces, table.parents, table.child_counts, table.token_counts, table.residencies)
+    columns = (table.spaces, table.parents, table.child_counts, table.token_counts, table.copies[1].column)
     for column in columns:
         with memoryview(column):
             if not has_free_row:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.catalog import Catalog, Watcher
+from kvstore.catalog import NOWHERE, Watcher
 from kvstore.errors import Exhausted
 from kvstore.keys import ROOT_DIGEST
-from kvstore.simulated import BytearrayMemory
 from kvstore.spec import EventKind, Exactness, MissReason, Tier
+from tests.catalog.shelves import put, shelved_catalog
 from tests.specs import small_spec
 
 
@@ -20,18 +20,18 @@ class Shelf:
     """A catalog whose chunks lie on a device that takes everything."""
 
     def __init__(self) -> None:
-        self.catalog = Catalog(4, BytearrayMemory())
+        self.catalog = shelved_catalog()
         self.events = self.catalog.spaces.events
         self.space = self.catalog.register(small_spec()).namespace(None, Exactness.EXACT)
 
     def store(self, number: int, parent: bytes = ROOT_DIGEST) -> int:
         row = self.catalog.row_of(self.space, bytes([number]) * 32, parent, 16)
-        self.catalog.table.residencies[row] = number
+        put(self.catalog, row, number)
         self.catalog.publish(row)
         return row
 
     def remove(self, row: int) -> None:
-        self.catalog.table.residencies[row] = -1
+        put(self.catalog, row, NOWHERE)
         self.catalog.withdraw(row, MissReason.EVICTED, Tier.NVME)
 
 

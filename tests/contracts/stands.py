@@ -33,6 +33,11 @@ HOME = Path("/nvme")
 SEED = 7
 
 
+def proven(columns: IndexColumns) -> Recovered:
+    """All of it is there to stay."""
+    return Recovered(columns, np.ones(len(columns), np.bool_))
+
+
 class Stand:
     """One tier under test, on virtual time. What an implementation cannot do it says with ``can_...``."""
 
@@ -65,9 +70,9 @@ class Stand:
         """Without ``kill``: a clean stop, for which the tier is told what it holds."""
         await self.tier.close(None if kill else await self.held())
 
-    async def held(self) -> IndexColumns:
+    async def held(self) -> Recovered:
         """What a catalog would say at a clean stop. Memory's goes with it."""
-        return IndexColumns()
+        return proven(IndexColumns())
 
     def found(self) -> dict[bytes, Residency]:
         """Chain digest -> where it lies, of what the last start found."""
@@ -107,9 +112,9 @@ class FilesStand(Stand):
         self.files = FilesTier(self.settings, SeededWorkers(SEED))
         return self.files
 
-    async def held(self) -> IndexColumns:
+    async def held(self) -> Recovered:
         headers = [(each, parse_header(np.fromfile(path, np.uint8))) for each, path in self.files.paths()]
-        return columns_of_files(headers)
+        return proven(columns_of_files(headers))
 
     def flip(self, residency: Residency, offset: int) -> None:
         flip_in(dict(self.files.paths())[residency], offset)
@@ -212,9 +217,9 @@ class NvmeStand(Stand):
             capacity_bytes=self.capacity_bytes, encoding=self.encoding,
         )  # fmt: skip
 
-    async def held(self) -> IndexColumns:
+    async def held(self) -> Recovered:
         assert isinstance(self.tier, NvmeTier)
-        return await columns_of(self.tier)
+        return proven(await columns_of(self.tier))
 
     async def stop(self, *, kill: bool = False) -> None:
         if kill:

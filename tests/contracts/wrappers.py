@@ -19,7 +19,6 @@ from kvstore.tiers import (
     Buffer,
     ChunkName,
     Evictor,
-    IndexColumns,
     LocalTier,
     Recovered,
     Residency,
@@ -155,7 +154,7 @@ class LocalUnder(_Under):
     def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
         return self.tier.encodings(residencies)
 
-    async def close(self, held: IndexColumns | None) -> None:
+    async def close(self, held: Recovered | None) -> None:
         await self.tier.close(held)
 
 

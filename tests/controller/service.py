@@ -47,7 +47,7 @@ class Service:
         self.faults, self.memory = FaultPoints(), BytearrayMemory()
         self.arena = Arena(self.memory, self.faults, capacity_bytes=capacity, region_bytes=capacity)
         self.parts = Parts(
-            arena=self.arena, policy=LeastRecentlyUsed(), limits=replace(defaults, **limits), clock=self.clock,
+            arena=self.arena, policy=LeastRecentlyUsed, limits=replace(defaults, **limits), clock=self.clock,
             random=SeededRandom(1), memory=self.memory, workers=workers or InlineWorkers(), keys=TenantKeys(),
             faults=self.faults, counters=Counters(), deadline_s=0.2,
         )  # fmt: skip

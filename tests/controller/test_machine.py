@@ -116,7 +116,10 @@ class ControllerMachine(RuleBasedStateMachine):
         pending = sum(len(each.pending) for each in namespaces)
         assert sorted(rows + ghosts) == list(table.rows())
         assert arena.chunk_count == len(rows) + pending
-        assert stats.used_bytes == sum(table.arena[row].byte_count for row in rows) + stats.reserved_bytes
+        assert (
+            stats.used_bytes
+            == sum(controller.parts.movement.placement(row).byte_count for row in rows) + stats.reserved_bytes
+        )
         assert stats.lease_count == sum(len(self.service.parts.leases.of(session)) for session in self.sessions)
         for row in rows:
             children = sum(1 for other in rows if table.parents[other] == row)

@@ -14,11 +14,11 @@ async def test_rot_in_memory_is_found_and_goes(piece: int) -> None:
     service = Service()
     session = service.controller.open_session(0)
     await service.store(session, 1, 2)
-    table = service.controller.parts.catalog.table
-    first, second = sorted(table.arena)
-    assert await service.controller.parts.movement.scrub.check_arena(first)
-    table.arena[second].pieces[piece][7] ^= 16
-    assert not await service.controller.parts.movement.scrub.check_arena(second)
+    memory, checks = service.controller.parts.movement.memory, service.controller.parts.movement.checks
+    first, second = sorted(memory.rows())
+    assert await checks.check(memory, first)
+    memory.placement(second).pieces[piece][7] ^= 16
+    assert not await checks.check(memory, second)
     result = service.controller.fetch(session, service.query(1, 2))
     assert (result.hit_count, result.reason) == (1, MissReason.CORRUPT)
     service.controller.release(session, [result.lease_id])

@@ -84,7 +84,9 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     session = controller.open_session(0)
     await service.store(session, 1, 2)
     ticket = controller.lookup(service.query(1, 2), readers=1).ticket
-    controller.parts.movement.residency.quarantine_arena(max(controller.parts.catalog.table.arena))
+    memory = controller.parts.movement.memory
+    last = max(memory.rows())
+    await controller.parts.movement.removal.quarantine(memory, last, memory.residency(last))
     with pytest.raises(DataLoss, match="CORRUPT"):
         controller.redeem(session, ticket)
     assert not service.parts.leases.of(session)

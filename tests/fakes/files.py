@@ -92,10 +92,14 @@ class FilesTier:
         is_proven = np.array([residency in rank for residency, _, _ in rows], np.bool_)
         return Recovered(columns_of([(residency, header) for residency, _, header in rows]), is_proven)
 
-    async def close(self, held: IndexColumns | None) -> None:
+    async def close(self, held: Recovered | None) -> None:
         if held is not None:
             await self.tidy()
-            await self._run(replace_file, self._directory / CLEAN, json.dumps(held.residencies.tolist()).encode())
+            await self._run(
+                replace_file,
+                self._directory / CLEAN,
+                json.dumps(held.columns.residencies[held.is_proven].tolist()).encode(),
+            )
         self._workers.close()
 
     # ------------------------------------------------------------ write

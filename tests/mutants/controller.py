@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CAPACITY = "kvstore/movement/capacity.py"
+EVICTION = "kvstore/movement/eviction.py"
 CATALOG = "kvstore/catalog/catalog.py"
 CLAIM = "kvstore/controller/stores/claim.py"
 COMMIT = "kvstore/controller/stores/commit.py"
@@ -13,10 +13,10 @@ FETCH = "kvstore/controller/fetches/fetch.py"
 LEASES = "kvstore/controller/sessions/leases.py"
 REPLACEMENT = "kvstore/controller/stores/replacement.py"
 RESERVATIONS = "kvstore/controller/stores/reservations.py"
-RESIDENCY = "kvstore/movement/residency.py"
-SCRUB = "kvstore/movement/scrub.py"
+REMOVAL = "kvstore/movement/removal.py"
+CHECKS = "kvstore/movement/checks.py"
 TICKETS = "kvstore/controller/fetches/tickets.py"
-WRITEBACK = "kvstore/movement/writeback.py"
+WRITES = "kvstore/movement/writes.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
 T_NEWEST = "tests/tiers/test_nvme_newest.py"
@@ -29,9 +29,9 @@ T_ERRORS = "tests/tiers/test_nvme_errors.py"
 MUTANTS = [
     Mutant(
         "held-chunks-are-evicted",
-        CAPACITY,
-        "            return not (leaves and table.child_counts[row]) and not table.is_held(row) and row not in keep\n",
-        "            return not (leaves and table.child_counts[row]) and row not in keep\n",
+        EVICTION,
+        "                return may_go(row) and row not in keep and not self._table.is_held(row)\n",
+        "                return may_go(row) and row not in keep\n",
         "what a client copies is given up under its copy",
         (f"{T_CONTROLLER}::test_tickets_and_leases_keep_their_chunks",),
     ),
@@ -160,9 +160,9 @@ MUTANTS = [
     ),
     Mutant(
         "replaced-value-is-not-erased",
-        RESIDENCY,
-        "        erase = self._catalog.space_of(row).may_be_replaced\n",
-        "        erase = False\n",
+        REMOVAL,
+        "        copies.tier.remove(copies.take(row, reason), erase=self._catalog.space_of(row).may_be_replaced)\n",
+        "        copies.tier.remove(copies.take(row, reason))\n",
         "after a crash an old value comes back where a newer one was acknowledged",
         (
             "tests/e2e/test_bytes.py::test_an_old_value_that_the_device_evicted_does_not_come_back_after_a_crash",
@@ -171,56 +171,56 @@ MUTANTS = [
     ),
     Mutant(
         "any-write-of-a-chunk",
-        RESIDENCY,
-        "        return ChunkName(key, space.layout(table.token_counts[row]), table.write_marks[row])\n",
-        "        return ChunkName(key, space.layout(table.token_counts[row]), None)\n",
+        "kvstore/movement/names.py",
+        "space.layout(table.token_counts[row]), table.write_marks[row]\n",
+        "space.layout(table.token_counts[row]), None\n",
         "an older write that lies in the slot is taken for the one that was acknowledged",
         ("tests/tiers/test_nvme_strangers.py::test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk",),
     ),
     Mutant(
         "recovered-and-believed",
-        RESIDENCY,
-        "        residencies = columns.residencies if clean else columns.residencies | UNPROVEN\n",
-        "        residencies = columns.residencies\n",
+        "kvstore/movement/recovery.py",
+        "        copies.put(row, residency, is_proven=is_proven)\n",
+        "        copies.put(row, residency)\n",
         "LOCAL is promised on copies that a crash may have torn",
         (f"{T_RECOVERED}::test_a_torn_chunk_is_stored_again_and_not_promised_before",),
     ),
     Mutant(
         "doubt-ends-with-a-clean-stop",
-        "kvstore/movement/residency.py",
-        "        copies = [(row, table.residencies[row], table.write_marks[row]) for row in rows]\n",
-        "        copies = [(row, table.residencies[row] & ~UNPROVEN, table.write_marks[row]) for row in rows]\n",
+        "kvstore/movement/recovery.py",
+        "table.write_marks[row], copies.is_proven(row)) for row in copies.order()]\n",
+        "table.write_marks[row], True) for row in copies.order()]\n",
         "a copy that nobody proved is believed after the next clean stop",
         (f"{T_RECOVERED}::test_doubt_outlives_a_clean_stop",),
     ),
     Mutant(
         "proven-without-being-renewed",
-        RESIDENCY,
-        "            is_renewed = await nvme.renew(residency)\n",
+        CHECKS,
+        "            is_renewed = await copies.tier.renew(residency)\n",
         "            is_renewed = True\n",
         "a copy whose sync had failed is promised, and goes with the next crash",
         (f"{T_RECOVERED}::test_what_a_failed_sync_left_is_synced_before_it_is_promised",),
     ),
     Mutant(
         "slot-given-up-twice",
-        RESIDENCY,
-        "        if self.table.residencies[row] != residency:\n            return  # another",
+        REMOVAL,
+        "        if copies.residency(row) != residency:\n            return  # another",
         "        if False:\n            return  # another",
         "two readers of a bad copy free its slot twice, and two chunks get it",
         (f"{T_DIRECTORY}::test_two_readers_meet_the_same_bad_copy",),
     ),
     Mutant(
         "promised-while-it-is-in-memory",
-        WRITEBACK,
-        "            if not table.is_proven(row):\n",
+        WRITES,
+        "            if not self.target.is_proven(row):\n",
         "            if False:\n",
         "LOCAL is promised on what the device does not have",
         (f"{T_ERRORS}::test_a_device_of_which_every_sync_fails",),
     ),
     Mutant(
         "rot-in-memory-found-and-kept",
-        SCRUB,
-        "            self._residency.quarantine_arena(row)\n",
+        CHECKS,
+        "            await self._removal.quarantine(copies, row, residency)\n",
         "            pass\n",
         "the scrub finds rotten bytes and leaves them to be fetched",
         ("tests/controller/test_scrub.py::test_rot_in_memory_is_found_and_goes",),
@@ -259,7 +259,7 @@ MUTANTS = [
     ),
     Mutant(
         "promised-for-the-chunk-before",
-        "kvstore/movement/writeback.py",
+        WRITES,
         "            if table.digests[row] != digest or not self._catalog.is_visible(row):\n",
         "            if not self._catalog.is_visible(row):\n",
         "LOCAL is said of a chunk that went, because its row has another by now",
@@ -269,8 +269,8 @@ MUTANTS = [
     ),
     Mutant(
         "promoted-over-a-newer-one",
-        "kvstore/movement/promotion.py",
-        "        if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:\n",
+        "kvstore/movement/loads.py",
+        "        if loading.source.residency(row) != loading.residency:\n",
         "        if False:\n",
         "a read that ends late puts an older value in a newer one's place",
         ("tests/tiers/test_nvme_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),

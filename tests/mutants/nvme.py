@@ -237,9 +237,9 @@ MUTANTS = [
     ),
     Mutant(
         "stalled-device-is-asked-on",
-        "kvstore/movement/promotion.py",
-        "                if self.is_stalled:\n",
-        "                if False:\n",
+        "kvstore/movement/loads.py",
+        "            if row in copies and copies.tier.stalled_s() <= STALL_S:\n",
+        "            if row in copies:\n",
         "every reader waits for a device that answers nobody",
         ("tests/tiers/test_nvme_stalled.py::test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does",),
     ),

@@ -38,7 +38,6 @@ BAD = {
     "takes a residency apart": "kvstore/catalog/x.py|x = table.residencies[row] >> 56\n",
     "only its tier knows": "kvstore/movement/x.py|np.frombuffer(self._residencies, np.int64)[rows] & 0xFF\n",
     "what the number means": "kvstore/server/x.py|residency &= mask\n",
-    "without need": "kvstore/catalog/table.py|x = 1\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
     "imports torch: planning is pure": "kvstore/planning/x.py|if TYPE_CHECKING:\n    import torch\n",
     "imports grpc: planning is pure": "kvstore/planning/x.py|import grpc\n",

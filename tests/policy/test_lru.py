@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.policy import LeastRecentlyUsed
+from kvstore.spec import MissReason
+
+
+def use(policy: LeastRecentlyUsed, rows: Sequence[int]) -> None:
+    policy.requested([bytes([row % 256]) for row in rows], rows, len(rows))
+
 
 chains = st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True)
 steps = st.lists(st.one_of(chains, st.integers(0, 12)), max_size=40)
@@ -19,10 +26,10 @@ def test_order_is_that_of_an_ordered_dict(history: list[list[int] | int]) -> Non
     policy, model = LeastRecentlyUsed(), OrderedDict[int, None]()
     for step in history:
         if isinstance(step, int):
-            policy.removed(step)
+            policy.removed(step, MissReason.EVICTED)
             model.pop(step, None)
             continue
-        policy.used(step)
+        use(policy, step)
         for row in reversed(step):
             model[row] = None
             model.move_to_end(row)
@@ -36,13 +43,13 @@ def test_victims_may_go_while_they_are_asked_for(
     policy, rows = LeastRecentlyUsed(), set[int]()
     for step in history:
         if not isinstance(step, int):
-            policy.used(step)
+            use(policy, step)
             rows |= set(step)
     gone: list[int] = []
     for row in policy.victims(lambda each: each not in refused):
         taken = {row} | (data.draw(st.sets(st.sampled_from(sorted(rows)))) if rows else set())
         for each in taken & rows:
-            policy.removed(each)
+            policy.removed(each, MissReason.EVICTED)
             rows.discard(each)
         gone.append(row)
     assert len(gone) == len(set(gone))
@@ -59,10 +66,10 @@ def test_what_was_superseded_goes_first_until_it_is_used(
     def take(history: list[list[int] | int]) -> None:
         for step in history:
             if isinstance(step, int):
-                policy.removed(step)
+                policy.removed(step, MissReason.EVICTED)
                 model.pop(step, None)
                 continue
-            policy.used(step)
+            use(policy, step)
             for row in reversed(step):
                 model[row] = None
                 model.move_to_end(row)
@@ -81,25 +88,25 @@ def test_what_was_superseded_goes_first_until_it_is_used(
 def test_a_column_that_cannot_grow_changes_nothing(column: str) -> None:
     """Rows are taken and given back as before, the one that failed too, once there is memory."""
     policy = LeastRecentlyUsed()
-    policy.used([0, 1])
+    use(policy, [0, 1])
     with memoryview(getattr(policy, column)):  # as where memory is short: it cannot grow
         for chain in ([0, 1, 5], [3]):
             with pytest.raises(BufferError):
-                policy.used(chain)
-            policy.removed(5)
+                use(policy, chain)
+            policy.removed(5, MissReason.EVICTED)
             policy.superseded(3)
             assert list(policy.victims(lambda _: True)) == [1, 0]
-    policy.used([2])
-    policy.used([0, 5])
-    policy.used([3])
+    use(policy, [2])
+    use(policy, [0, 5])
+    use(policy, [3])
     assert list(policy.victims(lambda _: True)) == [1, 2, 5, 0, 3]
-    policy.removed(5)
+    policy.removed(5, MissReason.EVICTED)
     policy.superseded(3)
     assert list(policy.victims(lambda _: True)) == [3, 1, 2, 0]
 
 
 def test_a_parent_outlives_its_children() -> None:
     policy = LeastRecentlyUsed()
-    policy.used([1, 2, 3])
-    policy.used([1, 2, 4])
+    use(policy, [1, 2, 3])
+    use(policy, [1, 2, 4])
     assert list(policy.victims(lambda _: True)) == [3, 4, 2, 1]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import resource
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from kvstore.arena import Arena
-from kvstore.catalog import NOWHERE, Catalog
+from kvstore.catalog import NOWHERE
 from kvstore.keys import ROOT_DIGEST, fingerprint
-from kvstore.movement.residency import Residency
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.movement.removal import Removal
 from kvstore.presence import SLOTS_MIN, find, tags_of, unpack_news
-from kvstore.seams import FaultPoints, SystemMemory, TenantKeys
-from kvstore.simulated import BytearrayMemory
-from kvstore.spec import Encoding, Exactness, MissReason, Provenance
+from kvstore.seams import SystemMemory
+from kvstore.spec import Encoding, Exactness, MissReason, Provenance, Tier
 from kvstore.telemetry import Counters
+from tests.catalog.shelves import put as shelve
+from tests.catalog.shelves import shelved_catalog
 from tests.presence.shown import difference, words_of
 from tests.specs import small_spec
 
@@ -27,7 +25,7 @@ RAW, LZ4 = Encoding.RAW << 56, Encoding.LZ4 << 56
 
 def test_a_reason_that_is_too_long_ago_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.catalog.namespace.DEPARTURE_COUNT_MAX", 3)
-    catalog = Catalog(4, BytearrayMemory())
+    catalog = shelved_catalog()
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
     for number in range(8):
         catalog.depart(space, bytes([number]) * 32, MissReason.EVICTED)
@@ -36,37 +34,28 @@ def test_a_reason_that_is_too_long_ago_is_not_shown_any_more(monkeypatch: pytest
 
 
 async def test_a_copy_that_takes_the_place_of_a_damaged_one_is_shown_as_it_is_encoded() -> None:
-    memory, faults, catalog = BytearrayMemory(), FaultPoints(), Catalog(4, BytearrayMemory())
+    catalog = shelved_catalog()
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
-    residency = Residency(
-        arena=Arena(memory, faults, capacity_bytes=1 << 16, region_bytes=1 << 16), catalog=catalog,
-        policy=LeastRecentlyUsed(), keys=TenantKeys(), faults=faults, counters=Counters(),
-    )  # fmt: skip
-
-    class Device:
-        async def quarantine(self, residency: int) -> None:
-            """Nothing lies there."""
-
-    device: Any = Device()
-    residency.nvme = device
+    device, removal = catalog.table.copies[1], Removal(catalog, Counters())
     row = catalog.row_of(space, b"a" * 32, ROOT_DIGEST, 16)
-    catalog.table.residencies[row] = RAW | 1
+    device.put(row, RAW | 1)
     catalog.publish(row)
-    residency._alternates[row] = [(LZ4 | 2, 7)]
-    await residency.quarantine_nvme(row, RAW | 1)
+    device.put_spare(row, LZ4 | 2, 7, is_proven=False)
+    await removal.quarantine(device, row, RAW | 1)
+    assert (device.residency(row), device.is_proven(row), catalog.table.write_marks[row]) == (LZ4 | 2, False, 7)
     assert difference(catalog) == ""
     assert unpack_news(catalog.spaces.news(space, b"a" * 32)).encoding is Encoding.LZ4
 
 
 def test_why_chunks_of_a_model_nobody_named_yet_went_is_shown_once_it_is_named() -> None:
-    catalog, spec = Catalog(4, BytearrayMemory()), small_spec()
+    catalog, spec = shelved_catalog(), small_spec()
     space = catalog.spaces.get(fingerprint(spec, spec.kind), Provenance.IN_CONTEXT, Exactness.EXACT)
     for name in (b"a", b"b"):
         row = catalog.row_of(space, name * 32, ROOT_DIGEST, 16)
-        catalog.table.residencies[row] = RAW | 1
+        shelve(catalog, row, RAW | 1)
         catalog.publish(row)
-    catalog.table.residencies[row] = NOWHERE
-    catalog.withdraw(row, MissReason.EVICTED)
+    shelve(catalog, row, NOWHERE)
+    catalog.withdraw(row, MissReason.EVICTED, Tier.NVME)
     assert catalog.presence.known().size == 0
     catalog.register(spec)
     assert difference(catalog) == ""
@@ -77,14 +66,14 @@ def test_partial_chunks_of_a_model_nobody_named_yet_are_shown_at_once_when_it_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else is answered meanwhile, so nothing is put one by one of what hangs on each chunk."""
-    catalog, spec = Catalog(4, BytearrayMemory()), replace(small_spec(), chunk_tokens=256)
+    catalog, spec = shelved_catalog(), replace(small_spec(), chunk_tokens=256)
     space = catalog.spaces.get(fingerprint(spec, spec.kind), Provenance.IN_CONTEXT, Exactness.EXACT)
     numbers = iter(range(1 << 20))
 
     def recovered(parent: bytes, token_count: int) -> bytes:
         digest = hashlib.sha256(next(numbers).to_bytes(4, "little")).digest()
         row = catalog.row_of(space, digest, parent, token_count)
-        catalog.table.residencies[row] = RAW | row
+        shelve(catalog, row, RAW | row)
         catalog.publish(row)
         return digest
 
@@ -95,8 +84,8 @@ def test_partial_chunks_of_a_model_nobody_named_yet_are_shown_at_once_when_it_is
     gone = recovered(ROOT_DIGEST, 7)
     recovered(gone, 9)
     row = space.index[gone]
-    catalog.table.residencies[row] = NOWHERE
-    catalog.withdraw(row, MissReason.EVICTED)
+    shelve(catalog, row, NOWHERE)
+    catalog.withdraw(row, MissReason.EVICTED, Tier.NVME)
     puts: list[int] = []
     put = catalog.presence.put
 
@@ -112,7 +101,7 @@ def test_partial_chunks_of_a_model_nobody_named_yet_are_shown_at_once_when_it_is
 
 def test_a_chunk_is_published_whole_where_no_descriptor_is_left() -> None:
     """The table must grow and cannot: the catalog is as it should be, and lookups are calls until it can."""
-    catalog = Catalog(4, SystemMemory())
+    catalog = shelved_catalog(SystemMemory())
     space = catalog.register(small_spec()).namespace(None, Exactness.EXACT)
     digests = [hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(SLOTS_MIN)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -120,7 +109,7 @@ def test_a_chunk_is_published_whole_where_no_descriptor_is_left() -> None:
     try:
         for digest in digests:
             row = catalog.row_of(space, digest, ROOT_DIGEST, 16)
-            catalog.table.residencies[row] = 7
+            shelve(catalog, row, 7)
             catalog.publish(row)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

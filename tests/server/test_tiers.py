@@ -45,13 +45,13 @@ def test_a_directory_that_cannot_be_used(method: str, error: int, caplog: pytest
     disk = SimulatedDisk(1)
     disk.fail(method, error, times=None)
     controller = attached(disk)
-    assert controller.parts.movement.residency.nvme is None
+    assert len(controller.parts.catalog.table.copies) == 1
     said = controller.stats().nvme_reason
     assert said.startswith("the NVMe tier is off")
     assert "tiers.nvme.directory" in said
     assert said in caplog.text
     disk.mend()
-    assert attached(disk).parts.movement.residency.nvme is not None, "it was left locked"
+    assert len(attached(disk).parts.catalog.table.copies) == 2, "it was left locked"
 
 
 @pytest.mark.parametrize(("kind", "is_warned"), [("btrfs", True), ("zfs", True), ("ext4", False), ("", False)])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, ChunkTable, Namespace
+from kvstore.catalog import ROOT_ROW, ChunkTable, Namespace
 from kvstore.keys import ROOT_DIGEST
 from kvstore.tiers.nvme import Regions
 from tests.presence.shown import difference
 from tests.sim.disk import DIRECTORY
 from tests.sim.life import Life
+from tests.sim.oracle import place_of
 
 QUIET_S_MAX = 90.0
 STEP_S = 0.25
@@ -23,7 +24,7 @@ async def settle_down(life: Life) -> None:
     found = "the service is busy"
     while loop.time() < until and not life.over.is_set():
         await asyncio.sleep(STEP_S)
-        if life.controller.parts.movement.writeback.backlog or life.controller.parts.movement.promotion.loading_bytes:
+        if life.controller.parts.movement.backlog_count or life.controller.parts.movement.loading_bytes:
             continue
         found = imbalance(life) or _of_room(life)
         if not found:
@@ -76,11 +77,12 @@ def _of_tails(space: Namespace, table: ChunkTable) -> str:
 
 
 def _of_memory(life: Life) -> str:
-    stats, table, arena = life.controller.stats(), life.table, life.arena
-    resident = sum(placement.byte_count for placement in table.arena.values())
+    stats, arena = life.controller.stats(), life.arena
+    rows = list(life.memory.rows())
+    resident = sum(life.memory.placement(row).byte_count for row in rows)
     if arena.used_bytes != resident + stats.reserved_bytes + stats.loading_bytes:
         return f"{arena.used_bytes} bytes used: {resident} resident, {stats.reserved_bytes} reserved"
-    if arena.chunk_count != len(table.arena) or arena.used_bytes > arena.capacity_bytes:
+    if arena.chunk_count != len(rows) or arena.used_bytes > arena.capacity_bytes:
         return f"{arena.chunk_count} chunks, {arena.used_bytes} bytes in the arena"
     free = sum(region.free_bytes for region in arena.regions)
     if free + arena.used_bytes != sum(region.usable for region in arena.regions):
@@ -94,16 +96,16 @@ def _of_memory(life: Life) -> str:
 def _of_room(life: Life) -> str:
     """Whatever memory holds makes way while nobody holds it."""
     wanted = life.setup.arena_region_bytes // 8192 * 4096
-    placement = life.controller.parts.movement.capacity.allocate((wanted,), frozenset())
+    placement = life.controller.parts.movement.allocate((wanted,), frozenset())
     if placement is None:
-        return f"no room for {wanted} bytes: {len(life.table.arena)} chunks do not go"
+        return f"no room for {wanted} bytes: {len(list(life.memory.rows()))} chunks do not go"
     life.arena.free(placement)
     return ""
 
 
 def _of_device(life: Life) -> str:
-    nvme, table = life.nvme, life.table
-    if nvme is None:
+    nvme, device = life.nvme, life.device
+    if nvme is None or device is None:
         return ""
     said, regions = nvme.statistics(), nvme.regions
     parts = said.allocated_bytes + said.free_bytes + said.quarantined_bytes + said.overhead_bytes
@@ -119,9 +121,9 @@ def _of_device(life: Life) -> str:
     fits = there == counted if not life.disk.injected else there <= most or life.disk.has_failed_to_remove
     if not fits or counted > said.capacity_bytes:
         return f"{there} bytes on the device, {said.file_bytes} in the account, {regions.lost_bytes} lost"
-    others = sum(map(len, life.controller.parts.movement.residency._alternates.values()))
-    rows = [row for row in table.rows() if table.residencies[row] != NOWHERE]
-    places = [table.residencies[row] & 0xFFFFFFFFFFFFFF for row in rows]
+    others = sum(map(len, device.spares.values()))
+    rows = list(device.rows())
+    places = [place_of(device.residency(row)) for row in rows]
     if len(set(places)) != len(places):
         return "two chunks in one slot"
     if said.chunk_count != len(rows) + others:

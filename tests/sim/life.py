@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.arena import Arena
-from kvstore.catalog import ChunkTable
+from kvstore.catalog import NOWHERE, ChunkTable, Copies, MappedCopies
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError
@@ -86,7 +86,7 @@ class Life:
             lease_age_s_max=setup.lease_age_s_max,
         )  # fmt: skip
         self.parts = Parts(
-            arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=LoopClock(), random=SeededRandom(seed),
+            arena=self.arena, policy=LeastRecentlyUsed, limits=limits, clock=LoopClock(), random=SeededRandom(seed),
             memory=memory, workers=self.movers, keys=TenantKeys(), faults=self.faults, counters=Counters(),
             deadline_s=DEADLINE_S, is_write_through=setup.is_write_through,
             policies=PolicySettings(
@@ -107,13 +107,27 @@ class Life:
 
     @property
     def nvme(self) -> NvmeTier | None:
-        return self.controller.parts.movement.residency.nvme
+        tier = None if self.device is None else self.device.tier
+        assert tier is None or isinstance(tier, NvmeTier)
+        return tier
+
+    @property
+    def memory(self) -> MappedCopies:
+        return self.controller.parts.movement.memory
+
+    @property
+    def device(self) -> Copies | None:
+        """Its copies; None while there is no device."""
+        return next(iter(self.table.copies[1:]), None)
+
+    def residency(self, row: int) -> int:
+        """Where the device keeps a chunk; NOWHERE."""
+        return NOWHERE if self.device is None else self.device.residency(row)
 
     # ------------------------------------------------------------ start
 
     async def start(self) -> bool:
         """Recover and serve. False when the process ended on the way. Raises nothing that the service must not."""
-        self.oracle.watch(self)
         try:
             await self.controller.attach(self._tier())
         except DiskStopped:
@@ -121,6 +135,7 @@ class Life:
         except (KVStoreError, OSError) as error:
             self.trace.add("service", f"runs without its device: {error}")
             self.trace.check(self.disk.injected, f"the device was refused: {error}")
+        self.oracle.watch(self)
         for spec in (*SPECS, VALUES):
             self.controller.register_model(spec)
         self.oracle.recovered(self)

@@ -92,8 +92,7 @@ class Nemesis:
         rows = [
             row
             for row in life.table.rows()
-            if life.table.residencies[row] != NOWHERE
-            and life.controller.parts.catalog.space_of(row).model_spec is not None
+            if life.residency(row) != NOWHERE and life.controller.parts.catalog.space_of(row).model_spec is not None
         ]
         return self._chance.choice(rows) if rows else None
 
@@ -102,7 +101,7 @@ class Nemesis:
         life, row = self._life, self._row_on_device()
         if row is None or life.nvme is None:
             return "nothing there"
-        residency, name = life.table.residencies[row], life.controller.parts.movement.residency.name(row)
+        residency, name = life.residency(row), life.controller.parts.movement.names.of(row)
         region, slot = life.nvme.regions.find(residency)
         data = life.disk.disk.read_file(region.path)[region.offset(slot) :][: region.slot_bytes]
         place = self._verified_byte(data, name.layout)
@@ -143,10 +142,10 @@ class Nemesis:
         life, errors = self._life, self._life.disk.injected
         region, slot = life.nvme.regions.find(residency) if life.nvme is not None else (None, 0)
         bad = self._slot_bytes(region, slot)
-        if life.table.residencies[row] != residency or life.nvme is None:
+        if life.residency(row) != residency or life.device is None:
             return "gone"
-        good = await life.controller.parts.movement.scrub.check_nvme(row)
-        here = life.table.residencies[row] == residency and life.disk.injected == errors
+        good = await life.controller.parts.movement.checks.check(life.device, row)
+        here = life.residency(row) == residency and life.disk.injected == errors
         if here and self._slot_bytes(region, slot) != bad:
             return "written over"  # what a crash left is written anew before it is promised
         self._trace.check(not (good and here) or life.is_over, f"the scrub does not see rot at {place_of(residency)}")
@@ -157,16 +156,16 @@ class Nemesis:
         life, row = self._life, self._row_on_device()
         if row is None or life.nvme is None:
             return "nothing there"
-        residency = life.table.residencies[row]
+        residency = life.residency(row)
         region, slot = life.nvme.regions.find(residency)
         others = [
             each
             for each in life.table.rows()
-            if life.table.residencies[each] != NOWHERE and each != row and self._fits(region, each)
+            if life.residency(each) != NOWHERE and each != row and self._fits(region, each)
         ]
         if not others:
             return "no other chunk of this size"
-        source, source_slot = life.nvme.regions.find(life.table.residencies[self._chance.choice(others)])
+        source, source_slot = life.nvme.regions.find(life.residency(self._chance.choice(others)))
         data = life.disk.disk.read_file(source.path)[source.offset(source_slot) :][: region.slot_bytes]
         whole = bytearray(life.disk.disk.read_file(region.path))
         whole[region.offset(slot) : region.offset(slot) + region.slot_bytes] = data
@@ -178,15 +177,16 @@ class Nemesis:
     def _fits(self, region: Region, row: int) -> bool:
         nvme = self._life.nvme
         assert nvme is not None
-        return nvme.regions.find(self._life.table.residencies[row])[0].slot_bytes == region.slot_bytes
+        return nvme.regions.find(self._life.residency(row))[0].slot_bytes == region.slot_bytes
 
     async def _rot_memory(self) -> str:
         """A bit of a resident chunk changes; the scrub must find that."""
         life, table = self._life, self._life.table
-        if not table.arena:
+        rows = list(life.memory.rows())
+        if not rows:
             return "nothing there"
-        row = self._chance.choice(list(table.arena))
-        placement, layout = table.arena[row], life.controller.parts.movement.residency.name(row).layout
+        row = self._chance.choice(rows)
+        placement, layout = life.memory.placement(row), life.controller.parts.movement.names.of(row).layout
         strip = self._chance.randrange(layout.strip_count)
         slab = next(number for number, each in enumerate(layout.slabs) if strip < each.strip_first + each.strip_count)
         place = int(layout.strip_offsets[strip]) - layout.slabs[slab].offset
@@ -195,9 +195,9 @@ class Nemesis:
         life.oracle.tainted.add((placement.slot, placement.generation))
         self._totals["flips"] += 1
         await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.01)))
-        if table.arena.get(row) is not placement:
+        if not life.memory.holds(row, placement):
             return "gone"
-        good = await life.controller.parts.movement.scrub.check_arena(row)
+        good = await life.controller.parts.movement.checks.check(life.memory, row)
         self._trace.check(not good or life.is_over, f"the scrub does not see rot in row {row}")
         return f"{told(name_of(life, row))} found" if table.digests[row] else "found"
 
@@ -205,15 +205,15 @@ class Nemesis:
 
     async def _read_again(self) -> str:
         """A scrub that holds nothing: the slot may change hands as soon as it is read."""
-        row = self._row_on_device()
-        if row is None:
+        life, row = self._life, self._row_on_device()
+        if row is None or life.device is None:
             return "nothing there"
-        return str(await self._life.controller.parts.movement.scrub.check_nvme(row))
+        return str(await life.controller.parts.movement.checks.check(life.device, row))
 
     async def _round(self) -> str:
         if not self._life.setup.scrub_bytes_per_s:
             return "off"
-        await self._life.controller.parts.movement.scrub.round()
+        await self._life.controller.parts.movement.checks.round()
         return "done"
 
     async def _canary(self) -> str:
@@ -221,7 +221,7 @@ class Nemesis:
         if life.nvme is None:
             return "no device"
         full = life.controller.parts.counters.snapshot()["canary_failures"]
-        works = await life.controller.parts.movement.scrub.canary("nvme", life.nvme)
+        works = await life.controller.parts.movement.canaries.canary(life.nvme)
         said = life.controller.parts.counters.snapshot()["canary_failures"] - full
         self._trace.check(works or said, "a canary died in silence")
         return f"{works} after {life.disk.injected - errors} errors"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.catalog import NOWHERE
+from kvstore.catalog import NOWHERE, Copies
 from kvstore.errors import DataLoss
-from kvstore.movement.promotion import Loading
+from kvstore.movement.loads import Loading
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Exactness, MissReason, Provenance
 from kvstore.tiers.nvme import Regions
@@ -91,7 +91,7 @@ class Oracle:
         for name in names:
             row = row_of(life, name)
             self.trace.check(row is not None, f"{told(name)} is LOCAL and not there")
-            residency = life.table.residencies[row or 0]
+            residency = life.residency(row or 0)
             self.trace.check(residency != NOWHERE, f"{told(name)} is LOCAL and memory alone has it")
             self.totals["local"] += 1
             if name not in self.must and place_of(residency) not in self.excused:
@@ -100,81 +100,86 @@ class Oracle:
     # ------------------------------------------------------------ what may go
 
     def watch(self, life: Life) -> None:
-        """Record why copies go in this process."""
-        residency, trace, table = life.controller.parts.movement.residency, self.trace, life.table
-        drop, forget, evict, remove = residency.drop, residency.forget, residency._evict, residency.remove
-        give_up = residency._give_up
-        arena, nvme, written = residency.quarantine_arena, residency.quarantine_nvme, residency.was_written
+        """Record why copies go in this process, once its tiers are attached."""
+        movement, trace, table = life.controller.parts.movement, self.trace, life.table
+        removal, checks = movement.removal, movement.checks
+        drop, remove, quarantine, give_up = removal.drop, removal.remove, removal.quarantine, checks._give_up
 
-        def on_drop(row: int) -> None:
+        def on_drop(copies: Copies, row: int, reason: MissReason) -> None:
             allowed = self._cause or not table.is_held(row) or life.is_over
             trace.check(allowed, f"row {row} was dropped under a lease")
-            drop(row)
-
-        def on_forget(row: int) -> None:
-            if not life.is_over:
+            if copies is life.device and not life.is_over:
                 name = name_of(life, row)
                 trace.check(self._cause, f"{told(name)} was forgotten for no reason on record")
-                trace.add("oracle", f"{told(name)} {self._cause} from {place_of(table.residencies[row])}")
+                trace.add("oracle", f"{told(name)} {self._cause} from {place_of(copies.residency(row))}")
                 self.withdraw(name)
-            forget(row)
+            drop(copies, row, reason)
 
-        def on_evict(row: int) -> None:
-            trace.check(not table.is_held(row) or life.is_over, f"row {row} was evicted while it was held")
-            self.totals["evictions"] += 1
-            with self._because("evicted"):
-                evict(row)
-
-        def on_give_up(row: int) -> None:
+        def on_give_up(copies: Copies, row: int) -> None:
             with self._because("given up"):
-                give_up(row)
+                give_up(copies, row)
 
         def on_remove(row: int, reason: MissReason) -> None:
             trace.check(reason is MissReason.STALE, f"removed: {reason.name}")
             with self._because("superseded"):
                 remove(row, reason)
 
-        def on_quarantine_arena(row: int) -> None:
-            placement = table.arena[row]
-            place = placement.slot, placement.generation
-            if not life.is_over:
+        async def on_quarantine(copies: Copies, row: int, residency: int) -> None:
+            if copies is life.memory and not life.is_over:
+                placement = life.memory.placement(row)
+                place = placement.slot, placement.generation
                 known = place in self.tainted
                 trace.check(known, f"{told(name_of(life, row))} in memory is said to be bad and is not")
                 self.gone.add(place)
-            with self._because("quarantined"):
-                arena(row)
-
-        async def on_quarantine_nvme(row: int, residency: int) -> None:
-            place = place_of(residency)
-            if not life.is_over:
+            elif not life.is_over:
+                place = place_of(residency)
                 owner = self._owners.get(place)
                 if owner is not None and place not in self.excused:
                     raise trace.fail(f"{told(owner)} at {place} is said to be bad and is not")
                 trace.add("oracle", f"quarantine {place}")
                 self.totals["quarantined"] += 1
-            await nvme(row, residency)
+            await quarantine(copies, row, residency)
 
-        def on_written(row: int) -> None:
-            if not life.is_over:
-                placement = table.arena[row]
-                is_tainted = (placement.slot, placement.generation) in self.tainted
-                self.acknowledged(name_of(life, row), place_of(table.residencies[row]), is_tainted=is_tainted)
-            written(row)
+        removal.drop, removal.remove = on_drop, on_remove  # type: ignore[method-assign]
+        removal.quarantine, checks._give_up = on_quarantine, on_give_up  # type: ignore[method-assign]
+        self._watch_evictions(life)
+        self._watch_moves(life)
 
-        promotion = life.controller.parts.movement.promotion
-        end = promotion._end
+    def _watch_evictions(self, life: Life) -> None:
+        eviction = life.controller.parts.movement.evictions.get("nvme")
+        if eviction is None:
+            return
+        evict = eviction._give_up
+
+        def on_evict(row: int) -> None:
+            held = life.table.is_held(row) and not life.is_over
+            self.trace.check(not held, f"row {row} was evicted while it was held")
+            self.totals["evictions"] += 1
+            with self._because("evicted"):
+                evict(row)
+
+        eviction._give_up = on_evict  # type: ignore[method-assign]
+
+    def _watch_moves(self, life: Life) -> None:
+        loads, end = life.controller.parts.movement.loads, life.controller.parts.movement.loads._end
 
         def on_end(loading: Loading) -> None:
             end(loading)
             if loading.lost:
                 self.gone.add((loading.placement.slot, loading.placement.generation))
 
-        promotion._end = on_end  # type: ignore[method-assign]
-        residency.drop, residency.forget, residency._evict = on_drop, on_forget, on_evict  # type: ignore[method-assign]
-        residency.remove, residency.was_written = on_remove, on_written  # type: ignore[method-assign]
-        residency._give_up = on_give_up  # type: ignore[method-assign]
-        residency.quarantine_arena = on_quarantine_arena  # type: ignore[method-assign]
-        residency.quarantine_nvme = on_quarantine_nvme  # type: ignore[method-assign]
+        loads._end = on_end  # type: ignore[method-assign]
+        for writes in life.controller.parts.movement.writes:
+            keep = writes.target.keep
+
+            def on_keep(row: int, residency: int, keep: Callable[[int, int], None] = keep) -> None:
+                if not life.is_over:
+                    placement = life.memory.placement(row)
+                    is_tainted = (placement.slot, placement.generation) in self.tainted
+                    self.acknowledged(name_of(life, row), place_of(residency), is_tainted=is_tainted)
+                keep(row, residency)
+
+            writes.target.keep = on_keep  # type: ignore[method-assign]
 
     @contextmanager
     def _because(self, cause: str) -> Iterator[None]:
@@ -196,7 +201,7 @@ class Oracle:
         self.oldest = dict(self._oldest_on_device)
         for name in list(self.must):
             row = row_of(life, name)
-            if row is not None and life.table.residencies[row] != NOWHERE:
+            if row is not None and life.residency(row) != NOWHERE:
                 continue
             number, slot = self.must[name]
             region = life.nvme.regions.by_number.get(number)
@@ -257,26 +262,26 @@ class Oracle:
         for name in list(self.must):
             while name in self.must and name not in self.hidden:
                 row = row_of(life, name)
-                if row is None or life.table.residencies[row] == NOWHERE:
+                if row is None or life.residency(row) == NOWHERE:
                     raise self.trace.fail(f"{told(name)} at {self.must[name]} was acknowledged and is not there")
                 if await self._is_served(life, row, name):
                     break
 
     async def _is_served(self, life: Life, row: int, name: Name) -> bool:
         """False when the copy the catalog chose was bad: another one may be chosen now."""
-        nvme, found = life.controller.parts.movement.residency.nvme, life.controller.parts.movement.residency.name(row)
-        assert nvme is not None
-        residency = life.table.residencies[row]
+        device, found = life.device, life.controller.parts.movement.names.of(row)
+        assert device is not None
+        residency = device.residency(row)
         target = [np.empty(slab.byte_count, np.uint8) for slab in found.layout.slabs]
         try:
-            stored = await nvme.open(found, residency)
+            stored = await device.tier.open(found, residency)
             try:
                 await stored.read(range(len(target)), target)
             finally:
                 stored.close()
         except DataLoss:
             self.totals["copies_passed_over"] += 1
-            await life.controller.parts.movement.residency.quarantine_nvme(row, residency)
+            await life.controller.parts.movement.removal.quarantine(device, row, residency)
             return False
         if place_of(residency) not in self.excused:
             if name in VALUE_NAMES:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.movement import promotion
+from kvstore.movement import loads
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.tiers.nvme import newest
@@ -162,14 +162,14 @@ class _Listener(logging.Handler):
 def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     """Constants of the service that a small simulation must draw too; its log goes nowhere."""
     log, listener = logging.getLogger("kvstore"), _Listener(trace)
-    before, promotion.GROUP_BYTES = promotion.GROUP_BYTES, setup.group_bytes
+    before, loads.GROUP_BYTES = loads.GROUP_BYTES, setup.group_bytes
     count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
     try:
         yield
     finally:
-        promotion.GROUP_BYTES = before
+        loads.GROUP_BYTES = before
         newest.COUNT_MAX = count_max
         log.propagate = propagates
         log.removeHandler(listener)

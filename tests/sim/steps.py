@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvstore.movement.writeback import RETRY_S
+from kvstore.movement.writes import RETRY_S
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Durability
@@ -134,9 +134,7 @@ class Scenario:
                     break
                 await asyncio.sleep(RETRY_S + 1.0)  # it did not fit while others were being written
                 level = (await life.controller.settle(chain.query(), SETTLE_S)).durability
-            said = (
-                f"{chain} reaches only {level.name} after recovery: {life.controller.parts.movement.writeback.reason}"
-            )
+            said = f"{chain} reaches only {level.name} after recovery: {life.controller.parts.movement.reason}"
             self.trace.check(level is Durability.LOCAL, said)
             await client.fetch(chain)
             await life.controller.close_session(client.session)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.catalog import NOWHERE, ChunkTable
+from kvstore.catalog import ChunkTable, Copies
 from kvstore.presence import PresenceTable, unpack_news
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import ChunkState
@@ -41,7 +41,7 @@ def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def believed_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promises LOCAL on copies that a crash may have torn."""
-    monkeypatch.setattr(ChunkTable, "is_proven", lambda table, row: table.residencies[row] != NOWHERE)
+    monkeypatch.setattr(Copies, "is_proven", Copies.__contains__)
 
 
 def shown_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

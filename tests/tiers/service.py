@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvstore.arena import Arena
+from kvstore.catalog import Copies, MappedCopies
 from kvstore.chunk import layout_of, parse_header
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Parts, Session, Settled, StoreResult
@@ -80,7 +81,7 @@ class DeviceService(Service):
         )  # fmt: skip
         limits = LimitSettings(leased_bytes_max=self.arena_bytes, pin_bytes_max=self.arena_bytes)
         self.parts = Parts(
-            arena=self.arena, policy=LeastRecentlyUsed(), limits=limits, clock=self.clock,
+            arena=self.arena, policy=LeastRecentlyUsed, limits=limits, clock=self.clock,
             random=SeededRandom(self.lives), memory=self.memory, workers=self.movers(0), keys=TenantKeys(),
             faults=self.faults, counters=Counters(),
             policies=PolicySettings(scrub_bytes_per_s=0, canary_interval_s=0),
@@ -160,11 +161,26 @@ class DeviceService(Service):
             return min(lost), lost[min(lost)]
         return result.hit_count, result.reason
 
+    @property
+    def mapped(self) -> MappedCopies:
+        return self.controller.parts.movement.memory
+
+    @property
+    def device(self) -> Copies:
+        return self.controller.parts.catalog.table.copies[1]
+
     def forget_memory(self) -> None:
         """From here on what the device has is read from there."""
-        table = self.controller.parts.catalog.table
-        for row in [row for row in table.arena if table.residencies[row] >= 0]:
-            self.controller.parts.movement.residency.drop(row)
+        for row in [row for row in self.mapped.rows() if row in self.device]:
+            self.drop(row)
+
+    async def look(self, row: int) -> bool | None:
+        """Whether the device's copy is what it was. See ``Checks.check``."""
+        return await self.controller.parts.movement.checks.check(self.device, row)
+
+    def drop(self, row: int) -> None:
+        """Memory gives a chunk up."""
+        self.controller.parts.movement.removal.drop(self.mapped, row, MissReason.EVICTED)
 
     # ------------------------------------------------------------ the disk
 
@@ -179,7 +195,7 @@ class DeviceService(Service):
         controller = self.controller
         namespace = controller.parts.catalog.model(self.model).namespace(None, self.query(*path).exactness)
         row = namespace.index[self.query(*path).digests[-1]]
-        region, slot = self.nvme.regions.find(controller.parts.movement.residency.table.residencies[row])
+        region, slot = self.nvme.regions.find(self.device.residency(row))
         return region.path, region.offset(slot)
 
     def flip(self, *path: int, offset: int = 0) -> None:
@@ -194,8 +210,7 @@ class DeviceService(Service):
         parts = now.allocated_bytes + now.free_bytes + now.quarantined_bytes + now.overhead_bytes
         assert now.file_bytes == parts <= now.capacity_bytes == self.capacity_bytes
         assert now.file_bytes + self.nvme.regions.lost_bytes == self.region_bytes_used() <= self.capacity_bytes
-        table = self.controller.parts.catalog.table
-        assert now.chunk_count >= sum(table.residencies[row] >= 0 for row in table.rows())
+        assert now.chunk_count >= len(list(self.device.rows()))
 
 
 async def refused(service: DeviceService) -> KVStoreError:

@@ -94,12 +94,11 @@ class FailingService(DeviceService):
 
     async def look(self) -> None:
         """What the scrub does, and a canary."""
-        scrub, table = self.controller.parts.movement.scrub, self.controller.parts.catalog.table
-        for row in list(table.arena):
-            assert await scrub.check_arena(row) is not False
-        for row in list(table.rows()):
-            assert await scrub.check_nvme(row) is not False
-        await scrub.canary("nvme", self.nvme)
+        movement = self.controller.parts.movement
+        for copies in (self.mapped, self.device):
+            for row in list(copies.rows()):
+                assert await movement.checks.check(copies, row) is not False
+        await movement.canaries.canary(self.nvme)
 
     async def again(self, *, kill: bool) -> None:
         """A restart. One whose recovery fails is done again: the device is there next time."""

@@ -17,7 +17,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.nvme import FutureFormat, NvmeTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.stands import HOME, columns_of, nvme_tier
+from tests.contracts.stands import HOME, columns_of, nvme_tier, proven
 
 CORRUPTIONS = 10_000 if os.environ.get("KVSTORE_TEST_SCALE") == "full" else 1_000
 PER_IMAGE = 10
@@ -40,7 +40,7 @@ async def image(encoding: Encoding) -> Files:
     await tier.recover(KeepsAll())
     for each in CHUNKS:
         await write(tier, each)
-    await tier.close(await columns_of(tier))
+    await tier.close(proven(await columns_of(tier)))
     return {name: disk.read_file(HOME / name) for name in disk.names(HOME) if name != "lock"}
 
 

@@ -164,9 +164,7 @@ def test_two_readers_meet_the_same_bad_copy(service: DeviceService) -> None:
         service.forget_memory()
         for path in PATHS:
             service.flip(*path, offset=4096)
-        table = service.controller.parts.catalog.table
-        rows = [row for row in table.rows() if table.residencies[row] >= 0]
-        jobs = [service.controller.parts.movement.scrub.check_nvme(row) for row in rows] * 3
+        jobs = [service.look(row) for row in service.device.rows() for _ in range(3)]
         await asyncio.gather(*jobs, *(service.fetch(*path) for path in PATHS))
         assert service.counters()["quarantined_chunks"] == len(PATHS)
         service.balance()
@@ -186,7 +184,7 @@ def test_a_bad_copy_is_written_again_from_memory(service: DeviceService) -> None
             [service.controller.parts.catalog.model(service.model).namespace(None, service.query(0).exactness)],
             service.query(PATHS[2][0]).digests,
         ).chains[0][0]
-        assert not await service.controller.parts.movement.scrub.check_nvme(row)
+        assert not await service.look(row)
         assert await served(service) == {}
         assert (await service.settled(*PATHS[2])).durability is Durability.LOCAL
         service.forget_memory()
@@ -504,7 +502,7 @@ def test_a_lowered_cap_is_kept_at_once(service: DeviceService, start: str) -> No
 def on_device(service: DeviceService) -> set[tuple[bytes, bytes]]:
     """Namespace and digest of every chunk that the device holds."""
     table, spaces = service.controller.parts.catalog.table, service.controller.parts.catalog.spaces.numbered
-    rows = [row for row in table.rows() if table.residencies[row] >= 0]
+    rows = list(service.device.rows())
     return {(spaces[table.spaces[row]].fingerprint, table.digests[row]) for row in rows}
 
 

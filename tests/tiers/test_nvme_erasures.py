@@ -36,7 +36,7 @@ async def twice(service: ValueService) -> None:
     assert await service.level() is Durability.LOCAL
     await service.restart(kill=True, meanwhile=service.disk.mend)
     assert await service.get() == OLD
-    assert len(service.controller.parts.movement.residency._alternates[service.row()]) == 1
+    assert len(service.device.spares[service.row()]) == 1
 
 
 async def newer(service: ValueService) -> None:
@@ -65,8 +65,8 @@ def test_a_second_copy_is_erased_when_the_first_fails_its_check() -> None:
         await twice(service)
         row, (name, offset) = service.row(), service.place_of()
         service.disk.flip(service.nvme.regions._directory / name, offset + service.layout.header_bytes)
-        assert not await service.controller.parts.movement.residency.check_nvme(row)
-        assert not service.controller.parts.movement.residency._alternates
+        assert not await service.look(row)
+        assert not service.device.spares
         await newer(service)
 
     service.run(scenario)
@@ -80,7 +80,9 @@ def test_a_write_that_ends_after_its_chunk_went_costs_no_newer_one() -> None:
         go_on = held_up(service, "_fill", after=True)
         older = asyncio.ensure_future(service.put(OLD))
         await asyncio.sleep(0.1)
-        service.controller.parts.movement.residency.quarantine_arena(service.row())
+        await service.controller.parts.movement.removal.quarantine(
+            service.mapped, service.row(), service.mapped.residency(service.row())
+        )
         replacing = asyncio.ensure_future(newer(service))
         await asyncio.sleep(0.1)
         assert not replacing.done()
@@ -98,7 +100,9 @@ def test_a_write_that_ends_after_its_chunk_went_does_not_come_back() -> None:
         go_on = held_up(service, "_fill", after=True)
         older = asyncio.ensure_future(service.put(OLD))
         await asyncio.sleep(0.1)
-        service.controller.parts.movement.residency.quarantine_arena(service.row())
+        await service.controller.parts.movement.removal.quarantine(
+            service.mapped, service.row(), service.mapped.residency(service.row())
+        )
         service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
         go_on()
         await older

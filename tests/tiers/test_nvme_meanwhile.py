@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.movement.writeback import LANE_COUNT
+from kvstore.movement.writes import LANE_COUNT
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
-from kvstore.spec import Durability, MissReason, Tier
+from kvstore.spec import Durability
 from kvstore.tiers.nvme.io import PAGE_BYTES
 from tests.contracts.chunks import chunk, write
 from tests.contracts.evictors import KeepsAll
@@ -52,8 +52,7 @@ def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() 
         row = row_of(service, 100)
         settling = asyncio.ensure_future(service.settled(100))
         await asyncio.sleep(0.01)
-        service.controller.parts.movement.residency.drop(row)
-        service.controller.parts.movement.residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
+        service.drop(row)
         await service.store(service.session, 200)
         assert row_of(service, 200) == row
         go_on()
@@ -71,12 +70,12 @@ def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None
 
     async def scenario() -> None:
         await service.put(OLD)
-        row, residency = service.row(), service.controller.parts.movement.residency
-        residency.drop(row)
+        row, device = service.row(), service.device
+        service.drop(row)
         go_on = held_up(service, "open", after=True)
         reading = asyncio.ensure_future(service.get())
         await asyncio.sleep(0.1)
-        await residency.quarantine_nvme(row, residency.table.residencies[row])
+        await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
         assert await service.put(NEW) is Durability.LOCAL
         go_on()
         await reading

@@ -69,10 +69,10 @@ async def the_header_is_not_read(service: ValueService, times: int | None) -> No
 async def a_bad_copy_is_not_erased(service: ValueService, times: int | None) -> None:
     """A reader got other bytes than lie there."""
     assert await service.put(OLD) is Durability.LOCAL
-    row, residency = service.row(), service.controller.parts.movement.residency
+    row, device = service.row(), service.device
     service.disk.fail("pwrite", errno.EIO, path_contains="region-00000", times=times)
-    residency.drop(row)
-    await residency.quarantine_nvme(row, residency.table.residencies[row])
+    service.drop(row)
+    await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
 
 
 WAYS: list[Way] = [

@@ -91,7 +91,7 @@ def test_a_bug_in_one_opening_loses_the_batch_and_writes_nothing_into_what_was_f
         await asyncio.sleep(1.0)
         assert opening.count == len(PATH)
         assert opening.under_way == 0
-        assert service.controller.parts.movement.promotion.loading_bytes == 0
+        assert service.controller.parts.movement.loading_bytes == 0
         assert not any(region.readers for region in service.nvme.regions.by_number.values())
         for resident in result.chunks:
             assert all((piece == POISON).all() for piece in resident.placement.pieces)
@@ -119,7 +119,7 @@ def test_a_fetch_that_memory_refuses_half_way_leaves_nothing_on_its_way(service:
         with pytest.raises(Unavailable):
             service.controller.fetch(service.session, service.query(*PATH))
         await asyncio.sleep(1.0)
-        assert service.controller.parts.movement.promotion.loading_bytes == 0
+        assert service.controller.parts.movement.loading_bytes == 0
         assert await service.fetch(*PATH) == (len(PATH), MissReason.NONE)
 
     service.run(scenario)

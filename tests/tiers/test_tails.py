@@ -12,7 +12,7 @@ import pytest
 from kvstore_client.prompt import Prompt
 from kvstore_client.tails import longest_tail, superseded
 
-from kvstore.catalog import NOWHERE, Event
+from kvstore.catalog import Event
 from kvstore.chunk import layout_of, parse_header
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
 from kvstore.controller.fetches import namespaces_of
@@ -151,7 +151,7 @@ class Life:
         """What was not yet LOCAL may be there after a kill, or not; so may what was evicted: an eviction writes
         nothing, and a name means the same bytes for ever."""
         table = self.service.controller.parts.catalog.table
-        written = {self.book.stops[table.digests[row]] for row in table.rows() if table.residencies[row] != NOWHERE}
+        written = {self.book.stops[table.digests[row]] for row in self.service.device.rows()}
         gone = len(self.book.safe - written)
         assert gone <= self.service.counters()["nvme_evicted_chunks"], "memory has them still; the device gave them up"
         self.book.safe &= written

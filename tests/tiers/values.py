@@ -8,7 +8,7 @@ from kvstore_client.value import Key, namespace_spec
 
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
 from kvstore.simulated import SimulatedDisk
-from kvstore.spec import Durability, MissReason, Tier
+from kvstore.spec import Durability, MissReason
 from tests.tiers.service import DeviceService
 
 SPEC = replace(namespace_spec("notes"), chunk_tokens=4)
@@ -54,15 +54,12 @@ class ValueService(DeviceService):
 
     def place_of(self, key: str = "k") -> tuple[str, int]:
         """The region file that holds a key's value, and where it begins."""
-        residency = self.controller.parts.movement.residency.table.residencies[self.row(key)]
-        region, slot = self.nvme.regions.find(residency)
+        region, slot = self.nvme.regions.find(self.device.residency(self.row(key)))
         return region.path.name, region.offset(slot)
 
     def evict(self, key: str = "k") -> None:
         """As the policies do for want of room."""
-        row, residency = self.row(key), self.controller.parts.movement.residency
-        if residency.table.residencies[row] >= 0:
-            residency._evict(row)
-        if row in residency.table.arena:
-            residency.drop(row)
-            residency.withdraw_if_gone(row, MissReason.EVICTED, Tier.DRAM)
+        row = self.row(key)
+        for copies in (self.device, self.mapped):
+            if row in copies:
+                self.controller.parts.movement.removal.drop(copies, row, MissReason.EVICTED)

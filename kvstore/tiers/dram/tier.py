@@ -55,7 +55,7 @@ class DramTier:
         self._evictor = evictor
         return Recovered(IndexColumns(), np.empty(0, np.bool_))
 
-    async def close(self, held: IndexColumns | None) -> None:
+    async def close(self, held: Recovered | None) -> None:
         """The arena and its mappings end with their owner."""
 
     # ------------------------------------------------------------ copies come

@@ -96,8 +96,6 @@ class NvmeTier:
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
         self.failures = 0
         self._evictor: Evictor | None = None
-        self.on_full: Callable[[int], bool] | None = None
-        """Asked in the place of an evictor until movement is one."""
         self._in_flight: Counter[bytes] = Counter()
         """Storage keys of chunks that are being written."""
         self.erasures = Erasures(regions, Newest(directory), self._erase, partial(self._run, keepers))
@@ -105,14 +103,14 @@ class NvmeTier:
     async def recover(self, evictor: Evictor) -> Recovered:
         self._evictor = evictor
         try:
-            columns, is_clean = await self.read_back()
+            columns, is_clean = await self._read_back()
         except BaseException:
             await self.close(None)
             raise
         is_proven = (columns.residencies & SCANNED == 0) & is_clean
         return Recovered(replace(columns, residencies=columns.residencies & ~SCANNED), is_proven)
 
-    async def read_back(self) -> tuple[IndexColumns, bool]:
+    async def _read_back(self) -> tuple[IndexColumns, bool]:
         """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
         try:
             self.regions.open_all()
@@ -135,7 +133,7 @@ class NvmeTier:
         await self.erasures.tidy()
         return columns, clean
 
-    async def close(self, held: IndexColumns | None) -> None:
+    async def close(self, held: Recovered | None) -> None:
         """A clean stop erases what is to be erased, and leaves the snapshot. Without it (None) the next start reads the
         headers."""
         if held is not None:
@@ -144,7 +142,7 @@ class NvmeTier:
             workers.close()
         try:
             if held is not None:
-                self._directory.end(self._snapshot(held))
+                self._directory.end(self._snapshot(_with_doubts(held)))
         except OSError:
             pass  # no snapshot, then: the headers are there
         self.regions.close()
@@ -253,8 +251,6 @@ class NvmeTier:
 
     def _evict(self, slot_bytes: int) -> bool:
         """Have chunks given up until there is a slot of that size. Slots that are yet to be erased count."""
-        if self.on_full is not None:
-            return self.on_full(slot_bytes)
         if self._evictor is None:
             return False
 
@@ -269,7 +265,7 @@ class NvmeTier:
     def _empty_a_region(self, slot_bytes: int) -> bool:
         """All files are cut for other sizes: have the one that holds the least given up, of those where nothing is
         held and nothing is being written."""
-        if self._evictor is None or self.on_full is not None:
+        if self._evictor is None:
             return False
         doomed = set(self.erasures.doomed)
         return any(
@@ -321,10 +317,6 @@ class NvmeTier:
         for residency in residencies:
             with suppress(Unavailable):  # its file is gone, and the slot with it
                 self.regions.give_back(residency)
-
-    def forget(self, residency: Residency, *, erase: bool = False) -> None:
-        """As ``remove``, until movement calls that."""
-        self.remove([residency], erase=erase)
 
     async def tidy(self) -> None:
         if not self.erasures.is_tidy:
@@ -396,3 +388,9 @@ class NvmeTier:
             written_bytes=self._written_bytes,
             verified_bytes=self._verified_bytes,
         )
+
+
+def _with_doubts(held: Recovered) -> IndexColumns:
+    """Columns in which what a crash left, and nobody proved since, is marked: doubt outlives a clean stop."""
+    doubts = np.where(held.is_proven, np.int64(0), np.int64(SCANNED))
+    return replace(held.columns, residencies=held.columns.residencies | doubts)

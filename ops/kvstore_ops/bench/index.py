@@ -170,7 +170,7 @@ async def opened(path: Path, count: int, lookup_count: int) -> dict[str, float]:
     memory, faults, clock = SystemMemory(), FaultPoints(), SystemClock()
     parts = Parts(
         arena=Arena(memory, faults, capacity_bytes=settings.arena.capacity_bytes, region_bytes=1 << 20),
-        policy=LeastRecentlyUsed(), limits=settings.limits, clock=clock, random=SystemRandom(), memory=memory,
+        policy=LeastRecentlyUsed, limits=settings.limits, clock=clock, random=SystemRandom(), memory=memory,
         workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip
     controller = Controller(parts)

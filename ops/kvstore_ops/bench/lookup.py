@@ -39,11 +39,10 @@ def handler_seconds(request: bytes, spec: ModelSpec, digests: list[bytes], calls
     controller: Controller = _controller()
     model = controller.parts.catalog.register(spec)
     namespace = model.namespace(None, Exactness.EXACT)
-    placement: Any = None
     parent = ROOT_DIGEST
     for digest in digests:
         row = controller.parts.catalog.row_of(namespace, digest, parent, spec.chunk_tokens)
-        controller.parts.catalog.table.arena[row] = placement
+        controller.parts.movement.memory.put(row, row)
         controller.parts.catalog.publish(row)
         parent = digest
     assert controller.lookup(ChainQuery(model.fingerprint, digests)).hit_count == KEYS
@@ -67,7 +66,7 @@ def _controller() -> Any:
 
     memory, faults = BytearrayMemory(), FaultPoints()
     parts = Parts(
-        arena=Arena(memory, faults, capacity_bytes=1 << 20, region_bytes=1 << 20), policy=LeastRecentlyUsed(),
+        arena=Arena(memory, faults, capacity_bytes=1 << 20, region_bytes=1 << 20), policy=LeastRecentlyUsed,
         limits=load().settings.limits, clock=SystemClock(), random=SystemRandom(), memory=memory,
         workers=InlineWorkers(), keys=TenantKeys(), faults=faults, counters=Counters(),
     )  # fmt: skip

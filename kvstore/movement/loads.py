@@ -1,4 +1,4 @@
-"""Device to memory, on use. One read per chunk however many ask for it; layers can be used as they land."""
+"""Moves into memory, on use. One read per chunk however many ask for it; layers can be used as they land."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import UNPROVEN, Catalog
+from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.chunk import ChunkLayout, Run, pack_header, raw_header, slab_runs
 from kvstore.errors import DataLoss, KVStoreError
-from kvstore.movement.capacity import Capacity
-from kvstore.movement.residency import Residency
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.removal import Removal
+from kvstore.movement.room import Room
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
-from kvstore.spec import MissReason, Tier
+from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
-from kvstore.tiers import StoredChunk
+from kvstore.tiers import Residency, StoredChunk
 
 GROUP_BYTES = 4 << 20
 """Slabs of one chunk that are read as one request."""
 STALL_S = 2.0
-"""A device that has kept a request for so long gets no new ones on a reader's behalf."""
-_log = logging.getLogger("kvstore.promotion")
+"""A tier that has kept a request for so long gets no new ones on a reader's behalf."""
+LOAD_COUNT_MAX = 16_384
+"""Chunks on their way into memory at once."""
+_log = logging.getLogger("kvstore.movement")
 
 
 @dataclass(eq=False)
@@ -34,7 +37,8 @@ class Loading:
     layers somebody waits for (none: all alike); ``lost`` says why it ended."""
 
     row: int
-    residency: int
+    source: Copies
+    residency: Residency
     layout: ChunkLayout
     placement: Placement
     landed: int = 0
@@ -67,29 +71,24 @@ class Loading:
         self.changed()
 
 
-class Promotion:
-    """Chunks being read from the device."""
+class Loads:
+    """Chunks being read from slower tiers."""
 
     def __init__(
-        self,
-        *,
-        arena: Arena,
-        catalog: Catalog,
-        residency: Residency,
-        capacity: Capacity,
-        workers: Workers,
-        faults: FaultPoints,
-        counters: Counters,
-    ) -> None:
-        self._arena = arena
+        self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
+        workers: Workers, faults: FaultPoints, counters: Counters,
+    ) -> None:  # fmt: skip
         self._catalog = catalog
-        self._residency = residency
-        self._capacity = capacity
+        self._memory = memory
+        self._room = room
+        self._arena = arena
+        self._names = names
+        self._removal = removal
         self._workers = workers
         self._faults = faults
         self._counters = counters
         self._loading: dict[int, Loading] = {}
-        self._queue: asyncio.Queue[list[Loading]] = asyncio.Queue()
+        self._queue: asyncio.Queue[list[Loading]] = asyncio.Queue(LOAD_COUNT_MAX)
         self.loading_bytes = 0
 
     async def run(self) -> None:
@@ -98,16 +97,11 @@ class Promotion:
             while True:
                 group.create_task(self._load_all(await self._queue.get()))
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the device answers nobody at present."""
-        return self._residency.nvme is not None and self._residency.nvme.stalled_s() > STALL_S
-
     def begin(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
     ) -> tuple[list[Loading | None], MissReason]:
         """Have these chunks brought in, ``layers`` first; rows that are in memory give None. The list ends early where
-        there is no room, or no device to read from, and the reason says which. Raises what the arena refuses."""
+        there is no room, or no tier that answers, and the reason says which. Raises what the arena refuses."""
         fresh: list[Loading] = []
         try:
             return self._begin(rows, keep, layers, fresh)
@@ -118,36 +112,40 @@ class Promotion:
     def _begin(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int], fresh: list[Loading]
     ) -> tuple[list[Loading | None], MissReason]:
-        table = self._catalog.table
         found: list[Loading | None] = []
-        reason = MissReason.NONE
         for row in rows:
             loading = self._loading.get(row)
             if loading is not None and loading.lost:
-                reason = loading.lost
-                break
-            if loading is None and row not in table.arena:
-                if self.is_stalled:
-                    reason = MissReason.UNAVAILABLE
-                    break
-                loading = self._start(row, keep, layers)
+                return found, loading.lost
+            if loading is None and row not in self._memory:
+                source = self._source(row)
+                if source is None:
+                    return found, MissReason.UNAVAILABLE
+                loading = self._start(row, source, keep, layers)
                 if loading is None:
-                    reason = MissReason.OVERLOADED
-                    break
+                    return found, MissReason.OVERLOADED
                 fresh.append(loading)
             found.append(loading)
-        return found, reason
+        return found, MissReason.NONE
 
-    def _start(self, row: int, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
-        table = self._catalog.table
-        layout = self._residency.name(row).layout
-        placement = self._capacity.allocate(layout.piece_bytes, keep)
+    def _source(self, row: int) -> Copies | None:
+        """The fastest tier that has the chunk and answers."""
+        for copies in self._catalog.table.copies:
+            if row in copies and copies.tier.stalled_s() <= STALL_S:
+                return copies
+        return None
+
+    def _start(self, row: int, source: Copies, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
+        if len(self._loading) >= LOAD_COUNT_MAX:
+            return None
+        layout = self._names.of(row).layout
+        placement = self._room.allocate(layout.piece_bytes, keep)
         if placement is None:
             return None
-        loading = Loading(row, table.residencies[row], layout, placement, first=layers)
+        loading = Loading(row, source, source.residency(row), layout, placement, first=layers)
         self._loading[row] = loading
         self.loading_bytes += placement.byte_count
-        table.hold(row)
+        self._catalog.table.hold(row)
         return loading
 
     # ------------------------------------------------------------ reading
@@ -186,10 +184,8 @@ class Promotion:
                 self._end(each)
 
     async def _open(self, loading: Loading) -> StoredChunk | None:
-        nvme = self._residency.nvme
-        assert nvme is not None
         try:
-            stored = await nvme.open(self._residency.name(loading.row), loading.residency)
+            stored = await loading.source.tier.open(self._names.of(loading.row), loading.residency)
         except KVStoreError as error:
             await self._lose(loading, error)
             return None
@@ -208,7 +204,8 @@ class Promotion:
         except KVStoreError as error:
             await self._lose(loading, error)
             return
-        self._counters.add("nvme_verified_bytes", sum(loading.layout.slabs[slab].byte_count for slab in slabs))
+        byte_count = sum(loading.layout.slabs[slab].byte_count for slab in slabs)
+        self._counters.add_of(loading.source.tier.name, "verified_bytes", byte_count)
         if stored.header.encoding == "raw":
             loading.slab_landed(slabs)
 
@@ -223,13 +220,14 @@ class Promotion:
             self._put_header(loading, pack_header(raw_header(header, [rows]), layout))
             loading.slab_landed(range(len(layout.slabs)))
         self._faults.reach("promotion.finish")
-        if (self._catalog.table.residencies[loading.row] ^ loading.residency) & ~UNPROVEN:
+        row, table = loading.row, self._catalog.table
+        if loading.source.residency(row) != loading.residency:
             return  # the chunk went, or was stored anew, meanwhile
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
-        self._catalog.table.arena[loading.row] = placement
-        self._catalog.moved(loading.row, Tier.DRAM)
-        self._residency.arena_policy.used([loading.row])
+        self._memory.put_placement(row, placement)
+        self._catalog.moved(row, self._memory.kind)
+        self._memory.policy.stored(row, table.digests[row], *self._catalog.worth(row))
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:
         """It will not come. Once every read of it has ended its room is free; the copy that failed a check is gone."""
@@ -238,17 +236,21 @@ class Promotion:
         corrupt = isinstance(error, DataLoss)
         loading.lost = MissReason.CORRUPT if corrupt else MissReason.UNAVAILABLE
         self._counters.add("promotion_failed_chunks")
-        _log.warning("a chunk could not be read", extra={"reason": error.message, "residency": loading.residency})
+        tier = loading.source.tier.name
+        _log.warning(
+            "a chunk could not be read",
+            extra={"tier": tier, "reason": error.message, "residency": loading.residency},
+        )
         loading.changed()
         if corrupt:
-            await self._residency.quarantine_nvme(loading.row, loading.residency)
+            await self._removal.quarantine(loading.source, loading.row, loading.residency)
 
     def _end(self, loading: Loading) -> None:
         """No read of it is on its way any more."""
         loading.is_done = True
         self.loading_bytes -= loading.placement.byte_count
         del self._loading[loading.row]
-        if self._catalog.table.arena.get(loading.row) is not loading.placement:
+        if not self._memory.holds(loading.row, loading.placement):
             loading.lost = loading.lost or MissReason.UNAVAILABLE
             self._arena.free(loading.placement)
         self._catalog.unhold(loading.row)

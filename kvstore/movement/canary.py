@@ -1,0 +1,102 @@
+"""Canaries: chunks of our own that show that a tier that says nothing still works. And what tiers left to tidy up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from kvstore.catalog import ChunkTable
+from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, layout_of, pack_header, strip_seeds
+from kvstore.config import PolicySettings
+from kvstore.seams import Clock, Random
+from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
+from kvstore.telemetry import Counters
+from kvstore.tiers import ChunkName, LocalTier
+
+TIDY_INTERVAL_S = 10.0
+_CANARY = ModelSpec(
+    model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
+    hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
+)  # fmt: skip
+_log = logging.getLogger("kvstore.movement")
+
+
+class Canaries:
+    """One through each local tier every policy.canary_interval_s; 0 sends none."""
+
+    def __init__(
+        self, table: ChunkTable, clock: Clock, random: Random, counters: Counters, policies: PolicySettings
+    ) -> None:
+        self._table = table
+        self._clock = clock
+        self._random = random
+        self._counters = counters
+        self._policies = policies
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tidy())
+            if self._policies.canary_interval_s:
+                group.create_task(self._canaries())
+
+    async def _tidy(self) -> None:
+        """Have tiers erase what they could not erase before."""
+        while True:
+            await self._clock.sleep(TIDY_INTERVAL_S)
+            for copies in list(self._table.copies):
+                await copies.tier.tidy()
+
+    async def _canaries(self) -> None:
+        while True:
+            for copies in list(self._table.copies):
+                if copies.tier.has_room(_canary_layout()):  # it never drives out a user's chunk
+                    await self.canary(copies.tier)
+            await self._clock.sleep(self._policies.canary_interval_s)
+
+    async def canary(self, tier: LocalTier) -> bool:
+        """Store a chunk, read it, compare it, remove it. False, and said aloud, when that fails."""
+        layout = _canary_layout()
+        header, pieces = _canary_chunk(layout, self._random.bytes(layout.body_bytes), self._random.bytes(16))
+        found = [np.zeros_like(piece) for piece in pieces[1:]]
+        try:
+            residency = await tier.write(header, layout, pieces)
+            try:
+                stored = await tier.open(ChunkName(header.storage_key, layout), residency)
+                try:
+                    await stored.read(range(len(layout.slabs)), found)
+                finally:
+                    stored.close()
+            finally:
+                tier.remove([residency], erase=True)
+                await tier.tidy()
+            works = all((one == other).all() for one, other in zip(found, pieces[1:], strict=True))
+            reason = "" if works else "it gave other bytes back"
+        except Exception as error:  # noqa: BLE001 - the boundary: a canary that dies says so, and takes nothing along
+            works, reason = False, str(error)
+        self._counters.add("canary_passes" if works else "canary_failures")
+        if not works:
+            _log.error("canary failed", extra={"tier": tier.name, "reason": reason})
+        return works
+
+
+def _canary_layout() -> ChunkLayout:
+    return layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
+
+
+def _canary_chunk(layout: ChunkLayout, body: bytes, write_id: bytes) -> tuple[ChunkHeader, list[np.ndarray]]:
+    slab = np.zeros(layout.body_bytes, np.uint8)
+    slab[:] = np.frombuffer(body, np.uint8)
+    digest = b"kvstore canary".ljust(32, b"\0")
+    header = ChunkHeader(
+        kind=CacheKind.KV, token_count=layout.token_count, namespace=digest, fingerprint=digest, storage_key=digest,
+        parent=bytes(32), chain_digest=digest, token_digest=digest, tenant_digest=bytes(16), first_position=0,
+        rope_digest=bytes(16), write_id=write_id, checksums=np.zeros((layout.strip_count, 16), np.uint8),
+    )  # fmt: skip
+    seeds = strip_seeds(digest, layout, write_id)
+    header.checksums[:] = np.frombuffer(checksum_strips(slab, layout, 0, seeds), np.uint8).reshape(-1, 16)
+    first = np.zeros(layout.header_bytes, np.uint8)
+    first[:] = np.frombuffer(pack_header(header, layout), np.uint8)
+    return header, [first, slab]

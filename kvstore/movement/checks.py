@@ -1,0 +1,183 @@
+"""Reads again what lies there: slowly all of it, so that rot is found before somebody asks; at once what a crash left,
+before a store relies on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from kvstore.catalog import Catalog, Copies
+from kvstore.config import PolicySettings
+from kvstore.errors import DataLoss
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.removal import Removal
+from kvstore.movement.writes import Writes
+from kvstore.seams import Clock
+from kvstore.spec import MissReason
+from kvstore.telemetry import Counters
+
+IDLE_S = 1.0
+ROWS_AT_ONCE = 4096
+PROOFS_AT_ONCE = 8
+PROOF_COUNT_MAX = 65_536
+"""Copies that wait to be proven."""
+_log = logging.getLogger("kvstore.movement")
+_Proof = tuple[Copies, int, "asyncio.Future[None]"]
+
+
+class Checks:
+    """Verifies every strip of every copy in turn, at policy.scrub_bytes_per_s; 0 leaves that off. ``writes``: what
+    writes a chunk again whose copy in a slower tier failed."""
+
+    def __init__(
+        self, catalog: Catalog, names: ChunkNames, removal: Removal, writes: Sequence[Writes], clock: Clock,
+        counters: Counters, policies: PolicySettings,
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._table = catalog.table
+        self._names = names
+        self._removal = removal
+        self._writes = writes
+        self._clock = clock
+        self._counters = counters
+        self._policies = policies
+        self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
+
+    async def run(self) -> None:
+        """Go round for ever."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(PROOFS_AT_ONCE):
+                group.create_task(self._proofs())
+            if self._policies.scrub_bytes_per_s:
+                group.create_task(self._go_round())
+
+    # ------------------------------------------------------------ one copy
+
+    async def check(self, copies: Copies, row: int) -> bool | None:
+        """Whether one tier's copy is what it was; None where nobody could look. One that is not goes: another tier's
+        takes its place, and memory's is written again."""
+        return await self._looked_at(copies, row, self._read(copies, row), "scrub_failures")
+
+    async def prove(self, copies: Copies, row: int) -> bool | None:
+        """As ``check``; and a copy that an earlier process left is renewed, for that process may have ended, or its
+        sync may have failed, before it was there to stay. One that cannot be renewed goes: False, too. The row is held
+        by the caller."""
+        return await self._looked_at(copies, row, self._renewed(copies, row), "")
+
+    async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool], failures: str) -> bool | None:
+        try:
+            is_good = await look
+        except Exception as error:  # noqa: BLE001 - the boundary: one look that fails ends neither the round nor the service
+            _log.warning("scrub could not read", extra={"tier": copies.tier.name, "reason": str(error)})
+            return None
+        if not is_good:
+            if failures:
+                self._counters.add(failures)
+            if row in self._table.copies[0]:
+                for writes in self._writes:
+                    writes.add(row)
+        return is_good
+
+    async def _read(self, copies: Copies, row: int) -> bool:
+        """Read a copy, all of it. False: it failed, and is quarantined. True also when there is none. Raises
+        KVStoreError when the tier does not answer."""
+        if row not in copies:
+            return True
+        residency, name = copies.residency(row), self._names.of(row)
+        try:
+            stored = await copies.tier.open(name, residency)
+            try:
+                for slab in range(len(name.layout.slabs)):
+                    await stored.check(range(slab, slab + 1))
+            finally:
+                stored.close()
+        except DataLoss:
+            await self._removal.quarantine(copies, row, residency)
+            return False
+        return True
+
+    async def _renewed(self, copies: Copies, row: int) -> bool:
+        residency = copies.residency(row)
+        if not await self._read(copies, row):
+            return False
+        if row in copies and copies.residency(row) == residency and not copies.is_proven(row):
+            is_renewed = await copies.tier.renew(residency)
+            if copies.residency(row) == residency:
+                if not is_renewed:
+                    self._give_up(copies, row)
+                    return False
+                copies.prove(row)
+        return True
+
+    def _give_up(self, copies: Copies, row: int) -> None:
+        """A good copy lies where nothing can be written: the chunk is to be written elsewhere."""
+        self._removal.drop(copies, row, MissReason.EVICTED)
+
+    # ------------------------------------------------------------ proofs
+
+    async def prove_all(self, rows: Sequence[int], timeout_s: float) -> None:
+        """Have the copies that a crash left checked and made durable, before anything is promised on them. Those that
+        fail are gone afterwards; those that the tier does not give in time stay what they are."""
+        doubtful = [
+            (copies, row)
+            for copies in self._table.copies
+            for row in rows
+            if row in copies and not copies.is_proven(row)
+        ][: self._doubtful.maxsize - self._doubtful.qsize()]
+        if not doubtful:
+            return
+        futures: list[asyncio.Future[None]] = []
+        for copies, row in doubtful:
+            future = asyncio.get_running_loop().create_future()
+            futures.append(future)
+            self._table.hold(row)
+            self._doubtful.put_nowait((copies, row, future))
+        late = (await asyncio.wait(futures, timeout=timeout_s))[1]
+        for future in late:
+            future.cancel()
+        if late:
+            _log.warning("recovered chunks were not read in time", extra={"chunks": len(late)})
+
+    async def _proofs(self) -> None:
+        while True:
+            copies, row, future = await self._doubtful.get()
+            try:
+                if not future.done() and not copies.is_proven(row):
+                    if await self.prove(copies, row) is not None:
+                        self._counters.add_of(copies.tier.name, "proven_chunks")
+            finally:
+                self._catalog.unhold(row)
+                if not future.done():
+                    future.set_result(None)
+
+    # ------------------------------------------------------------ rounds
+
+    async def _go_round(self) -> None:
+        while True:
+            await self._clock.sleep(IDLE_S)
+            await self.round()
+
+    async def round(self) -> None:
+        """Every copy once."""
+        for copies in list(self._table.copies):
+            row = 0
+            while row < len(self._table.digests):
+                # A recovered chunk whose model nobody has registered yet cannot be checked: its layout is not known.
+                if row in copies and self._catalog.space_of(row).model_spec is not None:
+                    await self._paced(copies, row)
+                elif row % ROWS_AT_ONCE == 0:
+                    await self._clock.sleep(0)
+                row += 1
+
+    async def _paced(self, copies: Copies, row: int) -> None:
+        byte_count = self._names.of(row).layout.total_bytes
+        self._table.hold(row)
+        try:
+            was_read = await self.check(copies, row) is not None
+        finally:
+            self._catalog.unhold(row)
+        if was_read:
+            self._counters.add("scrubbed_bytes", byte_count)
+        await self._clock.sleep(byte_count / self._policies.scrub_bytes_per_s)

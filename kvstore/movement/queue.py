@@ -1,0 +1,97 @@
+"""Moves that wait for their turn: one queue per target tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+
+QUEUE_COUNT_MAX = 65_536
+"""Moves that wait for one tier, or are on their way there."""
+IN_FLIGHT_BYTES_MAX = 512 << 20
+"""Bytes that are on their way to one tier at once."""
+
+
+class Priority(IntEnum):
+    """Who waits for a move. INTERACTIVE: a request; STANDARD: nobody yet; BATCH: nobody ever."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
+class MoveQueue:
+    """Rows that are to be moved to one tier, by priority and then by age; one move per row at a time.
+
+    Bounded: ``add`` refuses past ``QUEUE_COUNT_MAX``, and ``take`` hands out no more than ``IN_FLIGHT_BYTES_MAX`` at
+    once (one move always). Runs on the event loop's thread.
+    """
+
+    def __init__(self, byte_count_of: Callable[[int], int]) -> None:
+        self._byte_count_of = byte_count_of
+        self._waiting: dict[Priority, dict[int, None]] = {priority: {} for priority in Priority}
+        self._moving: dict[int, int] = {}
+        self._moving_bytes = 0
+        self._wake = asyncio.Event()
+        self.refused_count = 0
+
+    def __len__(self) -> int:
+        """Moves that wait or are on their way."""
+        return sum(map(len, self._waiting.values())) + len(self._moving)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._moving or any(row in each for each in self._waiting.values())
+
+    def add(self, row: int, priority: Priority = Priority.STANDARD) -> bool:
+        """Have a row moved; one that waits is raised to ``priority``. False when the queue is full: ask again later."""
+        for other, rows in self._waiting.items():
+            if row in rows:
+                if priority < other:
+                    del rows[row]
+                    self._waiting[priority][row] = None
+                return True
+        if len(self) >= QUEUE_COUNT_MAX:
+            self.refused_count += 1
+            return False
+        self._waiting[priority][row] = None
+        self._wake.set()
+        return True
+
+    def cancel(self, rows: Iterable[int]) -> None:
+        """Nobody wants these moved any more. Those on their way go on."""
+        for row in rows:
+            for waiting in self._waiting.values():
+                waiting.pop(row, None)
+
+    async def take(self) -> int:
+        """The next row, as soon as its bytes may be on their way. ``done`` ends its move."""
+        while (row := self._next()) is None:
+            self._wake.clear()
+            await self._wake.wait()
+        return row
+
+    def _next(self) -> int | None:
+        for row in self._ordered():
+            byte_count = self._byte_count_of(row)
+            if self._moving and self._moving_bytes + byte_count > IN_FLIGHT_BYTES_MAX:
+                return None
+            for waiting in self._waiting.values():
+                waiting.pop(row, None)
+            self._moving[row] = byte_count
+            self._moving_bytes += byte_count
+            return row
+        return None
+
+    def _ordered(self) -> Iterator[int]:
+        """Those that wait and are not on their way already, in the order in which they go."""
+        return (row for waiting in self._waiting.values() for row in waiting if row not in self._moving)
+
+    def done(self, row: int) -> None:
+        """A move has ended, one way or the other."""
+        self._moving_bytes -= self._moving.pop(row)
+        self._wake.set()
+
+    @property
+    def moving_bytes(self) -> int:
+        """Bytes on their way."""
+        return self._moving_bytes

@@ -1,0 +1,76 @@
+"""How copies go: given up, removed, quarantined. A chunk that no tier holds any more becomes invisible."""
+
+from __future__ import annotations
+
+import logging
+
+from kvstore.catalog import Catalog, Copies
+from kvstore.errors import KVStoreError
+from kvstore.spec import MissReason
+from kvstore.telemetry import Counters
+from kvstore.tiers import Residency
+
+_log = logging.getLogger("kvstore.movement")
+
+
+class Removal:
+    """Takes copies out of the catalog, and has their tiers give the room back."""
+
+    def __init__(self, catalog: Catalog, counters: Counters) -> None:
+        self._catalog = catalog
+        self._table = catalog.table
+        self._counters = counters
+
+    def drop(self, copies: Copies, row: int, reason: MissReason) -> None:
+        """Give up what one tier has of a chunk; its room is free at once. A value that may be replaced is erased."""
+        was_fastest = self._table.fastest(row) is copies
+        copies.tier.remove(copies.take(row, reason), erase=self._catalog.space_of(row).may_be_replaced)
+        if was_fastest:
+            self._fastest_left(copies, row, reason)
+
+    def _fastest_left(self, copies: Copies, row: int, reason: MissReason) -> None:
+        """The fastest copy went: a slower one is what readers find, or nothing is."""
+        fastest = self._table.fastest(row)
+        if fastest is not None:
+            self._catalog.moved(row, fastest.kind)
+        elif self._catalog.is_visible(row):
+            self._catalog.withdraw(row, reason, copies.kind)
+        else:
+            self._catalog.forget_ghost(row)
+
+    def remove(self, row: int, reason: MissReason) -> None:
+        """Give up every copy."""
+        for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it went, not that it moved
+            if row in copies:
+                self.drop(copies, row, reason)
+
+    async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:
+        """A copy failed its check. Another tier's copy takes its place, or another one that a scan met."""
+        if copies.residency(row) != residency:
+            return  # another reader met it first: a copy is given up once
+        self._counters.add("quarantined_chunks")
+        _log.error(
+            "a chunk fails its check",
+            extra={"tier": copies.tier.name, "digest": self._table.digests[row].hex()},
+        )
+        was_fastest = self._table.fastest(row) is copies
+        spares = copies.spares.pop(row, [])
+        copies.take(row, MissReason.CORRUPT)
+        if spares and not self._table.is_resident(row):
+            spare = spares.pop()
+            self._table.write_marks[row] = spare.mark
+            copies.put(row, spare.residency, is_proven=spare.is_proven)
+            copies.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
+            if spares:
+                copies.spares[row] = spares
+            self._catalog.show(row)
+        else:  # what is certain is written anew, rather than given up for what a crash left
+            if spares:
+                erase = self._catalog.space_of(row).may_be_replaced
+                copies.tier.remove([spare.residency for spare in spares], erase=erase)
+            if was_fastest:
+                self._fastest_left(copies, row, MissReason.CORRUPT)
+        try:
+            await copies.tier.quarantine(residency)
+        except KVStoreError as error:
+            _log.warning("its room could not be erased", extra={"reason": error.message})
