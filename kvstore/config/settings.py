@@ -11,6 +11,7 @@ from typing import Annotated
 from kvstore.config.remote import RemoteSettings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 from kvstore.errors import InvalidRequest
+from kvstore.policy import POLICIES
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -143,6 +144,7 @@ class PolicySettings:
     canary_interval_s: Duration = 60.0
 
     def __post_init__(self) -> None:
+        _require(self.eviction in POLICIES, "policy.eviction", self.eviction, f"use one of {', '.join(POLICIES)}")
         for name in ("demotion_wait_s", "scrub_bytes_per_s", "canary_interval_s"):
             _require(getattr(self, name) >= 0, f"policy.{name}", getattr(self, name), "use 0 or more")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena, prefault
-from kvstore.config import DEFAULT_TENANT, PolicySettings, Settings
+from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.policy import POLICIES, EvictionPolicy
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.policy import POLICIES
 from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
@@ -164,7 +164,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
     )  # fmt: skip
     return Parts(
         arena=arena,
-        policy=_policy(settings.policy),
+        policy=POLICIES[settings.policy.eviction],
         limits=settings.limits,
         clock=world.clock,
         random=world.random,
@@ -177,15 +177,6 @@ def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
         policies=settings.policy,
         is_write_through=settings.tiers.nvme.write == "through",
     )
-
-
-def _policy(settings: PolicySettings) -> Callable[[], EvictionPolicy]:
-    """What makes the policy that was chosen. Raises InvalidRequest for one that nobody knows."""
-    try:
-        return POLICIES[settings.eviction]
-    except KeyError:
-        known = ", ".join(map(repr, POLICIES))
-        raise InvalidRequest(f"policy.eviction: {settings.eviction!r} is not known: use {known}") from None
 
 
 def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[Any, Any]:

@@ -44,14 +44,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"server"}),
     frozenset({"controller"}),
     frozenset({"movement", "planning"}),
-    frozenset({"catalog", "policy", "tiers"}),
+    frozenset({"catalog", "tiers"}),
     frozenset({"arena", "chunk", "handoff", "keys", "presence", "wire", "telemetry"}),
-    frozenset({"spec", "config", "v1", "v1alpha"}),
+    frozenset({"config"}),
+    frozenset({"policy"}),
+    frozenset({"spec", "v1", "v1alpha"}),
     frozenset({"simulated"}),
     frozenset({"errors", "units", "seams"}),
 )
 SAME_LAYER = {
-    ("catalog", "policy"),
     ("catalog", "tiers"),
     ("chunk", "keys"),
     ("seams", "errors"),

@@ -39,7 +39,7 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[server]\nmetrics_port = 1.5\n", ["server.metrics_port", "int"]),
         ('[arena]\nprefault = "maybe"\n', ["arena.prefault"]),
         ("[arena]\nregion_bytes = 5000\n", ["arena.region_bytes", "4096"]),
-        ("[controller]\ndeadline_s = 0\n", ["controller.parts.deadline_s"]),
+        ("[controller]\ndeadline_s = 0\n", ["controller.deadline_s"]),
         ("[policy]\neviction = 'fifo'\n", ["policy.eviction", "lru"]),
         ("[[[", ["TOML"]),
     ],

@@ -55,10 +55,10 @@ Case = Callable[[Client], Act]
 HOLDERS = (Client, AsyncClient, LayerStream, Transfer, StoreWriter, Receipt, Watch, AsyncWatch)
 """What has methods that may wait."""
 VALUES = {
-    "TLS", "ChunkEvent", "ChunkMatch", "Extra", "FetchedKV", "LayerSpec", "Match", "ModelSpec", "PageHashes", "Paged",
-    "Recompute", "RopeSpec", "SegmentMatch",
+    "TLS", "ChunkEvent", "ChunkMatch", "Extra", "FetchedKV", "Gate", "LayerSpec", "Match", "ModelSpec", "PageHashes",
+    "Paged", "Recompute", "RopeSpec", "SegmentMatch",
 }  # fmt: skip
-"""Facts, which wait for nobody."""
+"""Facts, and the gate over this user's own files: they wait for nobody."""
 WAITING_SPECIALS = {
     "__iter__", "__next__", "__enter__", "__exit__", "__aiter__", "__anext__", "__aenter__", "__aexit__", "__del__",
 }  # fmt: skip
