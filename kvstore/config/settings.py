@@ -92,6 +92,11 @@ class TierSettings:
 
     nvme: NvmeSettings
 
+    @property
+    def is_write_through(self) -> bool:
+        """Whether a store is acknowledged only when a tier below memory has it."""
+        return self.nvme.write == "through"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSettings:

@@ -53,23 +53,25 @@ class Controller:
         self.fills = Fills(parts, self.reservations)
         self.commits = Commits(parts, self.reservations, self.fills)
         self.joins = Joins(parts)
-        self._nvme_reason = ""
+        self._missing: list[str] = []
+        """Why tiers that are configured are not in use."""
         self._leaving: dict[Session, None] = {}
         """Sessions that ended and still own something."""
         self._is_draining = False
 
-    # ------------------------------------------------------------ the device
+    # ------------------------------------------------------------ tiers
 
     async def attach(self, tier: LocalTier) -> None:
-        """Take a device into use: what it holds becomes visible. Raises Unavailable when it cannot be read."""
+        """Take a tier into use, slower than those before it: what it holds becomes visible. Raises Unavailable when it
+        cannot be read."""
         await self.parts.movement.attach(tier)
 
-    def run_without_device(self, reason: str) -> None:
-        """Serve from memory alone; ``reason`` is what operators are told."""
-        self._nvme_reason = reason
+    def run_without(self, reason: str) -> None:
+        """Serve without a tier; ``reason`` is what operators are told."""
+        self._missing.append(reason)
 
     async def detach(self) -> None:
-        """A clean stop of the device, after ``run`` has ended."""
+        """A clean stop of the tiers below memory, after ``run`` has ended."""
         await self.parts.movement.detach()
 
     @property
@@ -349,8 +351,8 @@ class Controller:
             loading_bytes=movement.loading_bytes,
             backlog_count=movement.backlog_count,
             ghost_count=sum(len(space.ghosts) for space in spaces.numbered),
-            nvme=movement.nvme_statistics(),
-            nvme_reason=movement.reason or self._nvme_reason,
+            tiers=movement.statistics(),
+            tier_problem="; ".join((*self._missing, *movement.problems)),
             counters=parts.counters.snapshot(),
         )
 

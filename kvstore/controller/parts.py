@@ -37,7 +37,7 @@ class Parts:
     """How long a call may wait, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
     is_write_through: bool = False
-    """A commit is answered when the device has the chunks."""
+    """A commit is answered when the tiers below memory are through with the chunks."""
 
     @cached_property
     def ids(self) -> Iterator[int]:

@@ -198,6 +198,8 @@ class Stats:
     loading_bytes: int
     backlog_count: int
     ghost_count: int
-    nvme: TierStatistics | None
-    nvme_reason: str
+    tiers: tuple[TierStatistics, ...]
+    """Of every tier below memory, the fastest first."""
+    tier_problem: str
+    """Why a tier is not in use, or takes nothing; empty when all is well."""
     counters: dict[str, int]

@@ -111,18 +111,14 @@ class Movement:
             self._table.drop_tier(copies)
             await copies.tier.close(held)
 
-    def statistics(self) -> list[TierStatistics]:
-        """Of every local tier, the fastest first."""
-        return [copies.tier.statistics() for copies in self._table.copies]
-
-    def nvme_statistics(self) -> TierStatistics | None:
-        """Of the tier of that name; None while there is none."""
-        return next((each for each in self.statistics() if each.name == "nvme"), None)
+    def statistics(self) -> tuple[TierStatistics, ...]:
+        """Of every tier below memory, the fastest first."""
+        return tuple(copies.tier.statistics() for copies in self._table.copies[1:])
 
     @property
-    def reason(self) -> str:
-        """Why a tier lacks chunks that it should have; empty while all of them take them."""
-        return next((writes.reason for writes in self.writes if writes.reason), "")
+    def problems(self) -> list[str]:
+        """Why tiers lack chunks that they should have, one line per tier; empty while all of them take them."""
+        return [f"tiers.{writes.target.name}: {writes.reason}" for writes in self.writes if writes.reason]
 
     @property
     def backlog_count(self) -> int:

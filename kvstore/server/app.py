@@ -31,7 +31,9 @@ from kvstore.server.publishing import open_publisher
 from kvstore.server.remote import RemoteDoor
 from kvstore.server.secrets import read_keys
 from kvstore.server.state import close_again, prepare
-from kvstore.server.tenant import Tenant, World
+from kvstore.server.tenant import Tenant
+from kvstore.server.tiers import TIERS, Tiers
+from kvstore.server.world import World
 from kvstore.telemetry import configure_logging, log_as
 from kvstore.units import format_bytes
 
@@ -43,8 +45,8 @@ PR_SET_DUMPABLE = 4
 _log = logging.getLogger("kvstore.server")
 
 
-def serve(loaded: LoadedSettings) -> int:
-    """Run the service until SIGTERM or SIGINT. Returns the exit status.
+def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
+    """Run the service until SIGTERM or SIGINT. Returns the exit status. ``tiers``: what each tenant has below memory.
 
     Raises: KVStoreError when it cannot start; the message names the setting and the remedy.
     """
@@ -60,7 +62,7 @@ def serve(loaded: LoadedSettings) -> int:
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
         movers.lend(lock)  # nobody else serves this state while one of them still writes for us
-        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers, limit))
+        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers, limit, tiers))
         close_again(settings)
     except* KVStoreError as group:
         raise group.exceptions[0] from group
@@ -71,8 +73,9 @@ def serve(loaded: LoadedSettings) -> int:
 
 
 async def _run(
-    loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses, limit: int
-) -> None:
+    loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses, limit: int,
+    tiers: Tiers,
+) -> None:  # fmt: skip
     settings = loaded.settings
     clock = SystemClock()
     workers = movers.lane("mover", MOVER_COUNT, nice=MOVER_NICE)
@@ -81,7 +84,7 @@ async def _run(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
         prefaulting=background, movers=movers, descriptor_limit=limit,
     )  # fmt: skip
-    tenants = [Tenant(loaded.of_tenant(name), keys[name], world) for name in settings.tenant_names]
+    tenants = [Tenant(loaded.of_tenant(name), keys[name], world, tiers) for name in settings.tenant_names]
     stopping, loop = _told_to_stop(), asyncio.get_running_loop()
     movers.watch(partial(_leave_now, tenants, "a byte mover ended: leaving, as after a crash", 1))
     _claim(tenants)
@@ -191,9 +194,8 @@ def _announce(tenants: list[Tenant], page: str, remote: str) -> None:
     first, *others = tenants
     path = first.sockets.grpc
     tiers = f"arena {format_bytes(first.settings.arena.capacity_bytes)}"
-    nvme = first.controller.stats().nvme
-    if nvme is not None:
-        tiers += f", nvme {format_bytes(nvme.capacity_bytes)} with {nvme.chunk_count:,} chunks"
+    for tier in first.controller.stats().tiers:
+        tiers += f", {tier.name} {format_bytes(tier.capacity_bytes)} with {tier.chunk_count:,} chunks"
     if remote:
         tiers += f", remote {remote}"
     if others:

@@ -30,11 +30,11 @@ _GAUGES = {
     "watchers": ("watcher_count", "Readers of events, the publisher for routers included"),
     "streams": ("stream_count", "Fetch streams open"),
     "staging_bytes": ("staging_bytes", "Staging of all sessions"),
-    "backlog_chunks": ("backlog_count", "Committed chunks that the device has not taken yet"),
-    "loading_bytes": ("loading_bytes", "Arena bytes of chunks on their way from the device"),
+    "backlog_chunks": ("backlog_count", "Writes of committed chunks to slower tiers that wait or are on their way"),
+    "loading_bytes": ("loading_bytes", "Arena bytes of chunks on their way from slower tiers"),
 }
 _TIER_GAUGES = {
-    "capacity_bytes": "Hard cap of the tier's files",
+    "capacity_bytes": "Hard cap of the tier",
     "file_bytes": "Bytes of the tier's files",
     "allocated_bytes": "Bytes of slots that hold a chunk",
     "free_bytes": "Bytes of slots that are free",
@@ -65,11 +65,11 @@ class _Collector(Collector):
             for tenant, stats in found.items():
                 gauge.add_metric(self._named(tenant), getattr(stats, field))
             yield gauge
-        tiers = {tenant: stats.nvme for tenant, stats in found.items() if stats.nvme is not None}
+        tiers = [(tenant, tier) for tenant, stats in found.items() for tier in stats.tiers]
         for name, description in _TIER_GAUGES.items() if tiers else ():
             gauge = GaugeMetricFamily(f"kvstore_tier_{name}", description, labels=[*self._labels, "tier"])
-            for tenant, nvme in tiers.items():
-                gauge.add_metric([*self._named(tenant), nvme.name], getattr(nvme, name))
+            for tenant, tier in tiers:
+                gauge.add_metric([*self._named(tenant), tier.name], getattr(tier, name))
             yield gauge
         counted: dict[str, str] = {}
         for controller in self._controllers.values():

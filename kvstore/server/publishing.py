@@ -30,6 +30,8 @@ BATCH_COUNT_MAX = 512
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 REQUEST_BYTES_MAX = 4096
 """What a router has to say, a sequence number or a topic, is shorter. Who sends more is disconnected."""
+STORAGE = "STORAGE"
+"""What vLLM calls any tier below memory."""
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
 _log = logging.getLogger("kvstore.events")
 
@@ -132,7 +134,7 @@ def _is_told(space: Namespace) -> bool:
 
 
 def _medium(tier: Tier) -> str:
-    return _MEDIA.get(tier, "STORAGE")
+    return _MEDIA.get(tier, STORAGE)
 
 
 def _stored(event: Event) -> dict[str, Any]:
@@ -148,8 +150,8 @@ def _stored(event: Event) -> dict[str, Any]:
     }
 
 
-def _removed(digest: bytes, tier: Tier) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": [digest], "medium": _medium(tier)}
+def _removed(digest: bytes, medium: str) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [digest], "medium": medium}
 
 
 def _blocks(event: Event) -> list[dict[str, Any]]:
@@ -157,8 +159,8 @@ def _blocks(event: Event) -> list[dict[str, Any]]:
     if not _is_told(event.space):
         return []
     if event.kind is EventKind.REMOVED:
-        return [_removed(event.digest, event.tier)]
+        return [_removed(event.digest, _medium(event.tier))]
     blocks = [_stored(event)]
     if event.kind is EventKind.MOVED:
-        blocks.append(_removed(event.digest, Tier.NVME if event.tier is Tier.DRAM else Tier.DRAM))
+        blocks.append(_removed(event.digest, STORAGE if event.tier is Tier.DRAM else _MEDIA[Tier.DRAM]))
     return blocks

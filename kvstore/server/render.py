@@ -238,8 +238,8 @@ def render_stats(
             for model in stats.models
         ],
         counters=stats.counters,
-        tiers=[_tier_stats(stats.nvme)] if stats.nvme is not None else [],
-        tier_problem=stats.nvme_reason,
+        tiers=[_tier_stats(each) for each in stats.tiers],
+        tier_problem=stats.tier_problem,
         backlog_chunk_count=stats.backlog_count,
         loading_bytes=stats.loading_bytes,
         descriptor_count=descriptor_count,

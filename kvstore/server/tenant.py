@@ -1,4 +1,4 @@
-"""One tenant of the process, whole: its controller and arena, the doors in front of them, the device behind them."""
+"""One tenant of the process, whole: its controller and arena, the doors in front of them, the tiers behind them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -18,14 +17,15 @@ from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
-from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, TenantKeys, Workers
+from kvstore.seams import TenantKeys
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import SocketDirectory
-from kvstore.server.tiers import open_nvme
+from kvstore.server.tiers import Tiers
+from kvstore.server.world import World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
 from kvstore.v1 import cache_pb2
@@ -38,27 +38,11 @@ HANDSHAKE_TIMEOUT_MS = 5000
 _log = logging.getLogger("kvstore.server")
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """What the tenants of a process share: its clock, its disks, its byte movers. Nothing of theirs is in it."""
-
-    clock: Clock
-    random: Random
-    memory: Memory
-    disk: Disk
-    faults: FaultPoints
-    workers: Workers
-    prefaulting: Workers
-    movers: MoverProcesses
-    descriptor_limit: int
-    """Open files that the process may have."""
-
-
 class Tenant:
-    """``settings`` is the tree as this tenant's parts see it. In order: ``claim``, ``open``, then ``close_doors`` and
-    ``detach``, or ``abandon`` wherever it ends."""
+    """``settings`` is the tree as this tenant's parts see it; ``tiers`` are what it has below memory. In order:
+    ``claim``, ``open``, then ``close_doors`` and ``detach``, or ``abandon`` wherever it ends."""
 
-    def __init__(self, settings: Settings, keys: TenantKeys, world: World) -> None:
+    def __init__(self, settings: Settings, keys: TenantKeys, world: World, tiers: Tiers) -> None:
         self.name = keys.tenant
         self.settings = settings
         self.said = self.name if settings.tenants else ""
@@ -66,6 +50,7 @@ class Tenant:
         own = settings.tenants.get(self.name)
         self.uid = own.uid if own is not None else None
         self._world = world
+        self._tiers = tiers
         self._parts = _parts(settings, keys, world)
         self.controller = Controller(self._parts)
         self.sockets = SocketDirectory(
@@ -108,23 +93,22 @@ class Tenant:
         self.tasks.append(group.create_task(work))
 
     async def _attach(self) -> None:
-        """Open the device tier. A directory of a newer release or of another tenant stops the start; anything else
-        that is wrong with it is said, and the service runs without."""
-        nvme, world = self.settings.tiers.nvme, self._world
-        if not nvme.capacity_bytes:
-            return
+        """Take the tiers below memory into use, the fastest first. What a newer release or another tenant wrote stops
+        the start; anything else that is wrong with a tier is said, and the service runs without it."""
         keys = self._parts.keys
         owner = "" if keys == TenantKeys() else keys.digest.hex()
-        try:
-            tier = open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
-            await self.controller.attach(tier)
-        except NotOurs:
-            raise
-        except (KVStoreError, OSError) as error:
-            reason = error.message if isinstance(error, KVStoreError) else f"{nvme.directory}: {error.strerror}"
-            said = f"the NVMe tier is off: {reason} (tiers.nvme.directory)"
-            self.controller.run_without_device(said)
-            _log.error(said)
+        for builder in self._tiers.local:
+            try:
+                tier = builder.build(self.settings, self._world, owner)
+                if tier is not None:
+                    await self.controller.attach(tier)
+            except NotOurs:
+                raise
+            except (KVStoreError, OSError) as error:
+                reason = error.message if isinstance(error, KVStoreError) else str(error)
+                said = f"the {builder.name} tier is off: {reason} ({builder.setting})"
+                self.controller.run_without(said)
+                _log.error(said)
 
     async def close_doors(self, grace_s: float) -> None:
         """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
@@ -140,7 +124,7 @@ class Tenant:
                     task.cancel()
 
     async def detach(self) -> None:
-        """After the tasks ended: sessions, then a clean stop of the device."""
+        """After the tasks ended: sessions, then a clean stop of the tiers."""
         with log_as(self.said):
             await self.controller.close_sessions()
             await self.controller.detach()
@@ -175,7 +159,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
         counters=Counters(),
         deadline_s=settings.controller.deadline_s,
         policies=settings.policy,
-        is_write_through=settings.tiers.nvme.write == "through",
+        is_write_through=settings.tiers.is_write_through,
     )
 
 

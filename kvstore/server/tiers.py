@@ -1,19 +1,63 @@
-"""Where tiers are built: the device's on the real world, with directory, files and workers of its own."""
+"""Where tiers are built, on the real world: what a tenant has below memory."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from kvstore.config import NvmeSettings
+from kvstore.config import NvmeSettings, Settings
 from kvstore.config.machine import CAPACITY_FILE
+from kvstore.errors import Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.server.world import World
 from kvstore.spec import Encoding
+from kvstore.tiers import LocalTier, SharedTier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
+Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
+
+
+@dataclass(frozen=True)
+class Builder(Generic[Built]):
+    """Makes one kind of tier for a tenant. ``name``: the tier's, in settings and logs. ``setting``: what to change when
+    it cannot be had.
+
+    ``build`` takes the tenant's settings, the process's world, and who owns what the tier keeps ("": the default
+    tenant). It gives a tier that is not recovered yet, or None where the settings switch it off. Raises: NotOurs, which
+    ends the start; other KVStoreErrors and OSError, with which the service runs without the tier."""
+
+    name: str
+    setting: str
+    build: Callable[[Settings, World, str], Built | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """What a tenant has below memory, the fastest first. A shared tier comes with how long a lookup may wait for it, in
+    seconds."""
+
+    local: tuple[Builder[LocalTier], ...]
+    shared: tuple[Builder[tuple[SharedTier, float]], ...] = ()
+
+
+def _build_nvme(settings: Settings, world: World, owner: str) -> NvmeTier | None:
+    nvme = settings.tiers.nvme
+    if not nvme.capacity_bytes:
+        return None
+    try:
+        return open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
+    except OSError as error:
+        raise Unavailable(f"{nvme.directory}: {error.strerror}") from error
+
+
+TIERS = Tiers(local=(Builder("nvme", "tiers.nvme.directory", _build_nvme),))
+"""What ``kvstore serve`` has."""
 
 
 def open_nvme(

@@ -23,8 +23,8 @@ DESCRIPTIONS: dict[str, str] = {
     "store_aborted_reservations": "Reservations aborted by their client or its death",
     "store_expired_reservations": "Reservations aborted for their age",
     "superseded_chunks": "Partial chunks that go first because a longer chunk begins with their tokens",
-    "promoted_chunks": "Chunks brought from the device into memory",
-    "promoted_bytes": "Bytes brought from the device into memory",
+    "promoted_chunks": "Chunks brought from slower tiers into memory",
+    "promoted_bytes": "Bytes brought from slower tiers into memory",
     "promotion_failed_chunks": "Chunks that could not be brought in",
     "fetch_joined_stores": "Fetches of stores that were still in flight",
     "scrubbed_bytes": "Bytes that the scrub read again",
@@ -58,14 +58,14 @@ class Counters:
 
     def __init__(self) -> None:
         self.descriptions = dict(DESCRIPTIONS)
-        self.add_tier(MEMORY, "memory")
-        self.add_tier("nvme", "the device")
         self._values: Counter[str] = Counter(dict.fromkeys(self.descriptions, 0))
+        self.add_tier(MEMORY, "memory")
 
     def add_tier(self, tier: str, said: str = "") -> None:
         """Count for a tier, too. Idempotent."""
         for name, description in TIER_DESCRIPTIONS.items():
             self.descriptions.setdefault(_name(tier, name), f"{description} ({said or tier})")
+            self._values.setdefault(_name(tier, name), 0)
 
     def add(self, name: str, count: int = 1) -> None:
         assert name in self.descriptions, name

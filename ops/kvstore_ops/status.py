@@ -41,6 +41,9 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     held.add_row("sessions", str(sessions.session_count))
     held.add_row("stores in flight", f"{sessions.reservation_count} ({format_bytes(arena.reserved_bytes)})")
     held.add_row("staging", format_bytes(sessions.staging_bytes))
+    if stats.tiers:
+        held.add_row("to be written to tiers", f"{stats.backlog_chunk_count:,} chunks")
+        held.add_row("arriving from tiers", format_bytes(stats.loading_bytes))
     models = Table("model", "chunks", "bytes")
     for model in stats.models:
         models.add_row(model.model_id, str(model.chunk_count), format_bytes(model.byte_count))
@@ -48,19 +51,17 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     for name, value in sorted(stats.counters.items()):
         if value:
             done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
-    tables: list[Table | Text] = [held, *(_tier(tier, stats) for tier in stats.tiers), models, done]
+    tables: list[Table | Text] = [held, *map(_tier, stats.tiers), models, done]
     if stats.tier_problem:
         tables.insert(0, Text(stats.tier_problem, style="red"))
     return Group(*tables)
 
 
-def _tier(tier: admin_pb2.TierStats, stats: admin_pb2.StatsResponse) -> Table:
+def _tier(tier: admin_pb2.TierStats) -> Table:
     """One tier below the arena: the account of its files."""
     drawn = Table(f"{tier.name} ({tier.state})", "")
     drawn.add_row("files", f"{format_bytes(tier.file_bytes)} of {format_bytes(tier.capacity_bytes)}")
     drawn.add_row("allocated", f"{format_bytes(tier.allocated_bytes)} in {tier.chunk_count:,} chunks")
     drawn.add_row("free", format_bytes(tier.free_bytes))
     drawn.add_row("quarantined", format_bytes(tier.quarantined_bytes))
-    drawn.add_row("to be written", f"{stats.backlog_chunk_count:,} chunks")
-    drawn.add_row("arriving", format_bytes(stats.loading_bytes))
     return drawn

@@ -42,17 +42,21 @@ def ask(socket: str | None, tenants: list[str]) -> dict[str, admin_pb2.StatsResp
 
 def render(found: dict[str, admin_pb2.StatsResponse | str]) -> Table:
     """A line per tenant."""
-    table = Table("tenant", "arena", "chunks", "device", "sessions")
+    table = Table("tenant", "arena", "chunks", "tiers", "sessions")
     for tenant, stats in found.items():
         if isinstance(stats, str):
             table.add_row(tenant, stats)
             continue
-        arena, device = stats.arena, next(iter(stats.tiers), None)
+        arena = stats.arena
         table.add_row(
             tenant,
             f"{format_bytes(arena.used_bytes)} of {format_bytes(arena.capacity_bytes)}",
             f"{arena.chunk_count:,}",
-            f"{format_bytes(device.allocated_bytes)} of {format_bytes(device.capacity_bytes)}" if device else "-",
+            "\n".join(map(_tier, stats.tiers)) or "-",
             str(stats.sessions.session_count),
         )
     return table
+
+
+def _tier(tier: admin_pb2.TierStats) -> str:
+    return f"{tier.name} {format_bytes(tier.allocated_bytes)} of {format_bytes(tier.capacity_bytes)}"

@@ -64,7 +64,7 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/simulated/x.py", "import random\nfrom kvstore.simulated.disk import File\n") == []
     assert (
         lint.check_source(
-            "kvstore/server/x.py", "tenant.controller.stats().nvme.name, settings.controller.deadline_s\n"
+            "kvstore/server/x.py", "tenant.controller.stats().counters.items, settings.controller.deadline_s\n"
         )
         == []
     )

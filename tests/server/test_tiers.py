@@ -14,11 +14,14 @@ from kvstore_client import Durability, connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import NvmeSettings
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints, SystemClock
 from kvstore.server.tenant import Tenant
-from kvstore.server.tiers import open_nvme
+from kvstore.server.tiers import TIERS, Builder, Tiers, open_nvme
 from kvstore.simulated import SimulatedDisk
+from kvstore.tiers import LocalTier, NotOurs
 from tests.controller.service import Service
+from tests.fakes import FilesSettings, FilesTier
 from tests.specs import random_cache, small_spec, tokens_of
 
 PLACE = Path("/nvme")
@@ -26,13 +29,13 @@ SETTINGS = NvmeSettings(directory=PLACE, capacity_bytes=64 << 20)
 SPEC = small_spec()
 
 
-def attached(disk: SimulatedDisk) -> Any:
-    """What a tenant's controller says after its device was tried."""
+def attached(disk: SimulatedDisk, tiers: Tiers = TIERS) -> Any:
+    """A tenant's controller after its tiers were tried."""
     service = Service()
     world = SimpleNamespace(disk=disk, clock=SystemClock(), faults=FaultPoints(), movers=None)
     tenant: Any = SimpleNamespace(
         settings=SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS)), controller=service.controller,
-        _parts=service.parts, _world=world,
+        _parts=service.parts, _world=world, _tiers=tiers,
     )  # fmt: skip
     asyncio.run(Tenant._attach(tenant))
     return service.controller
@@ -46,12 +49,43 @@ def test_a_directory_that_cannot_be_used(method: str, error: int, caplog: pytest
     disk.fail(method, error, times=None)
     controller = attached(disk)
     assert len(controller.parts.catalog.table.copies) == 1
-    said = controller.stats().nvme_reason
-    assert said.startswith("the NVMe tier is off")
+    said = controller.stats().tier_problem
+    assert said.startswith("the nvme tier is off")
     assert "tiers.nvme.directory" in said
     assert said in caplog.text
     disk.mend()
     assert len(attached(disk).parts.catalog.table.copies) == 2, "it was left locked"
+
+
+def files_in(directory: Path, error: KVStoreError | OSError | None = None) -> Builder[LocalTier]:
+    """A tier of the tests, which cannot be had when there is an error."""
+
+    def build(*_: object) -> LocalTier:
+        if error is not None:
+            raise error
+        return FilesTier(FilesSettings(directory=directory, name=directory.name))
+
+    return Builder(directory.name, f"tiers.{directory.name}.place", build)
+
+
+SWITCHED_OFF: Builder[LocalTier] = Builder("off", "tiers.off.is_on", lambda *_: None)
+
+
+def test_any_number_of_tiers_is_taken_into_use_in_their_order(tmp_path: Path) -> None:
+    """What is switched off is no problem; what cannot be had is, and keeps no other from being used."""
+    broken = [files_in(tmp_path / "one", Unavailable("the first is gone")), files_in(tmp_path / "two", OSError("no"))]
+    whole = [files_in(tmp_path / name) for name in ("three", "four")]
+    local = (broken[0], *TIERS.local, SWITCHED_OFF, whole[0], broken[1], whole[1])
+    found = attached(SimulatedDisk(1), Tiers(local=local)).stats()
+    assert [tier.name for tier in found.tiers] == ["nvme", "three", "four"]
+    said = ["the one tier is off: the first is gone (tiers.one.place)", "the two tier is off: no (tiers.two.place)"]
+    assert found.tier_problem == "; ".join(said)
+
+
+def test_what_another_tenant_wrote_ends_the_start(tmp_path: Path) -> None:
+    """Whichever tier meets it."""
+    with pytest.raises(NotOurs):
+        attached(SimulatedDisk(1), Tiers(local=(*TIERS.local, files_in(tmp_path, NotOurs("another's")))))
 
 
 @pytest.mark.parametrize(("kind", "is_warned"), [("btrfs", True), ("zfs", True), ("ext4", False), ("", False)])

@@ -134,7 +134,7 @@ class Scenario:
                     break
                 await asyncio.sleep(RETRY_S + 1.0)  # it did not fit while others were being written
                 level = (await life.controller.settle(chain.query(), SETTLE_S)).durability
-            said = f"{chain} reaches only {level.name} after recovery: {life.controller.parts.movement.reason}"
+            said = f"{chain} reaches only {level.name} after recovery: {life.controller.parts.movement.problems}"
             self.trace.check(level is Durability.LOCAL, said)
             await client.fetch(chain)
             await life.controller.close_session(client.session)

@@ -70,7 +70,7 @@ def test_a_region_that_could_not_sync_takes_no_more(service: DeviceService) -> N
         settled = await service.settled(2)
         assert (settled.chunk_count, settled.durability) == (1, Durability.MEMORY)
         assert "could not sync" in settled.reason
-        assert "could not sync" in service.controller.stats().nvme_reason
+        assert "could not sync" in service.controller.stats().tier_problem
         assert service.nvme.statistics().state == "read-only"
         service.balance()
         await asyncio.sleep(RETRY_S)
@@ -79,7 +79,7 @@ def test_a_region_that_could_not_sync_takes_no_more(service: DeviceService) -> N
         for number in range(3, 9):
             await service.keep(number)
             assert service.place(number)[0] != bad
-        assert service.controller.stats().nvme_reason == ""
+        assert service.controller.stats().tier_problem == ""
         assert service.nvme.statistics().state == "up"
         service.balance()
         service.disk.crash()
