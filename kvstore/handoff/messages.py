@@ -1,7 +1,7 @@
 """What the two ends of a hand-off say: each message a value, each field with its limit.
 
-A field with a default may be missing in a packet, and has its default, too, where the packet says what is none of its
-values.
+A field with a default may be missing in a packet. It also has its default where the packet has a value that the field
+does not allow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MESSAGE_CHARACTERS_MAX = 500
 
 
 class Shape(NamedTuple):
-    """What a field may be, in words too, and how much of it. ``wire``: what packets call it, if not as here."""
+    """What a field allows. ``most``: its largest number or length. ``wanted``: the same in words, for refusals. ``wire``:
+    what packets call it, if not as here."""
 
     most: int
     wanted: str

@@ -15,7 +15,7 @@ Message = TypeVar("Message", Question, Answer)
 
 
 class NoPacket(InvalidRequest):
-    """It is no JSON object: nobody knows where such a peer is."""
+    """It is no JSON object: what else comes from such a peer cannot be understood either."""
 
 
 class Place(NamedTuple):

@@ -65,7 +65,7 @@ def expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[
 
 
 def check_descriptors(answer: Answer, descriptors: Sequence[int]) -> None:
-    """Whether all that an answer brings came. The kernel leaves out what a process has no room for. Raises
+    """Check that every descriptor of an answer came: the kernel leaves out what a process has no room for. Raises
     Unavailable."""
     if len(descriptors) != answer.descriptor_count:
         raise Unavailable(

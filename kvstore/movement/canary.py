@@ -1,4 +1,5 @@
-"""Canaries: chunks of our own that show that a tier that says nothing still works. And what tiers left to tidy up."""
+"""Canaries: small chunks of our own that are written, read and removed in each tier, so that one that fails without a
+word is noticed. Tiers are also told from here to tidy up, at intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _log = logging.getLogger("kvstore.movement")
 
 
 class Canaries:
-    """One through each local tier every policy.canary_interval_s; 0 sends none."""
+    """Sends one through each local tier every policy.canary_interval_s; 0 sends none."""
 
     def __init__(
         self, table: ChunkTable, clock: Clock, random: Random, counters: Counters, policies: PolicySettings
@@ -36,7 +37,7 @@ class Canaries:
         self._policies = policies
 
     async def run(self) -> None:
-        """For ever."""
+        """Send canaries, and have tiers tidy up, for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tidy())
             if self._policies.canary_interval_s:
@@ -57,7 +58,7 @@ class Canaries:
             await self._clock.sleep(self._policies.canary_interval_s)
 
     async def canary(self, tier: LocalTier) -> bool:
-        """Store a chunk, read it, compare it, remove it. False, and said aloud, when that fails."""
+        """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of that fails."""
         layout = _canary_layout()
         header, pieces = _canary_chunk(layout, self._random.bytes(layout.body_bytes), self._random.bytes(16))
         found = [np.zeros_like(piece) for piece in pieces[1:]]

@@ -1,5 +1,5 @@
-"""Reads again what lies there: slowly all of it, so that rot is found before somebody asks; at once what a crash left,
-before a store relies on it."""
+"""Reads copies again: all of them slowly, so that damage is found before a reader meets it; those that a crash left at
+once, before a store relies on them."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Checks:
     # ------------------------------------------------------------ one copy
 
     async def check(self, copies: Copies, row: int) -> bool | None:
-        """Whether one tier's copy is what it was; None where nobody could look. One that is not goes: another tier's
-        takes its place, and memory's is written again."""
+        """Whether one tier's copy is what it was; None when the tier did not give it. A copy that fails is quarantined:
+        another tier's takes its place, and where memory has the chunk it is written again."""
         return await self._looked_at(copies, row, self._read(copies, row), "scrub_failures")
 
     async def prove(self, copies: Copies, row: int) -> bool | None:
-        """As ``check``; and a copy that an earlier process left is renewed, for that process may have ended, or its
-        sync may have failed, before it was there to stay. One that cannot be renewed goes: False, too. The row is held
-        by the caller."""
+        """As ``check``; and a copy that an earlier process left is renewed, for that process may have died, or its
+        sync may have failed, before the copy was durable. One that cannot be renewed is given up: False, too. The
+        caller holds the row."""
         return await self._looked_at(copies, row, self._renewed(copies, row), "")
 
     async def _looked_at(self, copies: Copies, row: int, look: Coroutine[Any, Any, bool], failures: str) -> bool | None:

@@ -17,9 +17,9 @@ Eligible = Callable[[int], bool]
 class Eviction:
     """Decides what leaves one tier: the policy says in which order, the tier says what would help.
 
-    First goes what a slower tier has too (demotion), whatever hangs on it. Then chunks without children. Last, where
-    there is a slower tier, chunks whose children only that one has: they are of no use until their parent is stored
-    again.
+    First go copies that a slower tier has too (demotion), with children or without. Then chunks without children. Last,
+    where there is a slower tier, chunks whose children only that one has: the children cannot be found until their
+    parent is stored again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Eviction:
         *, last_copies: bool = True,
     ) -> bool:  # fmt: skip
         """Give up copies until ``enough``; none of ``keep``, and none that is held. Without ``last_copies`` only what a
-        slower tier has too. Whether it came to that."""
+        slower tier has too. Returns whether it came to ``enough``."""
         for may_go in self._passes(helps, last_copies=last_copies):
 
             def eligible(row: int, may_go: Eligible = may_go) -> bool:

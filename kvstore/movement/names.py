@@ -1,4 +1,4 @@
-"""What a read of a chunk must find."""
+"""What a read of a chunk must find: its storage key, its layout, and which write of it."""
 
 from __future__ import annotations
 

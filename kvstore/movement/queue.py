@@ -13,7 +13,7 @@ IN_FLIGHT_BYTES_MAX = 512 << 20
 
 
 class Priority(IntEnum):
-    """Who waits for a move. INTERACTIVE: a request; STANDARD: nobody yet; BATCH: nobody ever."""
+    """Who waits for a move. INTERACTIVE: a request; STANDARD: nobody yet; BATCH: nobody will."""
 
     INTERACTIVE = 0
     STANDARD = 1

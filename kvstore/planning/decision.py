@@ -13,8 +13,8 @@ NOTHING = "nobody has anything behind the exact prefix"
 
 
 def decide(facts: Facts) -> Plan:
-    """The model's exact prefix first, which is never touched; behind it the best choice of which something is there,
-    if the caller or a profile allows one. Tokens whose logits are wanted are always computed.
+    """First the model's exact prefix, of which nothing is computed again. Behind it the best choice that the caller or a
+    profile allows and of which something is stored. Tokens whose logits are wanted are always computed.
 
     A plan may rest on E of which the facts say nothing (``Plan.hidden``): whoever runs it asks for that E first, and
     when it is not there adds what it learned to the facts and decides again.
@@ -53,7 +53,7 @@ def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -
 
 
 def _run(facts: Facts, offered: OfferedRun, setting: Recompute) -> PlannedRun | None:
-    """What is fetched of an offered run: as far as its E reaches, where E is needed; None: that does not reach it."""
+    """What is fetched of an offered run: as far as its E reaches, where E is needed; None where E ends before it."""
     spec, first, hidden_layer = offered.cache.sender or facts.receiver, setting.first_layer, None
     layers = spec.slab_layers if offered.is_exact else setting.loaded_layers(spec.layer_count)
     if setting.needs_hidden and not offered.is_exact:

@@ -31,7 +31,7 @@ class Holding:
 
     @property
     def is_refused(self) -> bool:
-        """Whether no profile lets anything of it through: then nobody needs to look what is stored."""
+        """True when no profile allows any of it: then nobody needs to ask what is stored."""
         return bool(self.permits) and not any(permit.setting for permit in self.permits)
 
     def permit(self, reuse: str) -> Permit | None:
@@ -40,7 +40,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoredE:
-    """Of how many first tokens of a cache E of a layer is stored; ``reason``: why it is no more. Only a fetch tells."""
+    """How many leading tokens of a cache have their E of one layer stored; ``reason``: why no more. Only a fetch tells."""
 
     cache: StoredCache
     layer: int

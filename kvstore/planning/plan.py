@@ -22,9 +22,9 @@ class StoredCache:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Tokens that are fetched out of a ``cache``. ``layers``: those whose KV is. ``hidden_layer``: the one whose E is
-    fetched before them, because the tokens are computed from there; None: no E is, or it comes as a layer does, where
-    a spec keeps E in the place of KV."""
+    """Tokens that are fetched out of a ``cache``. ``layers``: those whose KV is fetched. ``hidden_layer``: the one
+    whose E is fetched before them, because the tokens are computed from there; None: no E is fetched, or it comes as a
+    layer does, where a spec keeps E in the place of KV."""
 
     token_start: int
     token_count: int
@@ -62,8 +62,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a call. Tokens of no run are computed. ``recompute``: the setting of runs that are not exact,
-    None when there are none. ``reason``: why it is less than what was asked for; empty when it is that. ``permits``:
+    """What becomes of a prompt. Tokens of no run are computed. ``recompute``: the setting of runs that are not exact,
+    None when there are none. ``reason``: why less is reused than was asked for; empty when it is not. ``permits``:
     by which runs behind the exact prefix are reused; none when the caller gave the setting."""
 
     token_count: int

@@ -24,7 +24,7 @@ RULE = f"quality - {ERRORS:g} loss_error >= floor full_quality"
 REUSES = ("position", "sibling", "both")
 PROFILE_BYTES_MAX = 4 << 20
 WHOLE_MAX = (1 << 63) - 1
-"""Of a profile's whole numbers: larger ones are nobody's count, and no float can be made of the largest."""
+"""The largest whole number in a profile. JSON may have one of any length, of which no float can be made."""
 AGAIN = "measure it again with kvstore profile"
 Value = TypeVar("Value")
 

@@ -69,12 +69,12 @@ class Recompute:
 
     @classmethod
     def reuse(cls) -> Recompute:
-        """Nothing again: what is reused is taken as it is, moved to its position."""
+        """Compute nothing again: what is reused is taken as it is, moved to its position."""
         return cls(0, -1)
 
     @classmethod
     def full(cls, layer_count: int) -> Recompute:
-        """Everything again, as a plain prefill: (0, layer_count - 1)."""
+        """Compute everything again, as a plain prefill does: (0, layer_count - 1)."""
         return cls(0, layer_count - 1)
 
     @property
@@ -94,7 +94,7 @@ class Recompute:
 
     @property
     def carries_all(self) -> bool:
-        """Whether every token is."""
+        """Whether every token is carried beyond the group."""
         return self.ratio == 1 and self.gradual == 0
 
     @property
@@ -118,7 +118,7 @@ class Recompute:
             )
 
     def computes_all(self, layer_count: int) -> bool:
-        """Whether nothing of what was reused is left in the end."""
+        """True when every reused row is computed again."""
         return self.first_layer == 0 and (self.last_layer == layer_count - 1 or self.carries_all)
 
     def share(self, layer_count: int) -> float:

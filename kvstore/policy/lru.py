@@ -38,7 +38,7 @@ class LeastRecentlyUsed:
             previous[node], following[node] = last, _END
 
     def admits(self, key: bytes, weight: int, cost: float) -> bool:
-        """Whatever comes."""
+        """Every chunk."""
         return True
 
     def stored(self, row: int, key: bytes, weight: int, cost: float) -> None:

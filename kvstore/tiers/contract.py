@@ -39,8 +39,8 @@ Buffer = Bytes | DeviceMemory
 
 
 def host_memory(buffers: Sequence[Buffer]) -> list[Bytes]:
-    """The arrays that these buffers are, for a tier that reaches host memory only. Who moves bytes stages those of a
-    device first: anything else is a bug of ours."""
+    """The arrays that these buffers are, for a tier that reaches host memory only. Whoever
+    moves bytes of a device stages them in host memory first: anything else is a bug of ours."""
     arrays = [each for each in buffers if isinstance(each, np.ndarray)]
     assert len(arrays) == len(buffers), "this tier reaches host memory only"
     return arrays
@@ -148,7 +148,7 @@ class StoredChunk(Protocol):
         """
 
     async def check(self, slabs: range) -> None:
-        """Verify bytes that nobody wants. Raises as ``read``."""
+        """Verify slabs without giving their bytes to anybody. Raises as ``read``."""
 
     def close(self) -> None:
         """Idempotent."""

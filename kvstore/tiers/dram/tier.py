@@ -137,7 +137,7 @@ class DramTier:
     # ------------------------------------------------------------ copies go
 
     def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """``erase`` asks for no more: nothing of a copy in memory outlives it."""
+        """``erase`` makes no difference: no start finds a copy in memory again."""
         for residency in residencies:
             placement = self._placements.pop(residency)
             if residency in self._readers:

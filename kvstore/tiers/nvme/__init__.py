@@ -25,7 +25,9 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``slots``      one file, and what its slots are used for
 - ``regions``    all files: made, found, given up; the account
 - ``io``         the engine that moves bytes between slots and memory
-- ``tier``       the contract: write, open, read, remove, scan
+- ``tier``       the contract: write, open, remove, recover
+- ``reading``    a chunk in a slot, opened
+- ``pace``       how long the device has kept its callers waiting
 - ``sync``       one sync for everybody who waits for one
 - ``erasures``   what must not come back: erased, again and again, until the device takes it
 - ``newest``     what is to be believed until then

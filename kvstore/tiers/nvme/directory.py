@@ -48,7 +48,7 @@ class Snapshot:
 
 
 class Directory:
-    """An open directory. Only ``open_directory`` makes one, and it changes nothing before all checks have passed."""
+    """An open directory. Making one takes its lock, and changes nothing else before all checks have passed."""
 
     def __init__(
         self, path: Path, disk: Disk, faults: FaultPoints, owner: str = "", lender: Lender | None = None

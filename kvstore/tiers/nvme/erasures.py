@@ -38,7 +38,7 @@ class Erasures:
         self._erasing = asyncio.Lock()
         self._noting = asyncio.Lock()
         self._at_work: dict[tuple[int, int], asyncio.Future[None]] = {}
-        """Slots (region, slot) at which somebody is ``alone_at``, until he is done."""
+        """Slots (region, slot) at which somebody is ``alone_at``; resolved when that ends."""
 
     async def erase_doomed(self) -> None:
         """Erase what was given up to be erased, and free it. What the device refuses to erase stays out of use."""

@@ -29,7 +29,7 @@ class DeviceIO(Protocol):
 
 class PosixIO:
     """pread and pwrite through the Disk seam, with O_DIRECT where the descriptor was opened so: memory that is not
-    page-aligned takes the way over a buffer that is."""
+    page-aligned goes through a buffer that is."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk

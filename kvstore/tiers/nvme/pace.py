@@ -12,7 +12,7 @@ from kvstore.seams import Clock
 
 @dataclass(eq=False, slots=True)
 class Pace:
-    """What some workers have been given to do with the device, and when they last were done with anything."""
+    """Device jobs of one pool of workers: those that have not ended, with when they began, and when one last ended."""
 
     given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
     done_at_s: float = 0.0
@@ -26,6 +26,7 @@ class Pace:
         self.done_at_s = clock.monotonic()
 
     def stalled_s(self, clock: Clock) -> float:
+        """Seconds since the oldest of these jobs began, or since one ended, if that was later. 0 while there is none."""
         if not self.given:
             return 0.0
         oldest_s = next(iter(self.given.values()))

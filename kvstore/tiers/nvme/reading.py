@@ -76,7 +76,7 @@ class NvmeChunk:
         self._was_read(slabs, good, byte_count)
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, of bytes that nobody wants."""
+        """As ``read``, without giving the bytes to anybody."""
         offset, byte_count = self._place(slabs)
         header = self.header
         if header.encoding == "raw":

@@ -310,7 +310,7 @@ class NvmeTier:
     # ------------------------------------------------------------ remove and tell
 
     def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """Without a word on the device: a scan may bring a chunk back that is not erased."""
+        """Nothing is written to the device: a scan may bring back a chunk that is not erased."""
         if erase:
             self.erasures.doomed += residencies
             return
