@@ -23,8 +23,8 @@ MESSAGE_CHARACTERS_MAX = 500
 
 
 class Shape(NamedTuple):
-    """What a field allows. ``most``: its largest number or length. ``wanted``: the same in words, for refusals. ``wire``:
-    what packets call it, if not as here."""
+    """What a field allows. ``most``: its largest number or length. ``wanted``: the same in words, for refusals.
+    ``wire``: what packets call it, if not as here."""
 
     most: int
     wanted: str

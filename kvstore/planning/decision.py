@@ -13,8 +13,8 @@ NOTHING = "nobody has anything behind the exact prefix"
 
 
 def decide(facts: Facts) -> Plan:
-    """First the model's exact prefix, of which nothing is computed again. Behind it the best choice that the caller or a
-    profile allows and of which something is stored. Tokens whose logits are wanted are always computed.
+    """First the model's exact prefix, of which nothing is computed again. Behind it the best choice that the caller or
+    a profile allows and of which something is stored. Tokens whose logits are wanted are always computed.
 
     A plan may rest on E of which the facts say nothing (``Plan.hidden``): whoever runs it asks for that E first, and
     when it is not there adds what it learned to the facts and decides again.

@@ -40,7 +40,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoredE:
-    """How many leading tokens of a cache have their E of one layer stored; ``reason``: why no more. Only a fetch tells."""
+    """How many leading tokens of a cache have E of a layer stored; ``reason``: why no more. Only a fetch tells."""
 
     cache: StoredCache
     layer: int

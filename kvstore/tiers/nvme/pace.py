@@ -26,7 +26,7 @@ class Pace:
         self.done_at_s = clock.monotonic()
 
     def stalled_s(self, clock: Clock) -> float:
-        """Seconds since the oldest of these jobs began, or since one ended, if that was later. 0 while there is none."""
+        """Seconds since the oldest of these jobs began, or since one ended, if that was later; 0 without any."""
         if not self.given:
             return 0.0
         oldest_s = next(iter(self.given.values()))
