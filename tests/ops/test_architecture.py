@@ -45,10 +45,13 @@ def test_the_page_names_places() -> None:
     assert len([name for _, name in PLACES if name]) > 40
 
 
-def test_every_room_has_its_line() -> None:
-    table = "\n".join(line for line in PAGE.splitlines() if line.startswith("|"))
-    said = {path.removeprefix("kvstore/").removesuffix(".py") for path, _ in PLACE.findall(table)}
-    assert {room for layer in LAYERS for room in layer} - said == set()
+def test_every_room_has_its_line_and_its_layer() -> None:
+    said = {
+        path.removeprefix("kvstore/").removesuffix(".py"): int(layer)
+        for layer, line in re.findall(r"^\| (\d+) \|(.*)", PAGE, re.MULTILINE)
+        for path, _ in PLACE.findall(line)
+    }
+    assert said == {room: number for number, rooms in enumerate(LAYERS, 1) for room in rooms}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
