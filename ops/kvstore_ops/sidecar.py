@@ -26,6 +26,9 @@ class Sidecar:
     may be changed between a stop and the next start. ``plane``: "remote" has it listen on TCP, too, and ``address`` is
     that one; its token is TOKEN."""
 
+    program: tuple[str, ...] = ("kvstore_ops.cli", "serve")
+    """The module that is run, and its first arguments."""
+
     def __init__(
         self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0", plane: str = "local"
     ) -> None:
@@ -64,7 +67,7 @@ class Sidecar:
         """Returns when the sidecar is ready. Raises Unavailable with its last words when it is not, and with the
         ``status`` it ended with by itself (None: it did not end)."""
         log = self.directory / "log"
-        command = [sys.executable, "-m", "kvstore_ops.cli", "serve", "--state-directory", str(self.directory)]
+        command = [sys.executable, "-m", *self.program, "--state-directory", str(self.directory)]
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
         with log.open("a") as stream:
             self.process = subprocess.Popen(
