@@ -57,7 +57,7 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     disk = SystemDisk()
     limit = raise_limit()
-    check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit)
+    check_needs({name: loaded.of_tenant(name) for name in settings.tenant_names}, limit, tiers.needs)
     lock = prepare(settings, disk)
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:

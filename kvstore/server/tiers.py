@@ -12,6 +12,7 @@ from kvstore.config.machine import CAPACITY_FILE
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.server.descriptors import Need
 from kvstore.server.world import World
 from kvstore.spec import Encoding
 from kvstore.tiers import LocalTier, SharedTier
@@ -19,6 +20,9 @@ from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
+REGION_FILES_BESIDES = 32
+"""Region files double in size until they have their own, for each size of chunks. Then a file holds whole chunks, which
+may fill half of it."""
 Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
 
@@ -35,6 +39,8 @@ class Builder(Generic[Built]):
     name: str
     setting: str
     build: Callable[[Settings, World, str], Built | None]
+    needs: Callable[[Settings], list[Need]] = lambda _: []
+    """The open files that the tier may come to need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,10 @@ class Tiers:
 
     local: tuple[Builder[LocalTier], ...]
     shared: tuple[Builder[tuple[SharedTier, float]], ...] = ()
+
+    def needs(self, settings: Settings) -> list[Need]:
+        """The open files that all of them may come to need."""
+        return [need for each in (*self.local, *self.shared) for need in each.needs(settings)]
 
 
 def _build_nvme(settings: Settings, world: World, owner: str) -> NvmeTier | None:
@@ -56,7 +66,16 @@ def _build_nvme(settings: Settings, world: World, owner: str) -> NvmeTier | None
         raise Unavailable(f"{nvme.directory}: {error.strerror}") from error
 
 
-TIERS = Tiers(local=(Builder("nvme", "tiers.nvme.directory", _build_nvme),))
+def _needs_of_nvme(settings: Settings) -> list[Need]:
+    nvme = settings.tiers.nvme
+    if not nvme.capacity_bytes:
+        return []
+    there = len(list(nvme.directory.glob("region-*.kvs")))
+    files = max(2 * -(-nvme.capacity_bytes // nvme.region_bytes), there) + REGION_FILES_BESIDES
+    return [Need(files, "tiers.nvme.region_bytes", nvme.region_bytes, "one for each region file: raise it")]
+
+
+TIERS = Tiers(local=(Builder("nvme", "tiers.nvme.directory", _build_nvme, _needs_of_nvme),))
 """What ``kvstore serve`` has."""
 
 

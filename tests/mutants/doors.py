@@ -9,14 +9,15 @@ LIMITS = "kvstore/wire/limits.py"
 PACKETS = "kvstore/handoff/packets.py"
 OUTBOX = "kvstore/server/outbox.py"
 HANDOFF = "kvstore/server/handoff.py"
-DESCRIPTORS = "kvstore/server/descriptors.py"
 TENANT = "kvstore/server/tenant.py"
+TIERS = "kvstore/server/tiers.py"
 SESSIONS = "kvstore/controller/sessions/registry.py"
 T_LIMITS = "tests/wire/test_limits.py"
 T_PACKETS = "tests/handoff/test_packets.py"
 T_OUTBOX = "tests/server/test_outbox.py"
 T_HANDOFF = "tests/server/test_handoff.py"
 T_DESCRIPTORS = "tests/server/test_descriptors.py"
+T_TIERS = "tests/server/test_tiers.py"
 T_SHARES = "tests/security/test_shares.py"
 
 MUTANTS = [
@@ -182,11 +183,35 @@ MUTANTS = [
     ),
     Mutant(
         "file-of-a-larger-device",
-        DESCRIPTORS,
-        "        files = max(2 * -(-nvme.capacity_bytes // nvme.region_bytes), there) + REGION_FILES_BESIDES\n",
-        "        files = 2 * -(-nvme.capacity_bytes // nvme.region_bytes) + REGION_FILES_BESIDES\n",
+        TIERS,
+        "    files = max(2 * -(-nvme.capacity_bytes // nvme.region_bytes), there) + REGION_FILES_BESIDES\n",
+        "    files = 2 * -(-nvme.capacity_bytes // nvme.region_bytes) + REGION_FILES_BESIDES\n",
         "a server starts that cannot open the files it has",
         (f"{T_DESCRIPTORS}::test_files_of_a_device_that_was_larger_are_counted",),
+    ),
+    Mutant(
+        "needs-of-nvme-alone",
+        TIERS,
+        "for each in (*self.local, *self.shared) for need",
+        "for each in self.local[:1] for need",
+        "a server starts that cannot open what its tiers open",
+        (f"{T_DESCRIPTORS}::test_what_any_tier_needs_is_counted",),
+    ),
+    Mutant(
+        "anothers-tier-is-left-out",
+        TENANT,
+        "            except NotOurs:\n                raise\n",
+        "",
+        "a server starts without what another release or tenant wrote, and nobody asks why it is empty",
+        (f"{T_TIERS}::test_what_another_tenant_wrote_ends_the_start",),
+    ),
+    Mutant(
+        "first-problem-only",
+        "kvstore/controller/controller.py",
+        '"; ".join((*self._missing, *movement.problems))',
+        'next(iter((*self._missing, *movement.problems)), "")',
+        "of two tiers that are off operators hear of one",
+        (f"{T_TIERS}::test_any_number_of_tiers_is_taken_into_use_in_their_order",),
     ),
     Mutant(
         "descriptors-on-their-way-to-one-tenant",

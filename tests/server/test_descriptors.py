@@ -17,8 +17,10 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import load
 from kvstore.errors import InvalidRequest
-from kvstore.server.descriptors import check_needs
+from kvstore.server.descriptors import Need, check_needs
+from kvstore.server.tiers import TIERS, Builder, Tiers
 from kvstore.spec import Durability
+from kvstore.tiers import LocalTier
 from tests.server.confined import confined, log_of
 from tests.server.raw import Handoff, Raw, eventually
 from tests.specs import random_cache, small_spec, tokens_of
@@ -76,17 +78,17 @@ def test_the_setting_that_asks_for_the_most_is_named(tmp_path: Path, name: str) 
         "server.state_directory": tmp_path, "arena.capacity_bytes": "8 MiB", "tiers.nvme.capacity_bytes": "1 MiB",
         "limits.staging_count_total_max": 16, "limits.connection_count_max": 16, "limits.session_count_max": 16,
     }  # fmt: skip
-    check_needs({"default": load(None, {}, base).settings}, 400)
+    check_needs({"default": load(None, {}, base).settings}, 400, TIERS.needs)
     with pytest.raises(InvalidRequest, match=name) as caught:
-        check_needs({"default": load(None, {}, {**base, **NEEDS[name]}).settings}, 400)
+        check_needs({"default": load(None, {}, {**base, **NEEDS[name]}).settings}, 400, TIERS.needs)
     assert "400" in caught.value.message
 
 
 def test_what_all_tenants_need_is_counted(tmp_path: Path) -> None:
     settings = load(None, {}, {"server.state_directory": tmp_path, "arena.capacity_bytes": "8 MiB"}).settings
-    check_needs({"default": settings}, 1024)
+    check_needs({"default": settings}, 1024, TIERS.needs)
     with pytest.raises(InvalidRequest):
-        check_needs({"default": settings, "a": settings, "b": settings}, 1024)
+        check_needs({"default": settings, "a": settings, "b": settings}, 1024, TIERS.needs)
 
 
 def test_files_of_a_device_that_was_larger_are_counted(tmp_path: Path) -> None:
@@ -97,12 +99,20 @@ def test_files_of_a_device_that_was_larger_are_counted(tmp_path: Path) -> None:
         "tiers.nvme.directory": device,
     }  # fmt: skip
     settings = load(None, {}, changes).settings
-    check_needs({"default": settings}, 1200)
+    check_needs({"default": settings}, 1200, TIERS.needs)
     device.mkdir()
     for number in range(600):
         (device / f"region-{number:06}.kvs").touch()
     with pytest.raises(InvalidRequest, match=r"tiers\.nvme\.region_bytes"):
-        check_needs({"default": settings}, 1200)
+        check_needs({"default": settings}, 1200, TIERS.needs)
+
+
+def test_what_any_tier_needs_is_counted(tmp_path: Path) -> None:
+    settings = load(None, {}, {"server.state_directory": tmp_path, "arena.capacity_bytes": "8 MiB"}).settings
+    need = Need(1000, "tiers.other.connection_count", 1000, "one each: lower it")
+    other: Builder[LocalTier] = Builder("other", "tiers.other.address", lambda *_: None, lambda _: [need])
+    with pytest.raises(InvalidRequest, match=r"tiers\.other\.connection_count = 1000"):
+        check_needs({"default": settings}, 1024, Tiers(local=(*TIERS.local, other)).needs)
 
 
 def test_a_setting_that_does_not_fit_stops_the_start() -> None:
