@@ -33,11 +33,11 @@ def attached(disk: SimulatedDisk, tiers: Tiers = TIERS) -> Any:
     """A tenant's controller after its tiers were tried."""
     service = Service()
     world = SimpleNamespace(disk=disk, clock=SystemClock(), faults=FaultPoints(), movers=None)
-    tenant: Any = SimpleNamespace(
-        settings=SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS)), controller=service.controller,
-        _parts=service.parts, _world=world, _tiers=tiers,
-    )  # fmt: skip
-    asyncio.run(Tenant._attach(tenant))
+    tenant: Any = object.__new__(Tenant)
+    tenant.settings = SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS))
+    tenant.controller, tenant._parts = service.controller, service.parts
+    tenant._world, tenant._tiers = world, tiers
+    asyncio.run(tenant._attach())
     return service.controller
 
 
