@@ -195,6 +195,8 @@ class PresenceTable:
         self._memory = memory
         self._used = self._put_count = 0
         self._left_out: dict[int, int] = {}
+        self.is_partial = False
+        """Whether chunks may be stored where this table does not reach. See ``become_partial``."""
         self._use(*self._made(SLOTS_MIN))
 
     def _made(self, slots: int) -> tuple[Mapping, Words]:
@@ -257,7 +259,13 @@ class PresenceTable:
     def _mark(self) -> None:
         """Say whether all is there. After the words: what a reader misses before that, it asks for."""
         fence()
-        self._words[0] = PARTIAL if self._left_out else 0
+        self._words[0] = PARTIAL if self._left_out or self.is_partial else 0
+
+    def become_partial(self) -> None:
+        """From now on what is not in the table may be stored elsewhere, beyond the node: clients ask. The caller says
+        nothing any more of chunks that left."""
+        self.is_partial = True
+        self._mark()
 
     def put_all(self, tags: Words, news: NDArray[np.uint64] | int) -> None:
         """The same of many chunks of which nothing is known yet, in a table that has room for more."""

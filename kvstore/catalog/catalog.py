@@ -45,11 +45,22 @@ class Walk(NamedTuple):
     runs: tuple[Run, ...]
     chains: list[list[int]]
 
+    def onwards(self, start: int, chains: Sequence[Sequence[int]]) -> Walk:
+        """As if the chain hit on with these rows, from number ``start`` on; what they say of chunks that hit here
+        counts no more than that."""
+        have = [rows[:start] + list(more) for rows, more in zip(self.chains, chains, strict=True)]
+        count = min(map(len, have))
+        if self.hit_count < start or count <= self.hit_count:
+            return self
+        return self._replace(hit_count=count, chains=have)
+
     @property
     def reason(self) -> MissReason:
         """Why the chunk after the last hit is missing, COLD while it is being stored; NONE when the whole chain hit."""
+        last = 0
         for run in self.runs:
-            if run.state is not ChunkState.HIT:
+            last += run.chunk_count
+            if last > self.hit_count:
                 return run.reason or MissReason.COLD
         return MissReason.NONE
 
@@ -179,6 +190,13 @@ class Catalog:
                 self._adopt(namespace, row, parent)
             return row
         return self.table.add(namespace.number, digest, self._parent_row(namespace, parent), token_count)
+
+    def known_row(self, namespace: Namespace, digest: bytes, parent: bytes, token_count: int) -> int:
+        """The row of a chunk that is here, or of one that is about to be brought: a ghost, which the caller holds."""
+        row = namespace.index.get(digest)
+        if row is None:
+            row = namespace.ghosts[digest] = self.row_of(namespace, digest, parent, token_count)
+        return row
 
     def _parent_row(self, namespace: Namespace, parent: bytes) -> int:
         if parent == ROOT_DIGEST:

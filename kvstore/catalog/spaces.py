@@ -56,7 +56,7 @@ class Model:
     ) -> Namespace:
         """The same, for who looks only: an empty one that nobody else has when nothing was ever stored there."""
         found = self._known(layer, exactness, provenance)
-        return found or Namespace(UNNUMBERED, self._name(layer), provenance, exactness)
+        return found or self._empty(layer, provenance, exactness)
 
     def _known(self, layer: int | None, exactness: Exactness, provenance: Provenance) -> Namespace | None:
         """One that was used before, by this process or by an earlier one whose chunks the device has."""
@@ -76,10 +76,16 @@ class Model:
             found = self._names[layer] = fingerprint(self.spec, kind, layer)
         return found
 
-    def _ours(self, space: Namespace, layer: int | None) -> Namespace:
+    def _empty(self, layer: int | None, provenance: Provenance, exactness: Exactness) -> Namespace:
+        return self._of_model(Namespace(UNNUMBERED, self._name(layer), provenance, exactness), layer)
+
+    def _of_model(self, space: Namespace, layer: int | None) -> Namespace:
         space.model_spec, space.layer = self.spec, layer
         space.model_kind = self.spec.kind if layer is None else CacheKind.E
-        self.spaces.adopt(space)
+        return space
+
+    def _ours(self, space: Namespace, layer: int | None) -> Namespace:
+        self.spaces.adopt(self._of_model(space, layer))
         self.namespaces[layer, space.provenance, space.exactness] = space
         return space
 
@@ -190,7 +196,7 @@ class Spaces:
             return pack_news(ChunkState.HIT, self._table.copies[tier].kind, encoding, tails=has_tails)
         if digest in space.pending:
             return pack_news(ChunkState.PENDING, tails=has_tails)
-        reason = space.departures.get(digest)
+        reason = None if self.presence.is_partial else space.departures.get(digest)
         return pack_news(ChunkState.MISS if reason else 0, reason=reason or 0, tails=has_tails)
 
     def _show_all(self, space: Namespace) -> None:

@@ -29,7 +29,7 @@ from kvstore.controller.values import (
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.seams import Deadline, Mapping, Pauses
 from kvstore.spec import Durability, ModelSpec
-from kvstore.tiers import LocalTier
+from kvstore.tiers import LocalTier, SharedTier
 
 DRAIN_STEP_S = 0.01
 SWEEP_INTERVAL_S = 1.0
@@ -65,6 +65,10 @@ class Controller:
         """Take a tier into use, slower than those before it: what it holds becomes visible. Raises Unavailable when it
         cannot be read."""
         await self.parts.movement.attach(tier)
+
+    def attach_shared(self, tier: SharedTier, lookup_s_max: float) -> None:
+        """Take a tier into use that other nodes use, too. Lookups wait ``lookup_s_max`` for it. It may be away."""
+        self.parts.movement.attach_shared(tier, lookup_s_max)
 
     def run_without(self, reason: str) -> None:
         """Serve without a tier; ``reason`` is what operators are told."""
@@ -202,6 +206,12 @@ class Controller:
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_long(query, readers)
 
+    async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
+        """As ``lookup_long``, and what shared tiers are said to have, which are asked until the deadline."""
+        self._check(query)
+        self.parts.counters.add("lookup_calls")
+        return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
+
     async def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
         """Each chain by itself. Raises Exhausted when all of them together are too long."""
         self._check(*queries)
@@ -213,18 +223,24 @@ class Controller:
         return await self.lookups.first_stored(query, digests, self.parts.long_work.begin())
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """The stored prefix under a lease."""
+        """The prefix that the node has, under a lease."""
         self._check(query)
         return self.fetches.fetch(session, query)
 
-    def redeem(
-        self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = ()
-    ) -> FetchResult:
+    async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline | None = None) -> FetchResult:
+        """As ``fetch``, and what shared tiers have of the chain."""
+        self._check(query)
+        return await self.fetches.fetch_wide(session, query, deadline or self.deadline())
+
+    async def redeem(
+        self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = (),
+        deadline: Deadline | None = None,
+    ) -> FetchResult:  # fmt: skip
         """Fetch by a ticket: of a held prefix, or of a store in flight."""
         reservation = self.reservations.by_ticket(ticket_id)
         if reservation is not None:
             return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
-        return self.fetches.redeem(session, ticket_id, layers)
+        return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline())
 
     def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
         """What lands of a fetch's chunks until the deadline; where a store is joined, as long as that may take."""

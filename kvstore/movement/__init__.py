@@ -3,12 +3,15 @@ out when room is needed, and read again to see that it is what it was.
 
 ``Movement`` is what the controller asks; nobody else calls the parts. It knows tiers by their contracts, in an ordered
 list, the fastest first: memory, which clients map, is the first, and every other tier's bytes come and go through it.
+Shared tiers, which other nodes use, too, come after the local ones: they are written to without anybody waiting, and
+read where the node does not have what a chain goes on with.
 
 - ``eviction``  what leaves a tier when it needs room, and ``room``: a place in memory for a chunk
 - ``removal``   how copies go: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
 - ``writes``    moves out of memory, to ``targets``
-- ``loads``     moves into memory, layer by layer
+- ``loads``     moves into memory, layer by layer, from ``sources``
+- ``shared``    what shared tiers are said to have, and ``breaker``: whether they are asked
 - ``checks``    reads again what lies there, and proves what a crash left
 - ``canary``    shows that a tier that says nothing still works
 - ``recovery``  what a tier holds, at a start and at a stop

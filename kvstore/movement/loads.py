@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog, Copies, MappedCopies
-from kvstore.chunk import ChunkLayout, Run, pack_header, raw_header, slab_runs
+from kvstore.catalog import Catalog, MappedCopies
+from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header, slab_runs, write_mark
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
+from kvstore.movement.shared import Beyond
+from kvstore.movement.sources import LocalSource, Source
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
-from kvstore.tiers import Residency, StoredChunk
+from kvstore.tiers import StoredChunk
 
 GROUP_BYTES = 4 << 20
 """Slabs of one chunk that are read as one request."""
@@ -29,6 +32,7 @@ STALL_S = 2.0
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -37,8 +41,7 @@ class Loading:
     layers somebody waits for (none: all alike); ``lost`` says why it ended."""
 
     row: int
-    source: Copies
-    residency: Residency
+    source: Source
     layout: ChunkLayout
     placement: Placement
     landed: int = 0
@@ -72,11 +75,11 @@ class Loading:
 
 
 class Loads:
-    """Chunks being read from slower tiers."""
+    """Chunks being read from slower tiers. ``entered``: told of each that came from beyond the node, whole."""
 
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
-        workers: Workers, faults: FaultPoints, counters: Counters,
+        beyond: Beyond, entered: Callable[[int], None], workers: Workers, faults: FaultPoints, counters: Counters,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._memory = memory
@@ -84,6 +87,8 @@ class Loads:
         self._arena = arena
         self._names = names
         self._removal = removal
+        self._beyond = beyond
+        self._entered = entered
         self._workers = workers
         self._faults = faults
         self._counters = counters
@@ -128,21 +133,21 @@ class Loads:
             found.append(loading)
         return found, MissReason.NONE
 
-    def _source(self, row: int) -> Copies | None:
-        """The fastest tier that has the chunk and answers."""
-        for copies in self._catalog.table.copies:
+    def _source(self, row: int) -> Source | None:
+        """The fastest tier that has the chunk and answers; those that other nodes use, too, come last."""
+        for rank, copies in enumerate(self._catalog.table.copies):
             if row in copies and copies.tier.stalled_s() <= STALL_S:
-                return copies
-        return None
+                return LocalSource(copies, row, self._names.of(row), rank, self._removal)
+        return self._beyond.source(row)
 
-    def _start(self, row: int, source: Copies, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
+    def _start(self, row: int, source: Source, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
         if len(self._loading) >= LOAD_COUNT_MAX:
             return None
         layout = self._names.of(row).layout
         placement = self._room.allocate(layout.piece_bytes, keep)
         if placement is None:
             return None
-        loading = Loading(row, source, source.residency(row), layout, placement, first=layers)
+        loading = Loading(row, source, layout, placement, first=layers)
         self._loading[row] = loading
         self.loading_bytes += placement.byte_count
         self._catalog.table.hold(row)
@@ -185,13 +190,33 @@ class Loads:
 
     async def _open(self, loading: Loading) -> StoredChunk | None:
         try:
-            stored = await loading.source.tier.open(self._names.of(loading.row), loading.residency)
+            stored = await self._answer(loading, loading.source.open())
         except KVStoreError as error:
             await self._lose(loading, error)
+            return None
+        if stored is None:
+            self._lost(loading, MissReason.EVICTED, "it is gone")
             return None
         if stored.header.encoding == "raw":
             self._put_header(loading, pack_header(stored.header, loading.layout))
         return stored
+
+    async def _answer(self, loading: Loading, call: Awaitable[Result]) -> Result:
+        """What a tier answers. Readers who have waited long enough are told that the chunk is lost for them; its room
+        stays the tier's until the call has ended, for until then bytes may come."""
+        patience_s = loading.source.patience_s
+        if patience_s is None:
+            return await call
+        impatient = asyncio.get_running_loop().call_later(patience_s, self._late, loading)
+        try:
+            return await call
+        finally:
+            impatient.cancel()
+
+    def _late(self, loading: Loading) -> None:
+        if not loading.lost:
+            self._lost(loading, MissReason.UNAVAILABLE, f"no answer within {loading.source.patience_s} s")
+            loading.source.late()
 
     def _put_header(self, loading: Loading, packed: bytes) -> None:
         np.copyto(loading.placement.pieces[0], np.frombuffer(packed, np.uint8))
@@ -200,50 +225,58 @@ class Loads:
         if loading.lost:
             return
         try:
-            await stored.read(slabs, loading.placement.pieces[1 + slabs.start : 1 + slabs.stop])
+            await self._answer(loading, stored.read(slabs, loading.placement.pieces[1 + slabs.start : 1 + slabs.stop]))
         except KVStoreError as error:
             await self._lose(loading, error)
             return
         byte_count = sum(loading.layout.slabs[slab].byte_count for slab in slabs)
-        self._counters.add_of(loading.source.tier.name, "verified_bytes", byte_count)
-        if stored.header.encoding == "raw":
+        self._counters.add_of(loading.source.name, "verified_bytes", byte_count)
+        if stored.header.encoding == "raw" and not loading.lost:
             loading.slab_landed(slabs)
 
     async def _finish(self, loading: Loading, stored: StoredChunk) -> None:
         """The whole chunk is there: it is memory's from now on."""
-        layout, placement = loading.layout, loading.placement
-        if stored.header.encoding != "raw":
-            header = stored.header
+        layout, placement, header = loading.layout, loading.placement, stored.header
+        if header.encoding != "raw":
             slabs = range(len(layout.slabs))
             runs = slab_runs(layout, header.storage_key, header.write_id, slabs, placement.pieces[1:])
             rows = await done(self._workers, _checksums, runs)
             self._put_header(loading, pack_header(raw_header(header, [rows]), layout))
             loading.slab_landed(range(len(layout.slabs)))
         self._faults.reach("promotion.finish")
-        row, table = loading.row, self._catalog.table
-        if loading.source.residency(row) != loading.residency:
-            return  # the chunk went, or was stored anew, meanwhile
+        loading.source.worked()
+        row = loading.row
+        if row in self._memory or not loading.source.is_current(header):
+            return
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
+        self._enter(row, placement, header)
+
+    def _enter(self, row: int, placement: Placement, header: ChunkHeader) -> None:
+        """Memory has the chunk now. The node may not have had it before."""
+        catalog, is_new = self._catalog, not self._catalog.is_visible(row)
         self._memory.put_placement(row, placement)
-        self._catalog.moved(row, self._memory.kind)
-        self._memory.policy.stored(row, table.digests[row], *self._catalog.worth(row))
+        if is_new:
+            catalog.table.write_marks[row] = write_mark(header.write_id)
+            catalog.publish(row)
+        else:
+            catalog.moved(row, self._memory.kind)
+        self._memory.policy.stored(row, catalog.table.digests[row], *catalog.worth(row))
+        if is_new:
+            self._entered(row)
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:
         """It will not come. Once every read of it has ended its room is free; the copy that failed a check is gone."""
-        if loading.lost:
-            return
-        corrupt = isinstance(error, DataLoss)
-        loading.lost = MissReason.CORRUPT if corrupt else MissReason.UNAVAILABLE
+        if not loading.lost:
+            corrupt = isinstance(error, DataLoss)
+            self._lost(loading, MissReason.CORRUPT if corrupt else MissReason.UNAVAILABLE, error.message)
+            await loading.source.failed(error)
+
+    def _lost(self, loading: Loading, why: MissReason, reason: str) -> None:
+        loading.lost = why
         self._counters.add("promotion_failed_chunks")
-        tier = loading.source.tier.name
-        _log.warning(
-            "a chunk could not be read",
-            extra={"tier": tier, "reason": error.message, "residency": loading.residency},
-        )
+        _log.warning("a chunk could not be read", extra={"tier": loading.source.name, "reason": reason})
         loading.changed()
-        if corrupt:
-            await self._removal.quarantine(loading.source, loading.row, loading.residency)
 
     def _end(self, loading: Loading) -> None:
         """No read of it is on its way any more."""

@@ -18,13 +18,14 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.recovery import adopt, held_by
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
-from kvstore.movement.targets import LocalTarget
+from kvstore.movement.shared import Beyond, SharedTarget
+from kvstore.movement.targets import LocalTarget, Target
 from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
 from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import Counters
-from kvstore.tiers import LocalTier, TierStatistics
+from kvstore.tiers import LocalTier, SharedTier, TierStatistics
 from kvstore.tiers.dram import DramTier
 
 _log = logging.getLogger("kvstore.movement")
@@ -61,12 +62,15 @@ class Movement:
         self.evictions: dict[str, Eviction] = {}
         """By the name of their tier."""
         self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
+        self.beyond = Beyond(catalog, self.names, parts.clock, parts.counters)
         self.loads = Loads(
-            catalog, self.memory, self.room, parts.arena, self.names, self.removal, parts.workers, parts.faults,
-            parts.counters,
+            catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.beyond, self.write_down,
+            parts.workers, parts.faults, parts.counters,
         )  # fmt: skip
         self.writes: list[Writes] = []
-        """To each slower tier, the fastest first."""
+        """To each slower local tier, the fastest first."""
+        self.shared_writes: list[Writes] = []
+        """To each shared tier. Nobody waits for these: what a shared tier has it may drop at any time."""
         self.checks = Checks(
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
         )
@@ -93,37 +97,53 @@ class Movement:
             self._table.drop_tier(copies)
             raise
         count = adopt(self._catalog, copies, found)
-        self.writes.append(
-            Writes(
-                self._catalog, self.memory, LocalTarget(self._catalog, copies), self.names, self.removal, parts.clock,
-                parts.faults, parts.counters,
-            )
-        )  # fmt: skip
+        self.writes.append(self._writes(LocalTarget(self._catalog, copies)))
         self._counters.add_of(tier.name, "recovered_chunks", count)
         seconds = round(parts.clock.monotonic() - started_s, 3)
         _log.info("tier attached", extra={"tier": tier.name, "chunks": count, "seconds": seconds})
 
+    def attach_shared(self, tier: SharedTier, lookup_s_max: float) -> None:
+        """Take a shared tier into use, slower than those before it. Its answers are waited for ``lookup_s_max``. From
+        now on what is not here may be elsewhere."""
+        self._counters.add_tier(tier.name, is_shared=True)
+        shared = self.beyond.add(tier, lookup_s_max)
+        self.shared_writes.append(self._writes(SharedTarget(self._catalog, shared)))
+        self._catalog.presence.become_partial()
+
+    def _writes(self, target: Target) -> Writes:
+        parts = self._parts
+        return Writes(
+            self._catalog, self.memory, target, self.names, self.removal, parts.clock, parts.faults, parts.counters
+        )
+
     async def detach(self) -> None:
         """A clean stop of the tiers below memory, after ``run`` has ended."""
         self.writes.clear()
+        self.shared_writes.clear()
+        await self.beyond.close()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
             await copies.tier.close(held)
 
     def statistics(self) -> tuple[TierStatistics, ...]:
-        """Of every tier below memory, the fastest first."""
-        return tuple(copies.tier.statistics() for copies in self._table.copies[1:])
+        """Of every tier below memory, the fastest first, the shared ones last."""
+        local = (copies.tier.statistics() for copies in self._table.copies[1:])
+        return *local, *(shared.statistics() for shared in self.beyond.tiers)
 
     @property
     def problems(self) -> list[str]:
         """Why tiers lack chunks that they should have, one line per tier; empty while all of them take them."""
-        return [f"tiers.{writes.target.name}: {writes.reason}" for writes in self.writes if writes.reason]
+        return [f"tiers.{writes.target.name}: {writes.reason}" for writes in self._all_writes if writes.reason]
+
+    @property
+    def _all_writes(self) -> list[Writes]:
+        return [*self.writes, *self.shared_writes]
 
     @property
     def backlog_count(self) -> int:
         """Chunks that wait for a slower tier or are on their way to it."""
-        return sum(writes.backlog_count for writes in self.writes)
+        return sum(writes.backlog_count for writes in self._all_writes)
 
     @property
     def loading_bytes(self) -> int:
@@ -132,13 +152,13 @@ class Movement:
 
     def retry(self) -> None:
         """Try again what a tier refused, once it had some time."""
-        for writes in self.writes:
+        for writes in self._all_writes:
             writes.retry()
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever."""
         async with asyncio.TaskGroup() as group:
-            for writes in self.writes:
+            for writes in self._all_writes:
                 group.create_task(writes.run())
             group.create_task(self.loads.run())
             group.create_task(self.checks.run())
@@ -160,8 +180,8 @@ class Movement:
         self.memory.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
 
     def write_down(self, row: int) -> None:
-        """Have the tiers below take a chunk that memory has, as their settings want it."""
-        for writes in self.writes:
+        """Have the other tiers take a chunk that memory has, as their settings want it."""
+        for writes in self._all_writes:
             writes.add(row)
 
     @property

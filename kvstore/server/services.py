@@ -49,6 +49,7 @@ class CacheService:
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
         _session(self._controller, context)
+        deadline = self._deadline(context)
         readers = (request.readers or 1) if request.hold else 0
         query = render.parse_query(request.query)
         found: Sequence[LookupResult] = ()
@@ -59,7 +60,7 @@ class CacheService:
             tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
             stored = await self._controller.first_stored(query, tail_digests)
         # Last: where the call is cancelled before, nobody knows of the ticket.
-        result = await self._controller.lookup_long(query, readers)
+        result = await self._controller.lookup_wide(query, readers, deadline)
         return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
@@ -67,11 +68,13 @@ class CacheService:
         session, deadline = _session(self._controller, context), self._deadline(context)
         with self._controller.stream(session):
             if request.ticket:
-                result = self._controller.redeem(
-                    session, request.ticket, tuple(request.layers), tuple(request.query.hidden_layers)
+                hidden_layers = tuple(request.query.hidden_layers)
+                result = await self._controller.redeem(
+                    session, request.ticket, tuple(request.layers), hidden_layers, deadline
                 )
             else:
-                result = self._controller.fetch(session, render.parse_query(request.query, request.layers))
+                query = render.parse_query(request.query, request.layers)
+                result = await self._controller.fetch_wide(session, query, deadline)
             try:
                 yield await render.render_fetch(result, self._controller.begin_long_work())
             except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import SocketDirectory
-from kvstore.server.tiers import Tiers
+from kvstore.server.tiers import Builder, Tiers
 from kvstore.server.world import World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
@@ -98,17 +99,15 @@ class Tenant:
         keys = self._parts.keys
         owner = "" if keys == TenantKeys() else keys.digest.hex()
         for builder in self._tiers.local:
-            try:
+            with _without(builder, self.controller):
                 tier = builder.build(self.settings, self._world, owner)
                 if tier is not None:
                     await self.controller.attach(tier)
-            except NotOurs:
-                raise
-            except (KVStoreError, OSError) as error:
-                reason = error.message if isinstance(error, KVStoreError) else str(error)
-                said = f"the {builder.name} tier is off: {reason} ({builder.setting})"
-                self.controller.run_without(said)
-                _log.error(said)
+        for shared_builder in self._tiers.shared:
+            with _without(shared_builder, self.controller):
+                built = shared_builder.build(self.settings, self._world, owner)
+                if built is not None:
+                    self.controller.attach_shared(*built)
 
     async def close_doors(self, grace_s: float) -> None:
         """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
@@ -139,6 +138,20 @@ class Tenant:
     def close(self) -> None:
         """Give its memory back, after it is abandoned."""
         self._parts.arena.close()
+
+
+@contextmanager
+def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
+    """Go on where a tier cannot be had, and say so."""
+    try:
+        yield
+    except NotOurs:
+        raise
+    except (KVStoreError, OSError) as error:
+        reason = error.message if isinstance(error, KVStoreError) else str(error)
+        said = f"the {builder.name} tier is off: {reason} ({builder.setting})"
+        controller.run_without(said)
+        _log.error(said)
 
 
 def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:

@@ -10,6 +10,7 @@ DESCRIPTIONS: dict[str, str] = {
     "tickets_expired": "Tickets that ended unredeemed",
     "lookup_calls": "Lookups answered, or made in shared memory",
     "lookup_hit_chunks": "Chunks found by lookups",
+    "lookup_hinted_chunks": "Of those not found, chunks that shared tiers are said to have",
     "lookup_miss_chunks": "Chunks asked for and not found by lookups",
     "fetch_calls": "Fetches answered, or seen in shared memory to bring nothing",
     "fetch_hit_chunks": "Chunks handed out by fetches",
@@ -50,6 +51,11 @@ TIER_DESCRIPTIONS: dict[str, str] = {
     "proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
 }
 """Of each tier. Memory's have no prefix, the others' their tier's name."""
+SHARED_DESCRIPTIONS: dict[str, str] = {
+    "asked_chunks": "Chunks that a shared tier was asked for",
+    "late_answers": "Answers of a shared tier that came too late",
+}
+"""Of each shared tier."""
 MEMORY = "dram"
 
 
@@ -61,9 +67,10 @@ class Counters:
         self._values: Counter[str] = Counter(dict.fromkeys(self.descriptions, 0))
         self.add_tier(MEMORY, "memory")
 
-    def add_tier(self, tier: str, said: str = "") -> None:
+    def add_tier(self, tier: str, said: str = "", *, is_shared: bool = False) -> None:
         """Count for a tier, too. Idempotent."""
-        for name, description in TIER_DESCRIPTIONS.items():
+        of_tier = TIER_DESCRIPTIONS | SHARED_DESCRIPTIONS if is_shared else TIER_DESCRIPTIONS
+        for name, description in of_tier.items():
             self.descriptions.setdefault(_name(tier, name), f"{description} ({said or tier})")
             self._values.setdefault(_name(tier, name), 0)
 

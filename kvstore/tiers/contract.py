@@ -254,7 +254,8 @@ class SharedTier(Protocol):
         Unavailable, DeadlineExceeded."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
-        """As for a local tier. Raises: Exhausted when the engine is full; Unavailable."""
+        """As for a local tier; one that is cancelled reads ``pieces`` no more once it has ended. Raises: Exhausted when
+        the engine is full; Unavailable."""
 
     async def open(self, name: ChunkName) -> StoredChunk | None:
         """None: it is not there. Raises: DataLoss when what is there is not that chunk; Unavailable."""

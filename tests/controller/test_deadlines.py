@@ -182,7 +182,7 @@ def test_a_reader_of_a_store_in_flight_waits_as_long_as_that_may_take_and_its_ca
         writer, reader = (service.controller.open_session(0) for _ in range(2))
         result = await service.reserve(writer, 1)
         deadline = service.controller.deadline(remaining_s)
-        found = service.controller.redeem(reader, result.ticket)
+        found = await service.controller.redeem(reader, result.ticket)
 
         async def read() -> None:
             news = [each async for batch in service.controller.arrivals(found, deadline) for each in batch]

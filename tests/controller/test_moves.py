@@ -122,7 +122,7 @@ async def test_who_joins_a_store_is_shown_only_what_was_moved() -> None:
     writer, reader = service.controller.open_session(0), service.controller.open_session(0)
     result = await service.reserve(writer, 1)
     fill = service.stage(writer, result, 1)[0]
-    joined = service.controller.redeem(reader, result.ticket)
+    joined = await service.controller.redeem(reader, result.ticket)
     slabs = service.layout.slabs
     fills = [
         Fill(0, slab.strip_first, slab.strip_count, fill.staging_id, fill.staging_offset + slab.offset)

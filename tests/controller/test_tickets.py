@@ -23,11 +23,11 @@ async def test_held_chunks_stay_until_every_reader_came(service: Service) -> Non
     assert controller.lookup(service.query(1, 2)).hit_count == 2
     await controller.close_session(scheduler)
     for _ in range(2):
-        result = controller.redeem(worker, found.ticket)
+        result = await controller.redeem(worker, found.ticket)
         assert result.hit_count == 2
         controller.release(worker, [result.lease_id])
     with pytest.raises(InvalidRequest, match="redeemed by all"):
-        controller.redeem(worker, found.ticket)
+        await controller.redeem(worker, found.ticket)
     assert (controller.stats().ticket_count, controller.stats().ticket_bytes) == (0, 0)
     await service.store(writer, 8, 9, 10)
     assert controller.lookup(service.query(1, 2)).hit_count < 2, "free to go now"
@@ -41,7 +41,7 @@ async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) ->
     service.clock.advance(controller.parts.limits.ticket_age_s_max)
     controller.tickets.expire()
     with pytest.raises(InvalidRequest, match="expired"):
-        controller.redeem(session, ticket)
+        await controller.redeem(session, ticket)
     assert controller.stats().ticket_bytes == 0
     assert controller.stats().counters["tickets_expired"] == 1
 
@@ -54,9 +54,9 @@ async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Servi
     ticket = controller.lookup(service.query(1), readers=1).ticket
     lease = controller.fetch(session, service.query(1)).lease_id
     with pytest.raises(Exhausted, match="lease_count_max"):
-        controller.redeem(session, ticket)
+        await controller.redeem(session, ticket)
     controller.release(session, [lease])
-    assert controller.redeem(session, ticket).hit_count == 1
+    assert (await controller.redeem(session, ticket)).hit_count == 1
 
 
 async def test_limits_are_named(service: Service) -> None:
@@ -88,5 +88,5 @@ async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     last = max(memory.rows())
     await controller.parts.movement.removal.quarantine(memory, last, memory.residency(last))
     with pytest.raises(DataLoss, match="CORRUPT"):
-        controller.redeem(session, ticket)
+        await controller.redeem(session, ticket)
     assert not service.parts.leases.of(session)

@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "ticket-redeemed-in-part",
         FETCH,
-        "        if result.hit_count == len(query.digests):\n            self._tickets.redeemed(ticket_id)\n",
+        "        if is_whole and self._tickets.is_open(ticket_id):\n            self._tickets.redeemed(ticket_id)\n",
         "        if True:\n            self._tickets.redeemed(ticket_id)\n",
         "less comes under a ticket than it holds, and nobody says so",
         (f"{T_TICKETS}::test_what_was_lost_under_a_ticket_is_said",),
@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "looking-makes-a-namespace",
         SPACES,
-        "        return found or Namespace(UNNUMBERED, self._name(layer), provenance, exactness)\n",
+        "        return found or self._empty(layer, provenance, exactness)\n",
         "        return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness), layer)\n",
         "lookups of anything take every number that rows have",
         ("tests/controller/test_namespaces.py::test_only_a_store_makes_a_namespace",),
@@ -270,7 +270,7 @@ MUTANTS = [
     Mutant(
         "promoted-over-a-newer-one",
         "kvstore/movement/loads.py",
-        "        if loading.source.residency(row) != loading.residency:\n",
+        "        if row in self._memory or not loading.source.is_current(header):\n",
         "        if False:\n",
         "a read that ends late puts an older value in a newer one's place",
         ("tests/tiers/test_nvme_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),

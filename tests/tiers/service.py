@@ -92,10 +92,14 @@ class DeviceService(Service):
             capacity_bytes=self.capacity_bytes, region_bytes=self.region_bytes, encoding=self.encoding,
             faults=self.faults,
         )  # fmt: skip
-        await self.controller.attach(self.nvme)
+        await self.attach()
         self.model = self.controller.register_model(self.spec)
         self._group = asyncio.ensure_future(self.controller.run())
         self.session: Session = self.controller.open_session(0)
+
+    async def attach(self) -> None:
+        """Give the tiers below memory to a life that begins."""
+        await self.controller.attach(self.nvme)
 
     async def stop(self, *, kill: bool = False) -> None:
         if self._group is not None:
@@ -146,7 +150,7 @@ class DeviceService(Service):
     async def fetch(self, *path: int) -> tuple[int, MissReason]:
         """How many chunks came, every byte compared, and why no more did."""
         query = self.query(*path)
-        result = self.controller.fetch(self.session, query)
+        result = await self.controller.fetch_wide(self.session, query)
         lost: dict[int, MissReason] = {}
         async for arrivals in self.controller.arrivals(result, None):
             lost.update((each.position, each.lost) for each in arrivals if each.lost)

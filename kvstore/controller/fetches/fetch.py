@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kvstore.catalog import Walk
+from kvstore.catalog import Namespace, Walk
 from kvstore.controller.fetches.lookup import namespaces_of, tails_after
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
@@ -12,6 +12,7 @@ from kvstore.controller.sessions import Session
 from kvstore.controller.values import ChainQuery, FetchResult, Resident
 from kvstore.errors import DataLoss, Exhausted
 from kvstore.movement import Loading
+from kvstore.seams import Deadline
 from kvstore.spec import MissReason, Tier
 
 
@@ -24,26 +25,51 @@ class Fetches:
         self._movement = parts.movement
         self._tickets = tickets
 
-    def redeem(self, session: Session, ticket_id: bytes, layers: tuple[int, ...]) -> FetchResult:
-        """Fetch what a ticket holds. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
-        lost after all, Exhausted when memory has no room for it now."""
+    async def redeem(
+        self, session: Session, ticket_id: bytes, layers: tuple[int, ...], deadline: Deadline
+    ) -> FetchResult:
+        """Fetch what a ticket is for. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
+        lost after all, or is not where a shared tier said, Exhausted when memory has no room for it now."""
         query = self._tickets.query(ticket_id)._replace(layers=layers)
-        result = self.fetch(session, query)
-        if result.hit_count == len(query.digests):
+        result = await self.fetch_wide(session, query, deadline)
+        is_whole = result.hit_count == len(query.digests)
+        if is_whole and self._tickets.is_open(ticket_id):
             self._tickets.redeemed(ticket_id)
             return result
         self._parts.leases.release(session, [result.lease_id])
+        self._tickets.query(ticket_id)  # it may have ended while shared tiers were asked
         if result.reason in (MissReason.OVERLOADED, MissReason.UNAVAILABLE):
             raise Exhausted(f"the ticket's chunks cannot be brought into memory now: {result.reason.name}")
         raise DataLoss(f"a chunk of this ticket was lost: {result.reason.name}", reason=result.reason.name)
 
+    async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline) -> FetchResult:
+        """As ``fetch``; where the chain goes on, shared tiers are asked, and what they have is brought in, too."""
+        beyond = self._movement.beyond
+        if not beyond.tiers:
+            return self.fetch(session, query)
+        spaces = namespaces_of(self._catalog, query)
+        start = self._catalog.walk(spaces, query.digests).hit_count
+        found = await beyond.find(spaces, query.digests[start:], deadline.left_s)
+        if not found:
+            return self.fetch(session, query)
+        spaces = namespaces_of(self._catalog, query, for_store=True)
+        more = beyond.rows(spaces, query.digests, start, found)
+        try:
+            return self._fetch(session, query, spaces, self._catalog.walk(spaces, query.digests).onwards(start, more))
+        finally:
+            for chain in more:
+                for row in chain:
+                    self._catalog.unhold(row)
+
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """The stored prefix under a lease; movement brings in what memory lacks.
+        """The prefix that the node has, under a lease; movement brings in what memory lacks.
 
         Raises Exhausted past limits.leased_bytes_max or lease_count_max.
         """
         spaces = namespaces_of(self._catalog, query)
-        walk = self._catalog.walk(spaces, query.digests)
+        return self._fetch(session, query, spaces, self._catalog.walk(spaces, query.digests))
+
+    def _fetch(self, session: Session, query: ChainQuery, spaces: Sequence[Namespace], walk: Walk) -> FetchResult:
         self._parts.counters.add("fetch_calls")
         chains, loadings, reason = self._bring_in(walk, frozenset(query.layers))
         count = len(chains[0])
@@ -58,8 +84,9 @@ class Fetches:
             self._movement.used(chain)
         self._parts.counters.add("fetch_hit_chunks", count)
         self._parts.counters.add("fetch_bytes", lease.byte_count)
-        cold = any(chunk.loading for chunk in chunks)
-        return FetchResult(lease.lease_id, count, Tier.NVME if cold else Tier.DRAM, reason, chunks, tails, lengths)
+        slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
+        tier = slowest.kind if slowest else self._movement.memory.kind
+        return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
 
     def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
         """Have what is cold brought in. The chain ends before the first chunk that cannot be had now."""

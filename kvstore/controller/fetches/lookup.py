@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from kvstore.catalog import Catalog, Namespace, Walk, absent_runs, joined_runs
+from kvstore.catalog import Catalog, Namespace, Run, absent_runs, joined_runs
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
 from kvstore.errors import InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.seams import Pauses
+from kvstore.seams import Deadline, Pauses
+from kvstore.spec import ChunkState, Encoding, MissReason
 
 STEP_CHUNKS = 4096
 """How many of a chain's chunks, times their parts, are walked between two pauses."""
@@ -40,6 +42,17 @@ def tails_after(
     return tuple(Tail(table.token_counts[row], table.digests[row]) for row in found.rows), found.lengths
 
 
+def cut_runs(runs: Sequence[Run], start: int, stop: int | None = None) -> Iterator[Run]:
+    """What runs say of the chunks from number ``start`` on, and before ``stop``."""
+    first = 0
+    for run in runs:
+        last = first + run.chunk_count
+        count = (last if stop is None else min(last, stop)) - max(first, start)
+        if count > 0:
+            yield run._replace(chunk_count=count)
+        first = last
+
+
 class Lookups:
     """Lookups of one tenant. They change nothing, but that a ticket holds what was found where one is asked for."""
 
@@ -55,12 +68,17 @@ class Lookups:
         self._parts.counters.add("lookup_hit_chunks", walk.hit_count)
         self._parts.counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
         tails, lengths = tails_after(self._catalog, spaces, query, walk.hit_count)
-        found = LookupResult(walk.hit_count, walk.runs, tails, lengths)
-        if not readers or not walk.hit_count:
+        return self._held(query, LookupResult(walk.hit_count, walk.runs, tails, lengths), walk.chains, readers)
+
+    def _held(
+        self, query: ChainQuery, found: LookupResult, chains: Sequence[Sequence[int]], readers: int
+    ) -> LookupResult:
+        """With a ticket, where there are ``readers``, for all that hit; of it the node has ``chains``, which stay."""
+        if not readers or not found.hit_count:
             return found
-        held = query._replace(digests=query.digests[: walk.hit_count])
-        rows = tuple(row for chain in walk.chains for row in chain)
-        ticket = self._tickets.issue(held, rows, self._byte_count(walk), readers)
+        held = query._replace(digests=query.digests[: found.hit_count])
+        rows = tuple(row for chain in chains for row in chain)
+        ticket = self._tickets.issue(held, rows, self._byte_count(rows), readers)
         return found._replace(ticket=ticket.ticket_id, ticket_s=self._parts.limits.ticket_age_s_max)
 
     async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
@@ -68,6 +86,28 @@ class Lookups:
         if len(query.digests) * (len(query.hidden_layers) + 1) <= STEP_CHUNKS:
             return self.lookup(query, readers)
         return await self.in_steps(query, readers, self._parts.long_work.begin())
+
+    async def lookup_wide(self, query: ChainQuery, readers: int, deadline: Deadline) -> LookupResult:
+        """As ``lookup_long``; where the chain goes on, shared tiers are asked. What they are said to have is a hit of
+        their tier, of which only the fetch tells whether it is there. A ticket cannot hold it."""
+        beyond = self._parts.movement.beyond
+        if not beyond.tiers:
+            return await self.lookup_long(query, readers)
+        found = await self.lookup_long(query)
+        spaces = namespaces_of(self._catalog, query)
+        more = await beyond.find(spaces, query.digests[found.hit_count :], deadline.left_s)
+        if more:
+            self._parts.counters.add("lookup_hinted_chunks", len(more))
+            hits = found.hit_count + len(more)
+            hinted = [
+                Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, tier, Encoding.NONE)
+                for tier, alike in groupby(each.kind for each in more)
+            ]
+            runs = joined_runs((*cut_runs(found.runs, 0, found.hit_count), *hinted, *cut_runs(found.runs, hits)))
+            tails, lengths = tails_after(self._catalog, spaces, query, hits)
+            found = LookupResult(hits, tuple(runs), tails, lengths)
+        chains = self._catalog.walk(spaces, query.digests[: found.hit_count]).chains if readers else []
+        return self._held(query, found, chains, readers)
 
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, of a chain that takes long to walk: others are answered in between. A chunk that leaves
@@ -101,7 +141,7 @@ class Lookups:
         """The rows of the stored prefix, one chain per part of the query."""
         return self._catalog.walk(namespaces_of(self._catalog, query), query.digests).chains
 
-    def _byte_count(self, walk: Walk) -> int:
+    def _byte_count(self, rows: Sequence[int]) -> int:
         table, numbered = self._catalog.table, self._catalog.spaces.numbered
-        alike = Counter((table.spaces[row], table.token_counts[row]) for chain in walk.chains for row in chain)
+        alike = Counter((table.spaces[row], table.token_counts[row]) for row in rows)
         return sum(numbered[space].chunk_bytes(tokens) * count for (space, tokens), count in alike.items())

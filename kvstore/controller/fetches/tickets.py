@@ -72,6 +72,10 @@ class Tickets:
             )
         return ticket.query
 
+    def is_open(self, ticket_id: bytes) -> bool:
+        """Whether it can be redeemed, still."""
+        return ticket_id in self._open
+
     def redeemed(self, ticket_id: bytes) -> None:
         """One reader holds the chunks itself now. The last reader ends the ticket. The others get their time anew: a
         reader that came proves that the others will come."""

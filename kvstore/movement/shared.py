@@ -1,0 +1,318 @@
+"""Shared tiers: what other nodes may have stored. Nobody knows for certain what they have: a hint, then a probe, then
+the read, which alone decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvstore.catalog import Catalog, Namespace
+from kvstore.chunk import ChunkHeader, ChunkLayout, write_mark
+from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.keys import ROOT_DIGEST
+from kvstore.movement.breaker import Breaker
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.sources import may_enter
+from kvstore.seams import Clock
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Tier
+from kvstore.telemetry import Counters
+from kvstore.tiers import ChunkName, Residency, SharedTier, StoredChunk, TierStatistics
+
+STALL_S = 2.0
+"""A shared tier that has kept a request for so long is asked nothing more until it answers."""
+WRITE_S_MAX = 30.0
+"""A write that takes longer has failed."""
+PROBE_COUNT_MAX = 1024
+"""Keys of one question."""
+HEARD_S = 5.0
+"""For how long an answer is not asked for again."""
+HEARD_COUNT_MAX = 65_536
+RANK = 1000
+"""Of the fastest shared tier among sources: all of them are slower than local ones."""
+_log = logging.getLogger("kvstore.movement")
+
+
+class SharedCopies:
+    """One shared tier, and of which rows it was there when we last knew: a bit of the catalog's column."""
+
+    def __init__(self, tier: SharedTier, lookup_s_max: float, catalog: Catalog, clock: Clock, rank: int) -> None:
+        self.tier = tier
+        self.lookup_s_max = lookup_s_max
+        self.rank = rank
+        self.breaker = Breaker(tier.name, clock)
+        self._column = catalog.table.shared
+        self._bit = catalog.table.new_shared_bit()
+
+    def __contains__(self, row: int) -> bool:
+        return bool(self._column[row] & self._bit)
+
+    def put(self, row: int) -> None:
+        """The tier has the chunk, or says so."""
+        self._column[row] |= self._bit
+
+    def take(self, row: int) -> None:
+        """It does not."""
+        self._column[row] &= ~self._bit
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the tier answers, as far as we know."""
+        return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S
+
+    def statistics(self) -> TierStatistics:
+        """The tier's account, and whether it is asked."""
+        found = self.tier.statistics()
+        return found if self.is_asked else replace(found, state="failing")
+
+
+class SharedTarget:
+    """A shared tier as a target of writes. A partial chunk does not go there: it is worth little to others. Nor does
+    a value that may be replaced: a node would find the old one."""
+
+    def __init__(self, catalog: Catalog, shared: SharedCopies) -> None:
+        self._catalog = catalog
+        self._shared = shared
+        self.name = shared.tier.name
+        self.durability: Durability = shared.tier.durability
+
+    def has(self, row: int) -> bool:
+        return row in self._shared
+
+    def is_proven(self, row: int) -> bool:
+        return row in self._shared
+
+    def admits(self, row: int) -> bool:
+        space = self._catalog.space_of(row)
+        return is_for_others(space) and not space.is_tail(self._catalog.table.token_counts[row])
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
+        """0: a shared tier's copies have no number. Raises as the tier, and Unavailable where it is not asked now, or
+        takes too long."""
+        shared = self._shared
+        if not shared.is_asked:
+            raise Unavailable(f"tiers.{self.name} does not answer at present")
+        try:
+            async with asyncio.timeout(WRITE_S_MAX):
+                await shared.tier.write(header, layout, pieces)
+        except TimeoutError as error:
+            shared.breaker.failed()
+            raise Unavailable(f"tiers.{self.name} took longer than {WRITE_S_MAX:.0f} s for a chunk") from error
+        except Unavailable:
+            shared.breaker.failed()
+            raise
+        shared.breaker.worked()
+        return 0
+
+    def keep(self, row: int, residency: Residency) -> None:
+        self._shared.put(row)
+
+    def discard(self, row: int, residency: Residency) -> None:
+        """What was written is good for others."""
+
+
+def is_for_others(space: Namespace) -> bool:
+    """Whether chunks of this namespace go to shared tiers and come from them."""
+    return not space.may_be_replaced
+
+
+class SharedSource:
+    """A chunk that a shared tier is said to have."""
+
+    patience_s = STALL_S
+
+    def __init__(self, shared: SharedCopies, row: int, chunk: ChunkName, catalog: Catalog, beyond: Beyond) -> None:
+        self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
+        self._shared = shared
+        self._row = row
+        self._chunk = chunk
+        self._catalog = catalog
+        self._beyond = beyond
+
+    async def open(self) -> StoredChunk | None:
+        found = await self._shared.tier.open(self._chunk)
+        if found is None:
+            self._forget()
+        return found
+
+    def is_current(self, header: ChunkHeader) -> bool:
+        return may_enter(self._catalog, self._row, write_mark(header.write_id), self._chunk.mark)
+
+    def worked(self) -> None:
+        self._shared.breaker.worked()
+
+    async def failed(self, error: KVStoreError) -> None:
+        """What fails its check is written anew when the chunk is stored again."""
+        if isinstance(error, DataLoss):
+            self._forget()
+        else:
+            self._shared.breaker.failed()
+
+    def late(self) -> None:
+        self._shared.breaker.failed()
+
+    def _forget(self) -> None:
+        self._shared.take(self._row)
+        self._beyond.forget(self._chunk.storage_key)
+
+
+class Found(NamedTuple):
+    """Where one chunk is: of each part the shared tier that is said to have it, None where the node has it."""
+
+    parts: tuple[SharedCopies | None, ...]
+
+    @property
+    def kind(self) -> Tier:
+        """The slowest of them."""
+        return max((each for each in self.parts if each), key=lambda each: each.rank).tier.kind
+
+
+class Heard(NamedTuple):
+    """What was said of one key, and when; ``shared`` None: that no tier has it, or that it is here."""
+
+    at_s: float
+    shared: SharedCopies | None
+    is_there: bool
+
+
+_HERE = Heard(0.0, None, is_there=True)
+
+
+class Beyond:
+    """All shared tiers of one tenant, the fastest first, and what was heard of them lately."""
+
+    def __init__(self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters) -> None:
+        self.tiers: list[SharedCopies] = []
+        self._catalog = catalog
+        self._names = names
+        self._clock = clock
+        self._counters = counters
+        self._heard: OrderedDict[bytes, Heard] = OrderedDict()
+
+    def add(self, tier: SharedTier, lookup_s_max: float) -> SharedCopies:
+        """Take a tier into use, slower than those before it."""
+        shared = SharedCopies(tier, lookup_s_max, self._catalog, self._clock, RANK + len(self.tiers))
+        self.tiers.append(shared)
+        return shared
+
+    def source(self, row: int) -> SharedSource | None:
+        """The fastest shared tier that is said to have a chunk, and answers."""
+        for shared in self.tiers:
+            if row in shared and shared.is_asked:
+                chunk = self._names.of(row)
+                if not self._catalog.table.is_resident(row):
+                    chunk = ChunkName(chunk.storage_key, chunk.layout)  # any write of it
+                return SharedSource(shared, row, chunk, self._catalog, self)
+        return None
+
+    # ------------------------------------------------------------ what they have
+
+    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[Found]:
+        """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
+        shared tier. One question to each tier, answered in ``timeout_s`` and the tier's own bound, or not at all."""
+        if not self.tiers or not digests or not all(map(is_for_others, spaces)):
+            return []
+        chunks = self._keys(spaces, digests)
+        asked = [key for keys in chunks for key in keys if key and self._heard_of(key) is None][:PROBE_COUNT_MAX]
+        await self._ask_all(asked, self._clock.monotonic() + timeout_s)
+        found = []
+        for keys in chunks:
+            heard = [self._heard_of(key) if key else _HERE for key in keys]
+            if not all(each and each.is_there for each in heard):
+                break
+            found.append(Found(tuple(each.shared for each in heard if each)))
+        return found
+
+    def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
+        """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
+        being stored here."""
+        chunks = []
+        for digest in digests[:PROBE_COUNT_MAX]:
+            if any(digest in space.pending for space in spaces):
+                break
+            chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
+        return chunks
+
+    async def _ask_all(self, keys: list[bytes], until_s: float) -> None:
+        """Each tier for what no faster one has. What none of them has is remembered only if all of them said so."""
+        have_all_answered = True
+        for shared in self.tiers:
+            timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
+            answers = await self._ask(shared, keys, timeout_s) if keys and shared.is_asked and timeout_s > 0 else None
+            have_all_answered &= answers is not None
+            rest = []
+            for key, is_there in zip(keys, answers or [False] * len(keys), strict=True):
+                if is_there:
+                    self._remember(key, Heard(self._clock.monotonic(), shared, is_there=True))
+                else:
+                    rest.append(key)
+            keys = rest
+        if have_all_answered:
+            for key in keys:
+                self.forget(key)
+
+    async def _ask(self, shared: SharedCopies, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool] | None:
+        """None: no answer. One that is late is counted, and no failure of the tier."""
+        name = shared.tier.name
+        self._counters.add_of(name, "asked_chunks", len(keys))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await shared.tier.probe(keys, timeout_s)
+        except (TimeoutError, DeadlineExceeded):
+            self._counters.add_of(name, "late_answers")
+            return None
+        except KVStoreError as error:
+            _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": error.message})
+            shared.breaker.failed()
+            return None
+        shared.breaker.worked()
+        return answers
+
+    def _heard_of(self, key: bytes) -> Heard | None:
+        """What was heard lately."""
+        heard = self._heard.get(key)
+        return heard if heard and self._clock.monotonic() - heard.at_s < HEARD_S else None
+
+    def _remember(self, key: bytes, heard: Heard) -> None:
+        self._heard[key] = heard
+        self._heard.move_to_end(key)
+        if len(self._heard) > HEARD_COUNT_MAX:
+            self._heard.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """It is nowhere, or is not what it should be."""
+        self._remember(key, Heard(self._clock.monotonic(), None, is_there=False))
+
+    # ------------------------------------------------------------ rows
+
+    def rows(
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], start: int, found: Sequence[Found]
+    ) -> list[list[int]]:
+        """The rows, part by part, of a chain's chunks from number ``start`` on, each held by the caller from now on
+        (``Catalog.unhold``). Ends before a chunk that was claimed by a store meanwhile, or that is nowhere by now."""
+        chains: list[list[int]] = [[] for _ in spaces]
+        for number, each in enumerate(found, start):
+            digest, parent = digests[number], digests[number - 1] if number else ROOT_DIGEST
+            parts = list(zip(spaces, each.parts, chains, strict=True))
+            if any(digest in space.pending or (not shared and digest not in space.index) for space, shared, _ in parts):
+                break
+            for space, shared, chain in parts:
+                row = self._catalog.known_row(space, digest, parent, space.spec.chunk_tokens)
+                self._catalog.table.hold(row)
+                if shared is not None:
+                    shared.put(row)
+                chain.append(row)
+        return chains
+
+    async def close(self) -> None:
+        """Of every tier. What one raises is said: the others are closed all the same."""
+        for shared in self.tiers:
+            try:
+                await shared.tier.close()
+            except KVStoreError as error:
+                _log.warning("a tier was not closed", extra={"tier": shared.tier.name, "reason": error.message})
+        self.tiers.clear()

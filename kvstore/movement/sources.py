@@ -1,0 +1,88 @@
+"""Where a load reads a chunk from: a local tier's copy, or what a shared tier perhaps has."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvstore.catalog import Catalog, Copies
+from kvstore.chunk import ChunkHeader
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.movement.removal import Removal
+from kvstore.spec import Tier
+from kvstore.tiers import ChunkName, StoredChunk
+
+
+class Source(Protocol):
+    """One chunk in one tier."""
+
+    @property
+    def name(self) -> str:
+        """The tier's, in settings, logs and counters."""
+
+    @property
+    def kind(self) -> Tier:
+        """What replies call the tier."""
+
+    @property
+    def rank(self) -> int:
+        """Larger for slower tiers."""
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a reader is kept waiting for one answer of the tier; None: as long as the reader waits."""
+
+    async def open(self) -> StoredChunk | None:
+        """None: it is not there any more. Raises what the tier raises."""
+
+    def is_current(self, header: ChunkHeader) -> bool:
+        """Whether what was read is the chunk still. It may have gone, or was stored anew, meanwhile."""
+
+    def worked(self) -> None:
+        """All of it was read."""
+
+    async def failed(self, error: KVStoreError) -> None:
+        """A call of it raised this."""
+
+    def late(self) -> None:
+        """A call of it takes longer than readers are kept waiting."""
+
+
+class LocalSource:
+    """A copy that the catalog knows. One that fails its check is given up."""
+
+    patience_s = None
+
+    def __init__(self, copies: Copies, row: int, chunk: ChunkName, rank: int, removal: Removal) -> None:
+        self.name, self.kind, self.rank = copies.tier.name, copies.kind, rank
+        self._copies = copies
+        self._row = row
+        self._chunk = chunk
+        self._removal = removal
+        self._residency = copies.residency(row)
+
+    async def open(self) -> StoredChunk | None:
+        return await self._copies.tier.open(self._chunk, self._residency)
+
+    def is_current(self, header: ChunkHeader) -> bool:
+        return self._copies.residency(self._row) == self._residency
+
+    def worked(self) -> None:
+        pass
+
+    async def failed(self, error: KVStoreError) -> None:
+        if isinstance(error, DataLoss):
+            await self._removal.quarantine(self._copies, self._row, self._residency)
+
+    def late(self) -> None:
+        pass
+
+
+def may_enter(catalog: Catalog, row: int, mark: int, known_mark: int | None) -> bool:
+    """Whether a chunk that came from beyond the node may be this row's, by the mark of its write. Where the node had it
+    when it was asked for, it still has that write; where not, nobody stores it, and the chunk before it is here."""
+    table, space = catalog.table, catalog.space_of(row)
+    if table.is_resident(row):
+        return known_mark == mark == table.write_marks[row]
+    parent = table.parents[row]
+    is_pending = table.digests[row] in space.pending
+    return known_mark is None and not is_pending and (parent < 0 or catalog.is_visible(parent))
