@@ -11,7 +11,7 @@ Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, no
 
 from kvstore.catalog.catalog import Catalog, Run, TailsFound, Walk, absent_runs, joined_runs
 from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
-from kvstore.catalog.events import Event, Events, News, Watcher
+from kvstore.catalog.events import Event, EventBatch, Events, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model
 from kvstore.catalog.table import ROOT_ROW, ChunkTable
@@ -23,11 +23,11 @@ __all__ = [
     "ChunkTable",
     "Copies",
     "Event",
+    "EventBatch",
     "Events",
     "MappedCopies",
     "Model",
     "Namespace",
-    "News",
     "Run",
     "TailsFound",
     "Walk",

@@ -29,7 +29,7 @@ class Event(NamedTuple):
     reason: MissReason
 
 
-class News(NamedTuple):
+class EventBatch(NamedTuple):
     """What a watcher takes: events in order, and after them how many were lost, the last of them ``sequence``."""
 
     events: list[Event]
@@ -63,7 +63,7 @@ class Watcher:
         self._sequence = sequence
         self._changed.set()
 
-    async def take(self, count_max: int) -> News | None:
+    async def take(self, count_max: int) -> EventBatch | None:
         """The next events, at most ``count_max``, waiting for the first. None once the watcher is closed."""
         while not (self._queue or self._lost_count or self._is_closed):
             self._changed.clear()
@@ -74,9 +74,9 @@ class Watcher:
         if batch:
             sequence = batch[-1].sequence
         if self._queue or not self._lost_count:
-            return News(batch, 0, sequence)
+            return EventBatch(batch, 0, sequence)
         lost, self._lost_count = self._lost_count, 0
-        return News(batch, lost, self._sequence)
+        return EventBatch(batch, lost, self._sequence)
 
     def close(self) -> None:
         """Take no more; whoever waits in ``take`` gets None. Idempotent."""

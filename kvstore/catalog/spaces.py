@@ -54,7 +54,8 @@ class Model:
     def seen(
         self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
     ) -> Namespace:
-        """The same, for who looks only: an empty one that nobody else has when nothing was ever stored there."""
+        """As ``namespace``, for who looks only: it makes none. Where nothing was ever stored, an empty one of the
+        caller's own."""
         found = self._known(layer, exactness, provenance)
         return found or self._empty(layer, provenance, exactness)
 

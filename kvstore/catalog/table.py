@@ -107,7 +107,7 @@ class ChunkTable:
     # ------------------------------------------------------------ holds
 
     def hold(self, row: int) -> None:
-        """Keep the row, and what tiers hold of it, from being evicted: a lease, a pin or a job needs it."""
+        """Keep the row, and what tiers hold of it, from being evicted: a lease, a ticket or a move needs it."""
         self._holds[row] = self._holds.get(row, 0) + 1
 
     def unhold(self, row: int) -> None:

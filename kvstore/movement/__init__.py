@@ -20,5 +20,6 @@ read where the node does not have what a chain goes on with.
 
 from kvstore.movement.loads import Loading
 from kvstore.movement.movement import Movement, MovementParts
+from kvstore.movement.shared import Whereabouts
 
-__all__ = ["Loading", "Movement", "MovementParts"]
+__all__ = ["Loading", "Movement", "MovementParts", "Whereabouts"]

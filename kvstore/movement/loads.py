@@ -181,7 +181,7 @@ class Loads:
                     except KVStoreError as error:
                         await self._lose(each, error)
         except Exception:  # noqa: BLE001 - the boundary: a bug of ours loses this batch, not the service
-            _log.exception("promotion failed")
+            _log.exception("a batch of loads failed")
         finally:
             for _, stored in chunks:
                 stored.close()
@@ -243,7 +243,7 @@ class Loads:
             rows = await done(self._workers, _checksums, runs)
             self._put_header(loading, pack_header(raw_header(header, [rows]), layout))
             loading.slab_landed(range(len(layout.slabs)))
-        self._faults.reach("promotion.finish")
+        self._faults.reach("load.finish")
         loading.source.worked()
         row = loading.row
         if row in self._memory or not loading.source.is_current(header):

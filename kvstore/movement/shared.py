@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -160,15 +160,16 @@ class SharedSource:
         self._beyond.forget(self._chunk.storage_key)
 
 
-class Found(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where one chunk is: of each part the shared tier that is said to have it, None where the node has it."""
 
     parts: tuple[SharedCopies | None, ...]
 
     @property
-    def kind(self) -> Tier:
-        """The slowest of them."""
-        return max((each for each in self.parts if each), key=lambda each: each.rank).tier.kind
+    def kind(self) -> Tier | None:
+        """The slowest of them; None where the node has all parts."""
+        slowest = max((each for each in self.parts if each), key=lambda each: each.rank, default=None)
+        return slowest.tier.kind if slowest else None
 
 
 class Heard(NamedTuple):
@@ -211,7 +212,7 @@ class Beyond:
 
     # ------------------------------------------------------------ what they have
 
-    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[Found]:
+    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[Whereabouts]:
         """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
         shared tier. One question to each tier, answered in ``timeout_s`` and the tier's own bound, or not at all."""
         if not self.tiers or not digests or not all(map(is_for_others, spaces)):
@@ -220,11 +221,13 @@ class Beyond:
         asked = [key for keys in chunks for key in keys if key and self._heard_of(key) is None][:PROBE_COUNT_MAX]
         await self._ask_all(asked, self._clock.monotonic() + timeout_s)
         found = []
-        for keys in chunks:
+        for digest, keys in zip(digests, chunks, strict=False):
+            if any(not key and digest not in space.index for space, key in zip(spaces, keys, strict=True)):
+                break  # it left the node meanwhile
             heard = [self._heard_of(key) if key else _HERE for key in keys]
             if not all(each and each.is_there for each in heard):
                 break
-            found.append(Found(tuple(each.shared for each in heard if each)))
+            found.append(Whereabouts(tuple(each.shared for each in heard if each)))
         return found
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
@@ -290,11 +293,29 @@ class Beyond:
     # ------------------------------------------------------------ rows
 
     def rows(
-        self, spaces: Sequence[Namespace], digests: Sequence[bytes], start: int, found: Sequence[Found]
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], start: int, found: Sequence[Whereabouts]
     ) -> list[list[int]]:
         """The rows, part by part, of a chain's chunks from number ``start`` on, each held by the caller from now on
-        (``Catalog.unhold``). Ends before a chunk that was claimed by a store meanwhile, or that is nowhere by now."""
+        (``release``). Ends before a chunk that was claimed by a store meanwhile, or that is nowhere by now. Nothing is
+        held when it raises: MemoryError, OverflowError."""
         chains: list[list[int]] = [[] for _ in spaces]
+        try:
+            self._fill(chains, spaces, digests, start, found)
+        except BaseException:
+            self.release(chains)
+            raise
+        return chains
+
+    def release(self, chains: Iterable[Iterable[int]]) -> None:
+        """Undo the holds of ``rows``."""
+        for chain in chains:
+            for row in chain:
+                self._catalog.unhold(row)
+
+    def _fill(
+        self, chains: list[list[int]], spaces: Sequence[Namespace], digests: Sequence[bytes], start: int,
+        found: Sequence[Whereabouts],
+    ) -> None:  # fmt: skip
         for number, each in enumerate(found, start):
             digest, parent = digests[number], digests[number - 1] if number else ROOT_DIGEST
             parts = list(zip(spaces, each.parts, chains, strict=True))
@@ -306,7 +327,6 @@ class Beyond:
                 if shared is not None:
                     shared.put(row)
                 chain.append(row)
-        return chains
 
     async def close(self) -> None:
         """Of every tier. What one raises is said: the others are closed all the same."""

@@ -1,5 +1,5 @@
-"""Moves out of memory: every chunk that is stored is written to the slower tiers, as their settings want it. Whoever
-wants to know what was reached waits."""
+"""Moves out of memory: every chunk that is stored is written to the slower tiers, as their settings want it. ``settle``
+waits for them and says what was reached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("kvstore.movement")
 
 
 class Writes:
-    """The chunks that one slower tier is to have, in the order in which they came."""
+    """The chunks that one slower tier is to have, by priority and then by age."""
 
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, target: Target, names: ChunkNames, removal: Removal, clock: Clock,

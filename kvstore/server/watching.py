@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvstore.catalog import Event, News
+from kvstore.catalog import Event, EventBatch
 from kvstore.spec import EventKind
 from kvstore.v1 import cache_pb2 as pb
 
 
-def render_news(news: News) -> pb.WatchResponse:
+def render_news(news: EventBatch) -> pb.WatchResponse:
     """What happened, and after it the gap if there is one."""
     events = [_event(each) for each in news.events]
     if news.lost_count:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +68,6 @@ PLANNING_MAY_IMPORT = {
     *("kvstore", "kvstore.errors", "kvstore.keys", "kvstore.planning", "kvstore.spec", "kvstore.units"),
 }
 """A decision is pure, and is made where there is neither torch nor grpc."""
-
-NAMES_SHARED = {
-    "Found": "what a presence table says, and what a scan of a region file met: the scan's is to be renamed",
-    "News": "what a table says of a chunk, and what a watcher has not seen: the watcher's is to be renamed",
-    "Region": "a memfd of the arena, and a file of the NVMe tier: the file's is to be renamed",
-}
-"""Public names that two rooms of the service may define, and why."""
 
 
 @dataclass(frozen=True)
@@ -274,9 +267,9 @@ def _lengths(path: str, tree: ast.AST, line_count: int) -> Iterator[Finding]:
                 yield Finding(path, node.lineno, f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}")
 
 
-def shared_names(sources: Mapping[str, str], allowed: Collection[str] = NAMES_SHARED) -> list[Finding]:
-    """One public name, one definition in the service: of its functions and classes. ``sources``: the text of each file.
-    What is allowed and needs no allowance is a finding, too."""
+def shared_names(sources: Mapping[str, str]) -> list[Finding]:
+    """One public name, one definition in the service: of its functions and classes. ``sources``: the text of each
+    file."""
     places: dict[str, list[tuple[str, int]]] = {}
     for path, text in sources.items():
         for node in ast.parse(text).body:
@@ -284,12 +277,9 @@ def shared_names(sources: Mapping[str, str], allowed: Collection[str] = NAMES_SH
                 places.setdefault(node.name, []).append((path, node.lineno))
     found = []
     for name, defined in places.items():
-        where = ", ".join(path for path, _ in defined)
-        if (len(defined) > 1) != (name in allowed):
-            message = f"{name} is defined in {where}: " + (
-                "one name, one definition" if len(defined) > 1 else "take it out of NAMES_SHARED"
-            )
-            found.append(Finding(*defined[-1], message))
+        if len(defined) > 1:
+            where = ", ".join(path for path, _ in defined)
+            found.append(Finding(*defined[-1], f"{name} is defined in {where}: one name, one definition"))
     return found
 
 

@@ -20,7 +20,7 @@ from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
-from kvstore.tiers.nvme.recovery import Found, Gathered, read_slot
+from kvstore.tiers.nvme.recovery import Gathered, ScannedSlot, read_slot
 from tests.contracts.evictors import OldestFirst
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
 from tests.fakes import FilesSettings, FilesTier, Switch
@@ -182,7 +182,7 @@ def nvme_tier(
     )  # fmt: skip
 
 
-def scan(tier: NvmeTier) -> Iterator[Found]:
+def scan(tier: NvmeTier) -> Iterator[ScannedSlot]:
     """Every copy there is, by what the device itself holds. One that cannot be read is left out."""
     for region in tier.regions.by_number.values():
         for slot in range(region.slot_count):

@@ -22,7 +22,7 @@ POINTS: dict[str, int] = {
     "nvme.region.retired": 2,
     "nvme.evict": 16,
     "nvme.erased": 3,
-    "promotion.finish": 15,
+    "load.finish": 15,
     "nvme.replace": 3,
     "nvme.snapshot.written": 1,
     "nvme.recovery.begin": 1,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from kvstore.catalog import NOWHERE
 from kvstore.chunk import ChunkLayout, parse_header
 from kvstore.errors import DataLoss
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 from tests.sim.life import Life
 from tests.sim.oracle import name_of, place_of, told
 
@@ -132,7 +132,7 @@ class Nemesis:
         strip = self._chance.randrange(layout.strip_count)
         return layout.header_bytes + int(offsets[strip]) + self._chance.randrange(int(lengths[strip]))
 
-    def _slot_bytes(self, region: Region | None, slot: int) -> bytes:
+    def _slot_bytes(self, region: RegionFile | None, slot: int) -> bytes:
         if region is None or region.path.name not in self._life.disk.disk.names(region.path.parent):
             return b""  # its file was given up
         return self._life.disk.disk.read_file(region.path)[region.offset(slot) :][: region.slot_bytes]
@@ -174,7 +174,7 @@ class Nemesis:
         self._totals["misdirected"] += 1
         return f"{told(name_of(life, row))} at {place_of(residency)}"
 
-    def _fits(self, region: Region, row: int) -> bool:
+    def _fits(self, region: RegionFile, row: int) -> bool:
         nvme = self._life.nvme
         assert nvme is not None
         return nvme.regions.find(self._life.residency(row))[0].slot_bytes == region.slot_bytes

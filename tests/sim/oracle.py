@@ -15,7 +15,7 @@ from kvstore.movement.loads import Loading
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Exactness, MissReason, Provenance
 from kvstore.tiers.nvme import Regions
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 from tests.sim.models import SPECS, VALUE_NAMES, Chain, Name, body, version_of
 from tests.sim.trace import Trace
 
@@ -220,7 +220,7 @@ class Oracle:
         """What an operator's smaller capacity takes is no promise any more."""
         surplus = regions.surplus
 
-        def on_surplus(held: dict[int, int]) -> list[Region]:
+        def on_surplus(held: dict[int, int]) -> list[RegionFile]:
             files = surplus(held)
             gone = {region.number for region in files}
             for name in [name for name, (number, _) in self.must.items() if number in gone]:

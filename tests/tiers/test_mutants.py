@@ -21,7 +21,7 @@ from kvstore.seams import FaultPoints
 from kvstore.simulated import DiskStopped, LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
 from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
@@ -204,7 +204,7 @@ def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def acknowledged_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Syncs, but later than it says."""
 
-    async def wait(sync: GroupSync, region: Region, failures: int) -> None:
+    async def wait(sync: GroupSync, region: RegionFile, failures: int) -> None:
         asyncio.get_running_loop().call_later(0.01, sync._disk.sync, region.descriptor)
 
     monkeypatch.setattr(GroupSync, "wait", wait)
@@ -213,7 +213,7 @@ def acknowledged_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 def erased_without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """An erasure that a power cut takes back."""
 
-    async def erase(tier: NvmeTier, region: Region, slot: int) -> None:
+    async def erase(tier: NvmeTier, region: RegionFile, slot: int) -> None:
         await tier._run(tier._writers, tier._io.write, region.descriptor, region.offset(slot), ERASED)
 
     monkeypatch.setattr(NvmeTier, "_erase", erase)

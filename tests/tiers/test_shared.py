@@ -60,6 +60,11 @@ class Node(DeviceService):
                 await asyncio.sleep(0.001)
         return found
 
+    def row(self, *path: int) -> int:
+        """The row of the last chunk of a path."""
+        query = self.query(*path)
+        return self.controller.parts.catalog.model(self.model).seen(None, query.exactness).index[query.digests[-1]]
+
     def is_empty(self) -> None:
         """Nothing is left of what did not come."""
         stats = self.controller.stats()
@@ -138,6 +143,44 @@ def test_a_chain_goes_on_where_the_node_ends(world: World) -> None:
         found = await world.other.lookup(*PATH)
         assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 2)]
         assert await world.other.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_gap_in_what_the_node_has_is_filled(world: World) -> None:
+    """A chunk in the middle went; what comes after it is here still."""
+
+    async def scenario() -> None:
+        one = world.one
+        await one.give(*PATH)
+        row = one.row(1, 2)
+        one.controller.parts.movement.remove(row, MissReason.CORRUPT)
+        found = await one.lookup(*PATH)
+        assert tiers_of(found) == [(Tier.DRAM, 1), (Tier.REDIS, 1), (Tier.DRAM, 1)]
+        assert await one.fetch(*PATH) == (3, MissReason.NONE)
+        assert one.controller.stats().ghost_count == 0
+
+    world.run(scenario)
+
+
+def test_rows_that_cannot_be_had_leave_no_hold(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other, made = world.other, []
+        catalog = other.controller.parts.catalog
+        known_row = catalog.known_row
+
+        def failing(*arguments: Any) -> int:
+            made.append(arguments)
+            if len(made) == 2:
+                raise MemoryError
+            return known_row(*arguments)
+
+        monkeypatch.setattr(catalog, "known_row", failing)
+        with pytest.raises(MemoryError):
+            await other.fetch(*PATH)
+        other.is_empty()
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
 
     world.run(scenario)
 

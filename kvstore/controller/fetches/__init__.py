@@ -1,5 +1,7 @@
 """Reading: what is stored of a chain, and its bytes under a lease.
 
+Where a chain goes on beyond the node, ``lookup_wide`` and ``fetch_wide`` ask the shared tiers.
+
 A lookup promises nothing, unless it is asked to hold what it found by a ticket. A fetch leases the stored prefix and
 has movement bring in what memory lacks; the slabs can be copied as they arrive. A miss is a value and never an error.
 Cost: a lookup walks the chain, about 1 us per chunk and part; a fetch moves no byte itself.

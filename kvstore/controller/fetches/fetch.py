@@ -57,9 +57,7 @@ class Fetches:
         try:
             return self._fetch(session, query, spaces, self._catalog.walk(spaces, query.digests).onwards(start, more))
         finally:
-            for chain in more:
-                for row in chain:
-                    self._catalog.unhold(row)
+            beyond.release(more)
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         """The prefix that the node has, under a lease; movement brings in what memory lacks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from kvstore.catalog import Catalog, Namespace, Run, absent_runs, joined_runs
 from kvstore.controller.fetches.tickets import Tickets
@@ -12,6 +11,7 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
 from kvstore.errors import InvalidRequest
 from kvstore.keys import ROOT_DIGEST
+from kvstore.movement import Whereabouts
 from kvstore.seams import Deadline, Pauses
 from kvstore.spec import ChunkState, Encoding, MissReason
 
@@ -99,15 +99,21 @@ class Lookups:
         if more:
             self._parts.counters.add("lookup_hinted_chunks", len(more))
             hits = found.hit_count + len(more)
-            hinted = [
-                Run(len(list(alike)), ChunkState.HIT, MissReason.NONE, tier, Encoding.NONE)
-                for tier, alike in groupby(each.kind for each in more)
-            ]
+            hinted = (
+                self._hinted(spaces, digest, each)
+                for digest, each in zip(query.digests[found.hit_count :], more, strict=False)
+            )
             runs = joined_runs((*cut_runs(found.runs, 0, found.hit_count), *hinted, *cut_runs(found.runs, hits)))
             tails, lengths = tails_after(self._catalog, spaces, query, hits)
             found = LookupResult(hits, tuple(runs), tails, lengths)
         chains = self._catalog.walk(spaces, query.digests[: found.hit_count]).chains if readers else []
         return self._held(query, found, chains, readers)
+
+    def _hinted(self, spaces: Sequence[Namespace], digest: bytes, where: Whereabouts) -> Run:
+        """One chunk after what the node has of a chain; the node may have it all the same, behind a gap."""
+        if where.kind is None:
+            return self._catalog.walk(spaces, [digest]).runs[0]
+        return Run(1, ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)
 
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, of a chain that takes long to walk: others are answered in between. A chunk that leaves

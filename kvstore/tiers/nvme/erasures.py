@@ -13,7 +13,7 @@ from kvstore.errors import KVStoreError
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, Place
 from kvstore.tiers.nvme.regions import Regions
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 
 _log = logging.getLogger("kvstore.nvme")
 
@@ -26,7 +26,7 @@ class Erasures:
         self,
         regions: Regions,
         newest: Newest,
-        erase: Callable[[Region, int], Awaitable[None]],
+        erase: Callable[[RegionFile, int], Awaitable[None]],
         run: Callable[..., Awaitable[Any]],
     ) -> None:
         self.newest = newest
@@ -59,7 +59,7 @@ class Erasures:
         self._regions.give_back(residency)
 
     @asynccontextmanager
-    async def alone_at(self, region: Region, slot: int) -> AsyncIterator[None]:
+    async def alone_at(self, region: RegionFile, slot: int) -> AsyncIterator[None]:
         """While nobody else renews or erases this slot. It is nobody else's, and its file stays, from the call on."""
         place = (region.number, slot)
         self._regions.reading(region, slot)
@@ -112,9 +112,9 @@ class Erasures:
             for region, slot in erased:
                 self._regions.rest(region, slot)
 
-    async def _erase_in(self, region: Region) -> list[tuple[Region, int]]:
+    async def _erase_in(self, region: RegionFile) -> list[tuple[RegionFile, int]]:
         """Erase what rests there for want of it, until the device refuses. Its slots are still out of use."""
-        erased: list[tuple[Region, int]] = []
+        erased: list[tuple[RegionFile, int]] = []
         for slot in sorted(region.unerased):
             if (region.number, slot) in self._at_work:
                 continue

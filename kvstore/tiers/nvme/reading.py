@@ -25,7 +25,7 @@ from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.nvme.io import DeviceIO, aligned
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 
 
 class Owner(Protocol):
@@ -36,10 +36,10 @@ class Owner(Protocol):
 
     def was_read(self, byte_count: int) -> None: ...
 
-    def closed(self, region: Region, slot: int) -> None: ...
+    def closed(self, region: RegionFile, slot: int) -> None: ...
 
 
-def read_header(io: DeviceIO, region: Region, slot: int, name: ChunkName) -> ChunkHeader:
+def read_header(io: DeviceIO, region: RegionFile, slot: int, name: ChunkName) -> ChunkHeader:
     """The header of a slot. Raises DataLoss when it is not that chunk's."""
     page = aligned(name.layout.header_bytes)
     if page.size > region.slot_bytes:
@@ -52,7 +52,7 @@ class NvmeChunk:
     """An open chunk. Its slot is nobody else's until it is closed."""
 
     def __init__(
-        self, owner: Owner, io: DeviceIO, region: Region, slot: int, header: ChunkHeader, layout: ChunkLayout
+        self, owner: Owner, io: DeviceIO, region: RegionFile, slot: int, header: ChunkHeader, layout: ChunkLayout
     ) -> None:
         self.header = header
         self._owner = owner

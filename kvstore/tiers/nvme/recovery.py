@@ -20,7 +20,7 @@ from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.regions import Regions
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 
 SMALL_SLOT_BYTES = 64 << 10
 """Slots below are read whole, many at a time: cheaper than a request for each header."""
@@ -31,7 +31,7 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedSlot:
     """One copy that a scan met."""
 
     residency: Residency
@@ -104,11 +104,11 @@ async def scan(
     return (await _read_all(runs, newest, io, readers)).columns()
 
 
-Run = tuple[Region, int, int]
+Run = tuple[RegionFile, int, int]
 """Slots ``first .. stop`` of a region: one job."""
 
 
-def _runs(region: Region) -> Iterator[Run]:
+def _runs(region: RegionFile) -> Iterator[Run]:
     step = SLOTS_PER_JOB if region.slot_bytes > SMALL_SLOT_BYTES else max(1, IO_BYTES // region.slot_bytes)
     for first in range(0, region.slot_count, step):
         yield region, first, min(first + step, region.slot_count)
@@ -134,7 +134,7 @@ async def _read_all(runs: Sequence[Run], newest: Newest, io: DeviceIO, readers: 
     return gathered
 
 
-def _scan_slots(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[list[Found], list[int]]:
+def _scan_slots(io: DeviceIO, region: RegionFile, first: int, stop: int) -> tuple[list[ScannedSlot], list[int]]:
     """Blocking. The chunks of a run of slots, and the slots that the device did not give."""
     if region.slot_bytes <= SMALL_SLOT_BYTES and stop - first > 1:
         run = aligned((stop - first) * region.slot_bytes)
@@ -147,8 +147,8 @@ def _scan_slots(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[li
     return _scan_each(io, region, first, stop)
 
 
-def _scan_each(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[list[Found], list[int]]:
-    found: list[Found] = []
+def _scan_each(io: DeviceIO, region: RegionFile, first: int, stop: int) -> tuple[list[ScannedSlot], list[int]]:
+    found: list[ScannedSlot] = []
     refused: list[int] = []
     for slot in range(first, stop):
         try:
@@ -161,7 +161,7 @@ def _scan_each(io: DeviceIO, region: Region, first: int, stop: int) -> tuple[lis
     return found, refused
 
 
-def read_slot(io: DeviceIO, region: Region, slot: int) -> Found | None:
+def read_slot(io: DeviceIO, region: RegionFile, slot: int) -> ScannedSlot | None:
     """Blocking. What a slot's header says it holds, if it is one. Raises OSError."""
     page = aligned(PAGE_BYTES)
     try:
@@ -175,13 +175,13 @@ def read_slot(io: DeviceIO, region: Region, slot: int) -> Found | None:
     return _parse(region, slot, page)
 
 
-def _parse(region: Region, slot: int, data: Bytes) -> Found | None:
+def _parse(region: RegionFile, slot: int, data: Bytes) -> ScannedSlot | None:
     try:
         header = parse_header(data)
     except DataLoss:
         return None
     encoding = Encoding.RAW if header.encoding == "raw" else Encoding.LZ4
-    return Found(encoding << 56 | region.number << 32 | slot, header)
+    return ScannedSlot(encoding << 56 | region.number << 32 | slot, header)
 
 
 class Gathered:
@@ -198,7 +198,7 @@ class Gathered:
         self._replaceable: dict[bytes, list[int]] = {}
         """Storage key -> numbers of its rows."""
 
-    def add(self, file: str, found: Sequence[Found]) -> None:
+    def add(self, file: str, found: Sequence[ScannedSlot]) -> None:
         """Chunks of one region file."""
         for residency, header in ((each.residency, each.header) for each in found):
             mark = write_mark(header.write_id)

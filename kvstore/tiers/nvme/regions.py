@@ -1,4 +1,4 @@
-"""Region files and their slots: where there is room, and the account of all of it.
+"""RegionFile files and their slots: where there is room, and the account of all of it.
 
 A residency is one number: encoding << 56 | region << 32 | slot. Slots are handed out and given
 back on the event loop's thread; files are made and removed on a byte mover, one at a time.
@@ -25,7 +25,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.directory import FORMAT
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")
@@ -53,7 +53,7 @@ class Regions:
         self._io = io
         self._faults = faults
         self._lender = lender or OwnThreads()
-        self.by_number: dict[int, Region] = {}
+        self.by_number: dict[int, RegionFile] = {}
         self.lost_files = 0
         self.lost_bytes = 0
         self.hidden_bytes = 0
@@ -130,7 +130,7 @@ class Regions:
         self._lender.take_back(descriptor)
         self._disk.close(descriptor)
 
-    def _open(self, path: Path, number: int, slot_bytes: int) -> Region | None:
+    def _open(self, path: Path, number: int, slot_bytes: int) -> RegionFile | None:
         """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
         None for a file without a first page in which no slot fits: a crash cut its making short."""
         descriptor = size = -1
@@ -147,7 +147,7 @@ class Regions:
                 raise ValueError("no file of ours has slots of such a size")
             if number in self.by_number:
                 raise ValueError("another file is the same region")
-            region = Region(number, path, descriptor, slot_bytes, min(slot_count, there))
+            region = RegionFile(number, path, descriptor, slot_bytes, min(slot_count, there))
             region.free.extend(range(region.slot_count - 1, -1, -1))
             region.is_read_only = there < slot_count
             if said is None:
@@ -179,7 +179,7 @@ class Regions:
             raise ValueError("it was written by a newer release")
         return number, slot_bytes, slot_count
 
-    def create(self, slot_bytes: int) -> Region:
+    def create(self, slot_bytes: int) -> RegionFile:
         """A new file for slots of one size: file and directory synced before the first slot is used. Blocking.
 
         Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
@@ -192,7 +192,7 @@ class Regions:
             raise Exhausted(f"the NVMe tier is full: raise tiers.nvme.capacity_bytes ({self.capacity_bytes})")
         number = next(each for each in range(REGION_COUNT_MAX) if each not in self._numbers)
         path = self._directory / f"region-{number:05d}-{slot_bytes}.kvs"
-        region = Region(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))
+        region = RegionFile(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))
         self._faults.reach("nvme.region.begin")
         try:
             region.descriptor = self._descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -216,7 +216,7 @@ class Regions:
         self._numbers.add(number)
         return region
 
-    def _write_head(self, region: Region) -> None:
+    def _write_head(self, region: RegionFile) -> None:
         head = _HEAD.pack(MAGIC, FORMAT, FORMAT, region.number, region.slot_bytes, region.slot_count, 0)
         page = aligned(PAGE_BYTES)
         page[:] = 0
@@ -224,7 +224,7 @@ class Regions:
         page.data[len(head) : len(head) + 8] = xxhash.xxh3_64_digest(head)
         self._io.write(region.descriptor, 0, page)
 
-    def _abandon(self, region: Region) -> None:
+    def _abandon(self, region: RegionFile) -> None:
         if region.descriptor < 0:
             return  # nothing was made; what has this name is another's
         try:
@@ -234,7 +234,7 @@ class Regions:
             self.lost_bytes += region.file_bytes  # it stays behind as an unused file
             self._numbers.add(region.number)
 
-    def idle_region(self, slot_bytes: int) -> Region | None:
+    def idle_region(self, slot_bytes: int) -> RegionFile | None:
         """A file of which nothing is used and that is of no use for this slot size: its room can be had."""
         for region in self.by_number.values():
             idle = not (region.used_count or region.readers or region.unread)
@@ -242,14 +242,14 @@ class Regions:
                 return region
         return None
 
-    def retire(self, region: Region) -> None:
+    def retire(self, region: RegionFile) -> None:
         """Take an idle file out of use; ``remove_file`` follows. Until then its bytes count, and what was not erased
         there may come back."""
         del self.by_number[region.number]
         self.away.add(region.path.name)
         self.lost_bytes += region.file_bytes
 
-    def remove_file(self, region: Region) -> None:
+    def remove_file(self, region: RegionFile) -> None:
         """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
         self._close(region.descriptor)
         self._disk.remove(region.path)
@@ -257,14 +257,14 @@ class Regions:
         self.away.discard(region.path.name)
         self.lost_bytes -= region.file_bytes
 
-    def surplus(self, held: dict[int, int]) -> list[Region]:
+    def surplus(self, held: dict[int, int]) -> list[RegionFile]:
         """The capacity may be smaller than it was: the files to give up, those that hold the least, so that the others
         fit. ``held`` is how many chunks each region number holds."""
 
-        def held_bytes(region: Region) -> int:
+        def held_bytes(region: RegionFile) -> int:
             return (held.get(region.number, 0) + len(region.unread)) * region.slot_bytes
 
-        surplus: list[Region] = []
+        surplus: list[RegionFile] = []
         taken = self.file_bytes + self.lost_bytes
         for region in sorted(self.by_number.values(), key=held_bytes):
             if taken <= self.capacity_bytes:
@@ -305,7 +305,7 @@ class Regions:
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         return 0 if region is None or region.is_read_only else region.slot_bytes
 
-    def in_the_way(self, slot_bytes: int) -> list[Region]:
+    def in_the_way(self, slot_bytes: int) -> list[RegionFile]:
         """What is in the way of a new file for this slot size, and read by nobody: regions of other sizes, or closed
         for writing, the one that holds the least first."""
         others = [
@@ -324,7 +324,7 @@ class Regions:
             if each.slot_bytes == slot_bytes and not each.is_read_only
         )
 
-    def find(self, residency: Residency) -> tuple[Region, int]:
+    def find(self, residency: Residency) -> tuple[RegionFile, int]:
         """Raises Unavailable when its file is gone."""
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         slot = residency & 0xFFFFFFFF
@@ -366,7 +366,7 @@ class Regions:
         if region is not None:  # else its file is gone, or away
             region.unerased.add(residency & 0xFFFFFFFF)
 
-    def rest(self, region: Region, slot: int) -> None:
+    def rest(self, region: RegionFile, slot: int) -> None:
         """A slot that was to be erased is erased. Who comes second finds it done: it is free once."""
         if slot not in region.unerased:
             return
@@ -374,10 +374,10 @@ class Regions:
         if self.by_number.get(region.number) is region:
             self.quarantine(region.number << 32 | slot)
 
-    def reading(self, region: Region, slot: int) -> None:
+    def reading(self, region: RegionFile, slot: int) -> None:
         region.readers[slot] = region.readers.get(slot, 0) + 1
 
-    def was_read(self, region: Region, slot: int) -> None:
+    def was_read(self, region: RegionFile, slot: int) -> None:
         region.readers[slot] -= 1
         if region.readers[slot] == 0:
             del region.readers[slot]

@@ -20,7 +20,7 @@ def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
 
 
 @dataclass(eq=False)
-class Region:
+class RegionFile:
     """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
     ``leaving`` for its last reader. Of two kinds of slots nobody knows what they hold: those of ``unread`` could not be
     read when the file was opened, and may hold what was acknowledged; those of ``unerased`` hold, or may hold, what is

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk, FaultPoints
-from kvstore.tiers.nvme.slots import Region
+from kvstore.tiers.nvme.slots import RegionFile
 
 _log = logging.getLogger("kvstore.nvme")
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("kvstore.nvme")
 class _Batch:
     """Writes that one sync makes durable. ``synced``: the regions whose sync succeeded."""
 
-    regions: dict[int, Region] = field(default_factory=dict)
+    regions: dict[int, RegionFile] = field(default_factory=dict)
     synced: set[int] = field(default_factory=set)
     is_done: bool = False
 
@@ -36,7 +36,7 @@ class GroupSync:
         self._batch = _Batch()
         self._syncing = asyncio.Lock()
 
-    async def wait(self, region: Region, failures: int) -> None:
+    async def wait(self, region: RegionFile, failures: int) -> None:
         """Return when what was written to the region is durable. Who comes while a sync runs shares the next one. A
         sync that failed since the write began (``failures`` counts those before) may have taken its bytes with it: no
         later one makes up for that. Raises Unavailable."""

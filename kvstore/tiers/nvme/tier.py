@@ -47,7 +47,7 @@ from kvstore.tiers.nvme.pace import Pace
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.recovery import SCANNED
 from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
-from kvstore.tiers.nvme.slots import Region, slot_bytes_for
+from kvstore.tiers.nvme.slots import RegionFile, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
 
 Result = TypeVar("Result")
@@ -273,7 +273,7 @@ class NvmeTier:
             for region in self.regions.in_the_way(slot_bytes)
         )
 
-    def _failed(self, region: Region, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
+    def _failed(self, region: RegionFile, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
         """A write that did not end well: nobody knows what its slot holds now. Device errors close the region; that no
         mover took the write is none. What may be replaced is erased before its key is claimed again."""
         if isinstance(error, KVStoreError) and not isinstance(error, NotBegun):
@@ -303,7 +303,7 @@ class NvmeTier:
         self._read_bytes += byte_count
         self._verified_bytes += byte_count
 
-    def closed(self, region: Region, slot: int) -> None:
+    def closed(self, region: RegionFile, slot: int) -> None:
         """A reader is done."""
         self.regions.was_read(region, slot)
 
@@ -359,7 +359,7 @@ class NvmeTier:
         await self.erasures.erase_doomed()
         await self.erasures.note(writes)
 
-    async def _erase(self, region: Region, slot: int) -> None:
+    async def _erase(self, region: RegionFile, slot: int) -> None:
         failures = region.sync_failures
         await self._run(self._keepers, self._io.write, region.descriptor, region.offset(slot), ERASED)
         self._faults.reach("nvme.erased")
