@@ -196,13 +196,22 @@ class Movement:
             await moving[0].progress(timeout_s)
 
     async def settle(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
-        """The level that all of these chunks have reached once the tiers are through with them, at most ``timeout_s``
-        seconds from now; why it is no higher; and whether the tiers are through."""
+        """The level that all of these chunks have reached once a tier has them all, or every tier is through with
+        them, at most ``timeout_s`` seconds from now; why it is no higher; and whether it will stay so."""
         if not self.writes:
             return Durability.MEMORY, "no lower tier is configured", True
-        found = await asyncio.gather(*(writes.settle(rows, timeout_s) for writes in self.writes))
+        found: list[tuple[Durability, str, bool]] = []
+        highest = max(writes.target.durability for writes in self.writes)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(writes.settle(rows, timeout_s)) for writes in self.writes]
+            for ended in asyncio.as_completed(tasks):
+                found.append(await ended)
+                if found[-1][0] == highest:  # another tier may stall: nobody waits for it
+                    break
+            for task in tasks:
+                task.cancel()
         level, reason, _ = max(found, key=lambda each: each[0])
-        return level, reason, all(is_settled for _, _, is_settled in found)
+        return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
 
     async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
         """See ``Checks.prove_all``."""
