@@ -107,7 +107,7 @@ class Movement:
         now on what is not here may be elsewhere."""
         self._counters.add_tier(tier.name, is_shared=True)
         shared = self.beyond.add(tier, lookup_s_max)
-        self.shared_writes.append(self._writes(SharedTarget(self._catalog, shared)))
+        self.shared_writes.append(self._writes(SharedTarget(self._catalog, shared, self.beyond)))
         self._catalog.presence.become_partial()
 
     def _writes(self, target: Target) -> Writes:

@@ -74,9 +74,10 @@ class SharedTarget:
     """A shared tier as a target of writes. A partial chunk does not go there: it is worth little to others. Nor does
     a value that may be replaced: a node would find the old one."""
 
-    def __init__(self, catalog: Catalog, shared: SharedCopies) -> None:
+    def __init__(self, catalog: Catalog, shared: SharedCopies, beyond: Beyond) -> None:
         self._catalog = catalog
         self._shared = shared
+        self._beyond = beyond
         self.name = shared.tier.name
         self.durability: Durability = shared.tier.durability
 
@@ -110,6 +111,7 @@ class SharedTarget:
 
     def keep(self, row: int, residency: Residency) -> None:
         self._shared.put(row)
+        self._beyond.written(row)
 
     def discard(self, row: int, residency: Residency) -> None:
         """What was written is good for others."""
@@ -289,6 +291,10 @@ class Beyond:
     def forget(self, key: bytes) -> None:
         """It is nowhere, or is not what it should be."""
         self._remember(key, Heard(self._clock.monotonic(), None, is_there=False))
+
+    def written(self, row: int) -> None:
+        """A tier has it by now, whatever was heard before."""
+        self._heard.pop(self._names.of(row).storage_key, None)
 
     # ------------------------------------------------------------ rows
 

@@ -197,6 +197,18 @@ def test_what_left_the_node_comes_back(world: World) -> None:
     world.run(scenario)
 
 
+def test_what_was_nowhere_a_moment_ago_comes_back_once_it_was_stored(world: World) -> None:
+    async def scenario() -> None:
+        one = world.one
+        assert (await one.lookup(*PATH)).hit_count == 0
+        await one.give(*PATH)
+        for row in reversed([*one.mapped.rows()]):
+            one.controller.parts.movement.remove(row, MissReason.EVICTED)
+        assert await one.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
 @pytest.mark.parametrize("switch", [Switch.CORRUPT, Switch.GARBLED])
 def test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store(world: World, switch: Switch) -> None:
     async def scenario() -> None:
