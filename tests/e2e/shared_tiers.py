@@ -70,12 +70,12 @@ class SharingSidecar(Sidecar):
 
     def __init__(self, shared: Shared) -> None:
         own = {
-            "KVSTORE__CONTROLLER__DEADLINE_S": "5", "KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0",
-            "KVSTORE__TIERS__NVME__REGION_BYTES": "1 MiB",
+            "CONTROLLER__DEADLINE_S": "5", "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0",
+            "TIERS__NVME__REGION_BYTES": "1 MiB",
         }  # fmt: skip
         super().__init__(
             "--capacity", "1 MiB", "--shared", str(shared.directory), nvme="4 MiB", plane="remote",
-            environment={**os.environ, **own},
+            environment={**os.environ, **{f"KVSTORE__{name}": value for name, value in own.items()}},
         )  # fmt: skip
 
 

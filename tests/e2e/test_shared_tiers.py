@@ -272,9 +272,7 @@ def test_what_comes_back_wrong_is_a_miss(one: Client, two: Client, shared: Share
         list(stream)
 
 
-def test_what_is_damaged_is_a_shorter_prefix_until_it_is_stored_again(
-    one: Client, two: Client, shared: Shared
-) -> None:
+def test_what_is_damaged_is_a_shorter_prefix_until_it_is_stored_again(one: Client, two: Client, shared: Shared) -> None:
     seed = next(SEEDS)
     spoil(given_in_steps(one, shared, seed)["redis"][2])
     assert get(two, seed) == (2 * STEP, MissReason.CORRUPT)

@@ -1,15 +1,13 @@
-"""A server with tiers that the service does not know: a local one, files in its state directory, and a shared one,
-objects in any directory.
+"""A server with one more local tier, files in its state directory: what a tier takes that the service does not know.
 
     python -m tests.e2e.third_tier --state-directory D --socket-directory R --capacity "1 MiB" --nvme "2 MiB" \\
-        --tiers nvme,files --objects O
+        --tiers nvme,files
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from kvstore_ops.sidecar import Sidecar
 
@@ -18,13 +16,12 @@ from kvstore.server import serve
 from kvstore.server.tiers import TIERS, Builder, Tiers
 from kvstore.server.world import World
 from kvstore.spec import Tier
-from kvstore.tiers import LocalTier, SharedTier
-from tests.fakes import FilesSettings, FilesTier, ObjectSettings, ObjectTier, Switches
+from kvstore.tiers import LocalTier
+from tests.fakes import FilesSettings, FilesTier, Switches
 
 CAPACITY_BYTES = 64 << 20
 KIND = Tier.S3
-"""What replies and events call the files: a number that no other local tier has."""
-LOOKUP_S_MAX = 1.0
+"""What replies and events call the files: a number that no other tier of these servers has."""
 FLAGS = {
     "--state-directory": "server.state_directory",
     "--socket-directory": "server.socket_directory",
@@ -41,27 +38,17 @@ def build_files(settings: Settings, _world: World, _owner: str) -> LocalTier:
     )
 
 
-def objects_in(directory: Path) -> Builder[tuple[SharedTier, float]]:
-    """What several servers share; its switches lie beside it."""
-    settings = ObjectSettings(directory=directory, switches=directory.with_suffix(".switches"))
-    return Builder(settings.name, "--objects", lambda *_: (ObjectTier(settings), LOOKUP_S_MAX))
-
-
 BUILDERS = {each.name: each for each in (*TIERS.local, Builder("files", "server.state_directory", build_files))}
 
 
 class ThirdTierSidecar(Sidecar):
-    """``tiers``: the names of the local ones, the fastest first, as in "nvme,files"; ``objects``: where the shared one
-    is, if there is one."""
+    """``tiers``: their names, the fastest first, as in "nvme,files"."""
 
     program = ("tests.e2e.third_tier",)
 
-    def __init__(self, tiers: str, *, nvme: str = "2 MiB", objects: Path | None = None) -> None:
-        own = {"CONTROLLER__DEADLINE_S": "1", "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0"}
-        flags = ["--capacity", "1 MiB", "--tiers", tiers, *(["--objects", str(objects)] if objects else [])]
-        super().__init__(
-            *flags, nvme=nvme, environment={**os.environ, **{f"KVSTORE__{name}": value for name, value in own.items()}}
-        )
+    def __init__(self, tiers: str, *, nvme: str = "2 MiB") -> None:
+        own = {"KVSTORE__CONTROLLER__DEADLINE_S": "1", "KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0"}
+        super().__init__("--capacity", "1 MiB", "--tiers", tiers, nvme=nvme, environment={**os.environ, **own})
 
     @property
     def switches(self) -> Switches:
@@ -73,9 +60,8 @@ def main(arguments: list[str]) -> int:
     """Serve until told to stop."""
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
     local = tuple(BUILDERS[name] for name in given.pop("--tiers").split(","))
-    shared = tuple(objects_in(Path(each)) for each in (given.pop("--objects", ""),) if each)
     flags: dict[str, object] = {FLAGS[name]: value for name, value in given.items()}
-    return serve(load(None, os.environ, flags), Tiers(local=local, shared=shared))
+    return serve(load(None, os.environ, flags), Tiers(local=local))
 
 
 if __name__ == "__main__":
