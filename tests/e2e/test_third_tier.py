@@ -74,9 +74,10 @@ def served() -> Iterator[ThirdTierSidecar]:
     """Behind NVMe, and each context was stored once. Every test leaves it so."""
     with ThirdTierSidecar("nvme,files") as running:
         with connect(running.address) as client:
-            for seed in SEEDS:
+            for count, seed in enumerate(SEEDS, 1):
                 assert store(client, seed).wait(10.0) is Durability.LOCAL
-            eventually(lambda: counters(client)["files_written_chunks"] == len(SEEDS) * COUNT // SPEC.chunk_tokens)
+                written = count * COUNT // SPEC.chunk_tokens
+                eventually(lambda written=written: counters(client)["files_written_chunks"] == written)
         yield running
 
 
