@@ -35,6 +35,11 @@ class Tier(IntEnum):
     S3 = 4
     REDIS = 5
 
+    @classmethod
+    def _missing_(cls, value: object) -> Tier | None:
+        """A number that only a later release knows: its sidecar's replies can still be read."""
+        return cls.NONE if isinstance(value, int) else None
+
 
 class EventKind(IntEnum):
     """What happened to a chunk. GAP: events were lost, for their reader was too slow."""

@@ -41,6 +41,7 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[arena]\nregion_bytes = 5000\n", ["arena.region_bytes", "4096"]),
         ("[controller]\ndeadline_s = 0\n", ["controller.deadline_s"]),
         ("[policy]\neviction = 'fifo'\n", ["policy.eviction", "lru"]),
+        ("[tiers.redos]\n", ["tiers.redos", "tiers.nvme"]),
         ("[[[", ["TOML"]),
     ],
 )

@@ -1,0 +1,16 @@
+"""Numbers that a later release gives a meaning."""
+
+from __future__ import annotations
+
+import pytest
+from kvstore_client.match import chunk_matches
+
+from kvstore.spec import ChunkState, Encoding, Tier
+from kvstore.v1 import cache_pb2 as pb
+
+
+def test_a_tier_of_a_later_release_is_a_hit_of_a_tier_without_a_name() -> None:
+    run = pb.ChunkRun(count=2, state=ChunkState.HIT, tier=99, encoding=Encoding.RAW)
+    assert [(chunk.state, chunk.tier) for chunk in chunk_matches([run], 16, 0, 32)] == [(ChunkState.HIT, Tier.NONE)] * 2
+    with pytest.raises(ValueError, match="redis"):
+        Tier("redis")
