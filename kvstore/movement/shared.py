@@ -66,7 +66,7 @@ class SharedCopies:
 
     def statistics(self) -> TierStatistics:
         """The tier's account, and whether it is asked."""
-        found = self.tier.statistics()
+        found = replace(self.tier.statistics(), is_shared=True)
         return found if self.is_asked else replace(found, state="failing")
 
 
@@ -96,7 +96,7 @@ class SharedTarget:
         takes too long."""
         shared = self._shared
         if not shared.is_asked:
-            raise Unavailable(f"tiers.{self.name} does not answer at present")
+            raise Unavailable("no answer at present: it is left alone for a while")
         try:
             async with asyncio.timeout(WRITE_S_MAX):
                 await shared.tier.write(header, layout, pieces)

@@ -71,6 +71,11 @@ class _Collector(Collector):
             for tenant, tier in tiers:
                 gauge.add_metric([*self._named(tenant), tier.name], getattr(tier, name))
             yield gauge
+        if tiers:
+            is_up = GaugeMetricFamily("kvstore_tier_up", "1 while the tier is up", labels=[*self._labels, "tier"])
+            for tenant, tier in tiers:
+                is_up.add_metric([*self._named(tenant), tier.name], tier.state == "up")
+            yield is_up
         counted: dict[str, str] = {}
         for controller in self._controllers.values():
             counted |= controller.counted

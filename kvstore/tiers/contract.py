@@ -58,7 +58,8 @@ class ChunkName:
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
     """A tier's account, in bytes: ``file_bytes`` = ``allocated_bytes`` + ``free_bytes`` + ``quarantined_bytes`` +
-    ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing"."""
+    ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing".
+    ``is_shared``: other nodes use it, too."""
 
     name: str
     state: str
@@ -72,6 +73,7 @@ class TierStatistics:
     read_bytes: int
     written_bytes: int
     verified_bytes: int
+    is_shared: bool = False
 
 
 @dataclass

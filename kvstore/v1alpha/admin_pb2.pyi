@@ -63,7 +63,7 @@ class ModelStats(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "state", "capacity_bytes", "file_bytes", "allocated_bytes", "free_bytes", "quarantined_bytes", "overhead_bytes", "chunk_count", "read_bytes", "written_bytes", "verified_bytes")
+    __slots__ = ("name", "state", "capacity_bytes", "file_bytes", "allocated_bytes", "free_bytes", "quarantined_bytes", "overhead_bytes", "chunk_count", "read_bytes", "written_bytes", "verified_bytes", "is_shared")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class TierStats(_message.Message):
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_SHARED_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     capacity_bytes: int
@@ -88,7 +89,8 @@ class TierStats(_message.Message):
     read_bytes: int
     written_bytes: int
     verified_bytes: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ...) -> None: ...
+    is_shared: bool
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., is_shared: _Optional[bool] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count")

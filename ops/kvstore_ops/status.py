@@ -58,8 +58,15 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
 
 
 def _tier(tier: admin_pb2.TierStats) -> Table:
-    """One tier below the arena: the account of its files."""
-    drawn = Table(f"{tier.name} ({tier.state})", "")
+    """One tier below the arena: the account of its files; of one that other nodes use, too, what its engine says."""
+    shared = ", shared" if tier.is_shared else ""
+    drawn = Table(f"{tier.name} ({tier.state}{shared})", "")
+    if tier.is_shared:
+        room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+        drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room} in {tier.chunk_count:,} chunks")
+        drawn.add_row("written from here", format_bytes(tier.written_bytes))
+        drawn.add_row("read from here", format_bytes(tier.read_bytes))
+        return drawn
     drawn.add_row("files", f"{format_bytes(tier.file_bytes)} of {format_bytes(tier.capacity_bytes)}")
     drawn.add_row("allocated", f"{format_bytes(tier.allocated_bytes)} in {tier.chunk_count:,} chunks")
     drawn.add_row("free", format_bytes(tier.free_bytes))

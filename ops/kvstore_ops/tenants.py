@@ -59,4 +59,5 @@ def render(found: dict[str, admin_pb2.StatsResponse | str]) -> Table:
 
 
 def _tier(tier: admin_pb2.TierStats) -> str:
-    return f"{tier.name} {format_bytes(tier.allocated_bytes)} of {format_bytes(tier.capacity_bytes)}"
+    room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+    return f"{tier.name} {format_bytes(tier.allocated_bytes)}{room}"

@@ -367,7 +367,27 @@ def test_while_tiers_stall_clients_have_their_answers(one: Client, two: Client, 
     eventually(lambda: two.stats().loading_bytes == 0)
 
 
-def test_an_outage_is_gone_without_and_ends_by_itself(one: Client, two: Client, shared: Shared) -> None:
+def drawn(stats: Any) -> str:
+    """As ``kvstore status`` has it."""
+    page = io.StringIO()
+    Console(file=page).print(render(stats))
+    return page.getvalue()
+
+
+def metrics(node: SharingSidecar) -> str:
+    log = [json.loads(line) for line in (node.directory / "log").read_text().splitlines()]
+    url = [line["metrics"] for line in log if line["message"] == "ready"][-1]
+    with urllib.request.urlopen(url, timeout=10) as page:
+        return str(page.read().decode())
+
+
+def page_of(node: SharingSidecar, name: str) -> dict[str, float]:
+    """What the metrics page says of each tier."""
+    rows = re.findall(rf'^kvstore_{name}\{{tier="(\w+)"\}} (\S+)$', metrics(node), re.MULTILINE)
+    return {tier: float(value) for tier, value in rows}
+
+
+def test_an_outage_is_gone_without_and_ends_by_itself(nodes: Nodes, one: Client, two: Client, shared: Shared) -> None:
     seed, fresh = given(one), next(SEEDS)
     for name in KINDS:
         shared.switches(name).turn_on(Switch.AWAY)
@@ -378,7 +398,9 @@ def test_an_outage_is_gone_without_and_ends_by_itself(one: Client, two: Client, 
     assert get(two, fresh) == WHOLE
     stats = two.stats()
     assert [tier.state for tier in stats.tiers] == ["up", "failing", "failing"]
-    assert "tiers.redis: " in stats.tier_problem
+    assert "redis (failing, shared)" in drawn(stats)
+    assert page_of(nodes.two, "tier_up") == {"nvme": 1.0, "redis": 0.0, "s3": 0.0}
+    assert "tiers.redis: no answer" in stats.tier_problem
     shared.turn_off()
     eventually(lambda: get(two, seed) == WHOLE, 10.0)
     eventually(lambda: [tier.state for tier in two.stats().tiers] == ["up"] * 3, 10.0)
@@ -445,15 +467,9 @@ def test_operators_see_their_rows(nodes: Nodes, one: Client, shared: Shared) -> 
     assert stats.tier_problem == ""
     redis = stats.tiers[1]
     assert redis.chunk_count == len(shared.objects("redis"))
-    drawn = io.StringIO()
-    Console(file=drawn).print(render(stats))
-    assert "redis (up)" in drawn.getvalue()
-    log = [json.loads(line) for line in (nodes.one.directory / "log").read_text().splitlines()]
-    url = [line["metrics"] for line in log if line["message"] == "ready"][-1]
-    with urllib.request.urlopen(url, timeout=10) as page:
-        said = page.read().decode()
-    rows = dict(re.findall(r'^kvstore_tier_chunk_count\{tier="(\w+)"\} (\S+)$', said, re.MULTILINE))
-    assert set(rows) == {"nvme", "redis", "s3"}
-    assert float(rows["redis"]) == redis.chunk_count
+    assert [tier.is_shared for tier in stats.tiers] == [False, True, True]
+    assert f"in {redis.chunk_count:,} chunks" in drawn(stats)
+    assert page_of(nodes.one, "tier_chunk_count")["redis"] == redis.chunk_count
+    assert page_of(nodes.one, "tier_up") == {"nvme": 1.0, "redis": 1.0, "s3": 1.0}
     for name in ("written_chunks", "refused_chunks", "asked_chunks", "late_answers"):
-        assert f"kvstore_redis_{name}_total" in said
+        assert f"kvstore_redis_{name}_total" in metrics(nodes.one)
