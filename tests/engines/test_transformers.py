@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,11 @@ from transformers.generation import StoppingCriteriaList
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
+from tests.e2e.shared_tiers import Shared, SharingSidecar
+from tests.fakes import Switch
 from tests.recompute.models import LAYERS
 from tests.recompute.models import model_of as family_of
+from tests.server.raw import eventually
 
 STEP = 32
 
@@ -248,3 +253,27 @@ def test_a_limit_that_no_answer_reaches_takes_no_memory(client: Client) -> None:
     found = CachedModel(model, client, chunk_tokens=STEP).generate(ids, **options)
     assert found.report.bypassed == ""
     assert torch.equal(found.sequences, model.generate(ids, **options))
+
+
+def test_another_node_reuses_what_this_one_computed(tmp_path: Path) -> None:
+    """To the bit; and where a shared tier turns out wrong on the way, it is computed."""
+    shared, ids = Shared(tmp_path), prompt(STEP * 4 + 7, 92)
+    with SharingSidecar(shared) as one, SharingSidecar(shared) as two:
+        with connect(one.socket_address) as client:
+            cold, first = logits(CachedModel(model_of(torch.float32), client, chunk_tokens=STEP), ids)
+            assert first.wait_stored(10.0) is Durability.LOCAL
+            eventually(lambda: client.stats().backlog_chunk_count == 0)
+        with connect(two.socket_address) as client:
+            cached = CachedModel(model_of(torch.float32), client, chunk_tokens=STEP)
+            shared.switches("redis").turn_on(Switch.CORRUPT)
+            computed, failed = logits(cached, ids)
+            assert (failed.reused_token_count, torch.equal(cold, computed)) == (0, True)
+            failed.wait_stored(10.0)
+            shared.turn_off()
+        two.stop()
+        shutil.rmtree(two.directory / "nvme")
+        two.start()
+        with connect(two.socket_address) as client:
+            warm, second = logits(CachedModel(model_of(torch.float32), client, chunk_tokens=STEP), ids)
+            assert (second.reused_token_count, second.tier) == (STEP * 4, Tier.REDIS)
+            assert torch.equal(cold, warm)
