@@ -105,8 +105,9 @@ class Loads:
     def begin(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
     ) -> tuple[list[Loading | None], MissReason]:
-        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. The list ends early where
-        there is no room, or no tier that answers, and the reason says which. Raises what the arena refuses."""
+        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. One that is lost on its way
+        from one tier is brought from another. The list ends early where there is no room, or no tier that answers, and
+        the reason says which. Raises what the arena refuses."""
         fresh: list[Loading] = []
         try:
             return self._begin(rows, keep, layers, fresh)
@@ -119,13 +120,11 @@ class Loads:
     ) -> tuple[list[Loading | None], MissReason]:
         found: list[Loading | None] = []
         for row in rows:
-            loading = self._loading.get(row)
-            if loading is not None and loading.lost:
-                return found, loading.lost
-            if loading is None and row not in self._memory:
+            loading = None if row in self._memory else self._loading.get(row)
+            if row not in self._memory and (loading is None or loading.lost):
                 source = self._source(row)
-                if source is None:
-                    return found, MissReason.UNAVAILABLE
+                if source is None or (loading is not None and source.name == loading.source.name):
+                    return found, loading.lost if loading is not None else MissReason.UNAVAILABLE
                 loading = self._start(row, source, keep, layers)
                 if loading is None:
                     return found, MissReason.OVERLOADED
@@ -282,7 +281,8 @@ class Loads:
         """No read of it is on its way any more."""
         loading.is_done = True
         self.loading_bytes -= loading.placement.byte_count
-        del self._loading[loading.row]
+        if self._loading.get(loading.row) is loading:
+            del self._loading[loading.row]
         if not self._memory.holds(loading.row, loading.placement):
             loading.lost = loading.lost or MissReason.UNAVAILABLE
             self._arena.free(loading.placement)

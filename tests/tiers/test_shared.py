@@ -382,6 +382,48 @@ def test_a_store_meanwhile_wins(world: World) -> None:
     world.run(scenario)
 
 
+def test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now(world: World) -> None:
+    """All three chunks hang; then they are stored, and one is on the device alone."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        assert (await other.lookup(*PATH)).hit_count == 3
+        world.switches.turn_on(Switch.STALLED)
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        assert (await other.keep(*PATH)).committed_count == 3
+        other.drop(other.row(*PATH))
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        world.switches.turn_off()
+        await asyncio.sleep(6.0)
+        stats = other.controller.stats()
+        assert (stats.used_bytes, stats.loading_bytes) == (3 * other.layout.total_bytes, 0)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_load_that_hangs_keeps_nobody_from_a_slower_tier(tmp_path: Path) -> None:
+    engine = EngineSettings(engine=str(tmp_path), switches=tmp_path / "switches")
+    objects = ObjectSettings(directory=tmp_path / "objects")
+    makers = [lambda: EngineTier(engine), lambda: ObjectTier(objects, InlineWorkers())]
+    one, other = (Node(*makers) for _ in range(2))
+
+    async def scenario() -> None:
+        await one.give(*PATH)
+        assert tiers_of(await other.lookup(*PATH)) == [(Tier.REDIS, 3)]
+        other.shared[0].switches.turn_on(Switch.STALLED)
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        await asyncio.sleep(5.0)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        other.shared[0].switches.turn_off()
+        await asyncio.sleep(1.0)
+        assert other.controller.stats().loading_bytes == 0
+
+    run([one, other], scenario)
+
+
 def test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone(world: World) -> None:
     async def scenario() -> None:
         await world.one.give(1)
