@@ -105,9 +105,9 @@ class Loads:
     def begin(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
     ) -> tuple[list[Loading | None], MissReason]:
-        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. One that is lost on its way
-        from one tier is brought from another. The list ends early where there is no room, or no tier that answers, and
-        the reason says which. Raises what the arena refuses."""
+        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. What was lost on its way
+        from one tier comes from another. The list ends early where there is no room, or no tier that answers, and the
+        reason says which. Raises what the arena refuses."""
         fresh: list[Loading] = []
         try:
             return self._begin(rows, keep, layers, fresh)

@@ -126,7 +126,7 @@ class Writes:
         self._parked[row] = None
         self._retry_at_s = self._clock.monotonic() + RETRY_S
         if reason != self.reason:
-            _log.error("chunks stay in memory only", extra={"tier": self.target.name, "reason": reason})
+            _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
 
     def retry(self) -> None:
