@@ -216,12 +216,13 @@ class Beyond:
 
     async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[Whereabouts]:
         """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
-        shared tier. One question to each tier, answered in ``timeout_s`` and the tier's own bound, or not at all."""
+        shared tier. One question to each tier, answered within the tier's own bound, or not at all. ``timeout_s``: for
+        how long the caller is waited for; half of that is left, for what the node has itself."""
         if not self.tiers or not digests or not all(map(is_for_others, spaces)):
             return []
         chunks = self._keys(spaces, digests)
         asked = [key for keys in chunks for key in keys if key and self._heard_of(key) is None][:PROBE_COUNT_MAX]
-        await self._ask_all(asked, self._clock.monotonic() + timeout_s)
+        await self._ask_all(asked, self._clock.monotonic() + timeout_s / 2)
         found = []
         for digest, keys in zip(digests, chunks, strict=False):
             if any(not key and digest not in space.index for space, key in zip(spaces, keys, strict=True)):

@@ -3,6 +3,7 @@ more and no less than from elsewhere; and what a shared tier does wrong costs mi
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import json
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from kvstore_client import Client, Paged, connect, connect_async
+from kvstore_client import Client, EventKind, Match, Paged, connect, connect_async
 from kvstore_ops.status import render
 from rich.console import Console
 
 from kvstore.errors import DataLoss, KVStoreError
+from kvstore.keys import chain_digests
 from kvstore.spec import Durability, MissReason, Tier
-from tests.e2e.shared_tiers import CAPACITY_BYTES, KINDS, Shared, SharingSidecar
+from tests.e2e.shared_tiers import CAPACITY_BYTES, KINDS, LOOKUP_S, Shared, SharingSidecar
 from tests.e2e.test_nvme import same
 from tests.fakes import Switch
 from tests.server.raw import eventually
@@ -224,11 +226,16 @@ def test_one_client_holds_what_another_fetches(nodes: Nodes, one: Client, two: C
     eventually(lambda: two.stats().sessions.lease_count == 0)
 
 
-async def test_by_the_async_client(nodes: Nodes, one: Client) -> None:
+async def test_by_the_async_client(nodes: Nodes, one: Client, shared: Shared) -> None:
     seed = given(one)
     async with await connect_async(nodes.two.socket_address) as client:
         match = await client.lookup(SPEC, tokens(seed))
         assert {each.tier for each in match.chunks} == {Tier.REDIS}
+        shared.switches("redis").turn_on(Switch.STALLED)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await client.fetch(SPEC, tokens(seed))
+        shared.turn_off()
         fetched = await client.fetch(SPEC, tokens(seed))
         assert (fetched.token_count, fetched.tier) == (COUNT, Tier.REDIS)
         assert same(fetched, cache(seed), COUNT)
@@ -237,10 +244,15 @@ async def test_by_the_async_client(nodes: Nodes, one: Client) -> None:
 def test_what_left_the_node_is_asked_for_and_comes_back(one: Client) -> None:
     """By a client that had seen it there, and one for which the chain begins in the node and goes on elsewhere."""
     seed = given(one)
-    assert set(places(one, seed)) == {Tier.DRAM}
+    eventually(lambda: (one.peek(SPEC, tokens(seed)) or Match(0, ())).prefix_token_count == COUNT)
     flood(one, seed)
+    assert one.peek(SPEC, tokens(seed)) is None, "only a call can tell"
     assert places(one, seed) == [Tier.REDIS] * 4
-    assert get(one, seed) == WHOLE
+    with one.watch() as events:
+        assert get(one, seed) == WHOLE
+        chain = chain_digests(tokens(seed), STEP)
+        came = [next(each for each in events if each.digest == digest) for digest in chain]
+    assert {(each.kind, each.tier) for each in came} == {(EventKind.STORED, Tier.DRAM)}
     flood(one, seed)
     assert one.store(SPEC, tokens(seed, STEP), cache(seed, STEP)).wait(10.0) is Durability.LOCAL
     assert places(one, seed) == [Tier.DRAM, *[Tier.REDIS] * 3]
@@ -365,6 +377,17 @@ def test_while_tiers_stall_clients_have_their_answers(one: Client, two: Client, 
     shared.turn_off()
     eventually(lambda: get(two, seed) == WHOLE, 10.0)
     eventually(lambda: two.stats().loading_bytes == 0)
+
+
+def test_a_client_in_a_hurry_gets_what_the_node_has(nodes: Nodes, one: Client, two: Client, shared: Shared) -> None:
+    """It waits for less than lookups may wait for a shared tier."""
+    seed = given(one)
+    assert two.store(SPEC, tokens(seed, STEP), cache(seed, STEP)).wait(10.0) is Durability.LOCAL
+    shared.switches("redis").turn_on(Switch.STALLED)
+    for address in (nodes.two.socket_address, nodes.two.address):
+        with connect(address, timeout_s=LOOKUP_S / 2) as client:
+            assert get(client, seed)[0] == STEP
+            assert places(client, seed) == [Tier.DRAM]
 
 
 def drawn(stats: Any) -> str:
