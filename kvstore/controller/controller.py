@@ -91,11 +91,11 @@ class Controller:
 
     # ------------------------------------------------------------ sessions
 
-    def open_session(self, uid: int) -> Session:
+    def open_session(self) -> Session:
         """Raises Unavailable while the service is stopping; Exhausted past limits.session_count_max."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
-        session = self.sessions.open(uid)
+        session = self.sessions.open()
         self.parts.counters.add("sessions_opened")
         return session
 

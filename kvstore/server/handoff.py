@@ -95,7 +95,7 @@ class Handoff:
         session: Session | None = None
         try:
             await self._hello(connection)
-            session = self._controller.open_session(peer_uid(connection))
+            session = self._controller.open_session()
             self._outbox.send(connection, *self._welcome(session, connection))
             _log.info("session opened", extra={"session": session.session_id})
             await self._converse(connection, session)

@@ -21,7 +21,7 @@ def service() -> Service:
 
 @pytest.fixture
 def session(service: Service) -> Session:
-    return service.controller.open_session(0)
+    return service.controller.open_session()
 
 
 async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Service, session: Session) -> None:
@@ -38,7 +38,7 @@ async def test_a_store_is_visible_when_it_is_committed_and_whole(service: Servic
 
 
 async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service: Service) -> None:
-    one, two = service.controller.open_session(0), service.controller.open_session(0)
+    one, two = service.controller.open_session(), service.controller.open_session()
     first = await service.reserve(one, 1)
     second = await service.reserve(two, 1, 2)
     assert second.states == (StoreState.PENDING, StoreState.WANTED)
@@ -54,7 +54,7 @@ async def test_the_second_writer_waits_for_the_first_and_hears_the_truth(service
 async def test_the_last_shard_may_commit_again_when_its_first_commit_was_cancelled(service: Service) -> None:
     """It waits for another store's chunk meanwhile; the other shards wait for it."""
     controller = service.controller
-    first, second = controller.open_session(0), controller.open_session(0)
+    first, second = controller.open_session(), controller.open_session()
     begun = await service.reserve(first, 1)
     result = await service.reserve(second, 1, 2, shards=2)
     fills = service.stage(second, result, 1, 2)
@@ -74,17 +74,17 @@ async def test_the_last_shard_may_commit_again_when_its_first_commit_was_cancell
 
 async def test_a_writer_who_joins_his_own_store_needs_no_second_reservation() -> None:
     service = Service(reservation_count_max=1)
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     result = await service.reserve(session, 1, shards=2)
     assert service.controller.join(session, result.ticket, service.model).states == result.states
-    other = service.controller.open_session(0)
+    other = service.controller.open_session()
     await service.reserve(other, 2)
     with pytest.raises(Exhausted, match="reservation_count_max"):
         service.controller.join(other, result.ticket, service.model)
 
 
 async def test_when_the_first_writer_aborts_the_second_keeps_nothing_unreachable(service: Service) -> None:
-    one, two = service.controller.open_session(0), service.controller.open_session(0)
+    one, two = service.controller.open_session(), service.controller.open_session()
     await service.reserve(one, 1)
     second = await service.reserve(two, 1, 2)
     waiting = asyncio.ensure_future(
@@ -141,7 +141,7 @@ async def test_old_leases_are_revoked_under_pressure_and_counted(service: Servic
 
 async def test_what_a_session_had_ends_with_it(service: Service, session: Session) -> None:
     await service.store(session, 1, 2)
-    other = service.controller.open_session(0)
+    other = service.controller.open_session()
     service.controller.fetch(other, service.query(1, 2))
     pending = await service.reserve(other, 3, 4)
     service.stage(other, pending, 3, 4)
@@ -167,7 +167,7 @@ async def test_ids_of_others_are_worth_nothing(service: Service, session: Sessio
     result = service.controller.fetch(session, service.query(1))
     reserved = await service.reserve(session, 2)
     fills = service.stage(session, reserved, 2)
-    thief = service.controller.open_session(0)
+    thief = service.controller.open_session()
     service.controller.release(thief, [result.lease_id])
     assert service.controller.stats().lease_count == 1
     with pytest.raises(InvalidRequest, match="no reservation"):
@@ -214,10 +214,10 @@ async def test_limits_name_their_setting() -> None:
         lease_count_max=1,
     )  # fmt: skip
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1)
     with pytest.raises(Exhausted, match="session_count_max"):
-        controller.open_session(0)
+        controller.open_session()
     await service.reserve(session, 2)
     with pytest.raises(Exhausted, match="reservation_count_max"):
         await service.reserve(session, 3)
@@ -231,11 +231,11 @@ async def test_limits_name_their_setting() -> None:
     with pytest.raises(Exhausted, match="lease_count_max"):
         controller.fetch(session, service.query(1))
     small = Service(leased_bytes_max=1, staging_bytes_total_max=4096)
-    session = small.controller.open_session(0)
+    session = small.controller.open_session()
     with pytest.raises(Exhausted, match="staging_bytes_total_max"):
         small.controller.create_staging(session, 8192)
     roomy = Service(leased_bytes_max=1)
-    session = roomy.controller.open_session(0)
+    session = roomy.controller.open_session()
     await roomy.store(session, 1)
     with pytest.raises(Exhausted, match="leased_bytes_max"):
         roomy.controller.fetch(session, roomy.query(1))
@@ -266,7 +266,7 @@ async def test_leases_that_nobody_gives_back_end_by_their_age_when_their_session
     """A fetch whose caller went before the reply came has a lease nobody knows of: it locks nobody out for ever."""
     limits = replace(service.controller.parts.limits, lease_count_max=3)
     service.parts.leases._limits = limits
-    other = service.controller.open_session(0)
+    other = service.controller.open_session()
     await service.store(session, 1)
     kept = service.controller.fetch(other, service.query(1))
     for _ in range(3):

@@ -63,7 +63,7 @@ async def seconds_of(call: Awaitable[Any], expected: type[Exception] | None = No
 
 
 async def begun(service: Service, *path: int) -> tuple[Session, StoreResult, list[Fill]]:
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     result = await service.reserve(session, *path)
     return session, result, service.stage(session, result, *path)
 
@@ -113,7 +113,7 @@ def test_a_commit_waits_for_other_stores_and_for_movers_no_longer_than_its_calle
     """First for the chunk that another store writes, at most half of the time, then for its own bytes."""
 
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        other = service.controller.open_session(0)
+        other = service.controller.open_session()
         await service.reserve(other, 0)
         session, result, fills = await begun(service, 0, 1, 2)
         assert result.states == (StoreState.PENDING, StoreState.WANTED, StoreState.WANTED)
@@ -126,7 +126,7 @@ def test_a_commit_waits_for_other_stores_and_for_movers_no_longer_than_its_calle
 
 def test_a_commit_answers_before_its_caller_gives_up_when_another_store_does_not_end() -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        other = service.controller.open_session(0)
+        other = service.controller.open_session()
         await service.reserve(other, 0)
         session, result, fills = await begun(service, 0, 1)
         deadline = service.controller.deadline(0.1)
@@ -163,7 +163,7 @@ def test_a_shard_waits_for_the_others_as_long_as_a_store_may_take_and_its_caller
     remaining_s: float | None,
 ) -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        session = service.controller.open_session(0)
+        session = service.controller.open_session()
         result = await service.reserve(session, 1, shards=2)
         deadline = service.controller.deadline(remaining_s)
         commit = service.controller.commit(session, result.reservation_id, [], deadline=deadline)
@@ -179,7 +179,7 @@ def test_a_reader_of_a_store_in_flight_waits_as_long_as_that_may_take_and_its_ca
     remaining_s: float | None,
 ) -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        writer, reader = (service.controller.open_session(0) for _ in range(2))
+        writer, reader = (service.controller.open_session() for _ in range(2))
         result = await service.reserve(writer, 1)
         deadline = service.controller.deadline(remaining_s)
         found = await service.controller.redeem(reader, result.ticket)
@@ -196,7 +196,7 @@ def test_a_reader_of_a_store_in_flight_waits_as_long_as_that_may_take_and_its_ca
 
 def test_a_session_that_ends_waits_once_for_the_movers_of_all_its_stores() -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        session = service.controller.open_session(0)
+        session = service.controller.open_session()
         for number in range(4):
             result = await service.reserve(session, number)
             fills = service.stage(session, result, number)

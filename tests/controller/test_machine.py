@@ -23,7 +23,7 @@ class ControllerMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.service = Service(chunks=6, lease_age_s_max=5.0, reservation_age_s_max=5.0, leased_bytes_max=1 << 30)
-        self.sessions: list[Session] = [self.service.controller.open_session(0)]
+        self.sessions: list[Session] = [self.service.controller.open_session()]
         self.open: list[tuple[Session, StoreResult, tuple[int, ...]]] = []
         self.leases: list[tuple[Session, int]] = []
         self.committed: set[tuple[int, ...]] = set()
@@ -37,7 +37,7 @@ class ControllerMachine(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         if len(self.sessions) < 3:
-            self.sessions.append(self.service.controller.open_session(0))
+            self.sessions.append(self.service.controller.open_session())
 
     @rule(data=st.data(), path=paths)
     def store(self, data: st.DataObject, path: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ def balanced(service: Service, session: Session) -> None:
 async def test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served(way: Any, with_commit: bool) -> None:
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     job_count = 6
     for target in range(job_count):
         path = (target, 100 + target)
@@ -80,7 +80,7 @@ async def test_what_failed_takes_no_second_fill_and_is_dropped_whole() -> None:
     """The strips that were refused stay the refused fill's: a writer that sends them again has lost count."""
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     result = await service.reserve(session, 1)
     fills = pieces(service, session, result, 1)
     workers.fail(refused, 1)
@@ -96,7 +96,7 @@ async def test_what_failed_takes_no_second_fill_and_is_dropped_whole() -> None:
 async def test_the_shards_of_a_store_hear_that_a_part_of_it_was_not_moved() -> None:
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    sessions = [service.controller.open_session(0) for _ in range(2)]
+    sessions = [service.controller.open_session() for _ in range(2)]
     result = await service.reserve(sessions[0], 1)
     session_fills = pieces(service, sessions[0], result, 1)
     reservation = service.controller.reservations.find(sessions[0], result.reservation_id)
@@ -119,7 +119,7 @@ async def test_the_shards_of_a_store_hear_that_a_part_of_it_was_not_moved() -> N
 async def test_who_joins_a_store_is_shown_only_what_was_moved() -> None:
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    writer, reader = service.controller.open_session(0), service.controller.open_session(0)
+    writer, reader = service.controller.open_session(), service.controller.open_session()
     result = await service.reserve(writer, 1)
     fill = service.stage(writer, result, 1)[0]
     joined = await service.controller.redeem(reader, result.ticket)
@@ -149,7 +149,7 @@ async def test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_se
     """Nobody knows whether the mover still writes: neither the chunk's memory nor the staging is anybody else's."""
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     result = await service.reserve(session, 1)
     fills = pieces(service, session, result, 1)
     workers.fail(lost, 1)
@@ -166,7 +166,7 @@ async def test_a_job_that_never_answers_keeps_its_memory_and_nothing_of_it_is_se
     service.controller.reservations.expire()
     await service.controller.close_session(session)
     assert session.stagings, "the movers may read it"
-    other = service.controller.open_session(0)
+    other = service.controller.open_session()
     assert service.check(other, 1) == 0
     assert service.controller.stats().used_bytes == service.layout.total_bytes
     assert (await service.store(other, 2)).committed_count == 1
@@ -183,7 +183,7 @@ async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends(
 
     workers = FaultyWorkers()
     service = Service(workers=workers)
-    controller, session = service.controller, service.controller.open_session(0)
+    controller, session = service.controller, service.controller.open_session()
     result = await service.reserve(session, 1)
     fills = pieces(service, session, result, 1)
     workers.fail(slow, 1)
@@ -195,7 +195,7 @@ async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends(
     late[0]()
     await soon(lambda: not session.stagings)
     sweeping.cancel()
-    other = controller.open_session(0)
+    other = controller.open_session()
     assert (await service.store(other, 1)).committed_count == 1
     assert service.check(other, 1) == 1
     balanced(service, other)
@@ -203,7 +203,7 @@ async def test_what_a_session_left_to_a_slow_mover_is_given_back_when_that_ends(
 
 async def test_staging_is_not_closed_while_movers_read_it() -> None:
     service = Service(workers=WorkerThreads(1, "test"))
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     result = await service.reserve(session, 1)
     fills = service.stage(session, result, 1)
     filling = asyncio.ensure_future(service.controller.fill(session, result.reservation_id, fills))

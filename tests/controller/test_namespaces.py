@@ -25,7 +25,7 @@ def wanted(service: Service, *hidden: int) -> Any:
 
 async def test_only_a_store_makes_a_namespace() -> None:
     service = Service()
-    controller, session = service.controller, service.controller.open_session(0)
+    controller, session = service.controller, service.controller.open_session()
     for number in range(20):
         service.model = controller.register_model(small_spec(model_id=f"m{number}"))
         for query in wanted(service, 0, 1):
@@ -41,7 +41,7 @@ async def test_only_a_store_makes_a_namespace() -> None:
 
 async def test_past_the_limit_a_store_is_refused_by_name_and_the_others_go_on() -> None:
     service = Service(namespace_count_max=3)
-    controller, session = service.controller, service.controller.open_session(0)
+    controller, session = service.controller, service.controller.open_session()
     assert (await service.store(session, 1)).committed_count == 1
     query = service.query(2, hidden_layers=(0, 1))
     request = ReserveRequest(query, [token_digest(service.tokens(2))])

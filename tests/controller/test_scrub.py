@@ -12,7 +12,7 @@ from tests.controller.service import Service
 async def test_rot_in_memory_is_found_and_goes(piece: int) -> None:
     """A flipped bit in a header or a slab: until then nobody asked for it, afterwards nobody gets it."""
     service = Service()
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     await service.store(session, 1, 2)
     memory, checks = service.controller.parts.movement.memory, service.controller.parts.movement.checks
     first, second = sorted(memory.rows())

@@ -15,7 +15,7 @@ def service() -> Service:
 
 async def test_held_chunks_stay_until_every_reader_came(service: Service) -> None:
     controller = service.controller
-    writer, scheduler, worker = (controller.open_session(0) for _ in range(3))
+    writer, scheduler, worker = (controller.open_session() for _ in range(3))
     await service.store(writer, 1, 2)
     found = controller.lookup(service.query(1, 2, 3), readers=2)
     assert found.hit_count == 2
@@ -35,7 +35,7 @@ async def test_held_chunks_stay_until_every_reader_came(service: Service) -> Non
 
 async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) -> None:
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1)
     ticket = controller.lookup(service.query(1), readers=1).ticket
     service.clock.advance(controller.parts.limits.ticket_age_s_max)
@@ -49,7 +49,7 @@ async def test_a_ticket_expires_and_gives_back_what_it_held(service: Service) ->
 async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Service) -> None:
     service = Service(chunks=4, lease_count_max=1)
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1)
     ticket = controller.lookup(service.query(1), readers=1).ticket
     lease = controller.fetch(session, service.query(1)).lease_id
@@ -62,7 +62,7 @@ async def test_a_reader_that_could_not_get_a_lease_may_come_again(service: Servi
 async def test_limits_are_named(service: Service) -> None:
     service = Service(chunks=4, ticket_count_max=1)
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1)
     assert controller.lookup(service.query(9), readers=1).ticket == b"", "nothing hit, nothing held"
     with pytest.raises(InvalidRequest, match="readers"):
@@ -72,7 +72,7 @@ async def test_limits_are_named(service: Service) -> None:
     with pytest.raises(Exhausted, match="ticket_count_max"):
         controller.lookup(service.query(1), readers=1)
     service = Service(chunks=4, ticket_bytes_max=1)
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     await service.store(session, 1)
     with pytest.raises(Exhausted, match="ticket_bytes_max"):
         service.controller.lookup(service.query(1), readers=1)
@@ -81,7 +81,7 @@ async def test_limits_are_named(service: Service) -> None:
 async def test_what_was_lost_under_a_ticket_is_said(service: Service) -> None:
     """A worker that is told of two chunks and gets one would compute over nothing."""
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1, 2)
     ticket = controller.lookup(service.query(1, 2), readers=1).ticket
     memory = controller.parts.movement.memory

@@ -30,7 +30,7 @@ class Call:
 @pytest.mark.parametrize("is_cancelled", [True, False])
 async def test_a_fetch_that_is_cancelled_before_its_reply_leaves_no_lease(is_cancelled: bool) -> None:
     service = Service()
-    session = service.controller.open_session(0)
+    session = service.controller.open_session()
     await service.store(session, 1)
     query = service.query(1)
     request = pb.FetchRequest(
@@ -52,7 +52,7 @@ async def test_a_lookup_that_is_cancelled_before_its_reply_leaves_no_ticket(monk
     """The names of partial chunks may be many: it waits between them."""
     service = Service()
     controller = service.controller
-    session = controller.open_session(0)
+    session = controller.open_session()
     await service.store(session, 1)
     waiting, go_on = asyncio.Event(), asyncio.Event()
 

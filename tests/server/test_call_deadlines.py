@@ -53,7 +53,7 @@ def test_a_step_of_a_store_waits_no_longer_than_its_caller(step: str, remaining_
 @pytest.mark.parametrize("remaining_s", [None, 5.0, 0.05, 0.0])
 def test_a_fetch_waits_no_longer_than_its_caller(remaining_s: float | None) -> None:
     async def scenario(service: Service, workers: SlowWorkers) -> None:
-        writer, reader = (service.controller.open_session(0) for _ in range(2))
+        writer, reader = (service.controller.open_session() for _ in range(2))
         result = await service.reserve(writer, 1)
         handlers = CacheService(service.controller, b"epoch")
 

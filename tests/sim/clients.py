@@ -64,7 +64,7 @@ class Client:
         self._known = known
         self._controller = life.controller
         self._trace = life.trace
-        self.session: Session = self._controller.open_session(0)
+        self.session: Session = self._controller.open_session()
         self._leases: list[tuple[int, Chain, FetchResult]] = []
         self._tickets: list[bytes] = []
 
@@ -424,7 +424,7 @@ class Client:
             pass
         self._leases.clear()
         await self._controller.close_session(session)
-        self.session = self._controller.open_session(0)
+        self.session = self._controller.open_session()
         return "reborn"
 
     async def _leave(self) -> None:

@@ -95,7 +95,7 @@ class DeviceService(Service):
         await self.attach()
         self.model = self.controller.register_model(self.spec)
         self._group = asyncio.ensure_future(self.controller.run())
-        self.session: Session = self.controller.open_session(0)
+        self.session: Session = self.controller.open_session()
 
     async def attach(self) -> None:
         """Give the tiers below memory to a life that begins."""

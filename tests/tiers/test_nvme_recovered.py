@@ -185,7 +185,7 @@ def test_a_session_that_ends_while_its_store_is_claimed_leaves_nothing(monkeypat
             await service.clock.sleep(1.0)
 
         monkeypatch.setattr(service.controller.parts.movement.checks, "prove_all", slow)
-        session = service.controller.open_session(0)
+        session = service.controller.open_session()
         storing = asyncio.ensure_future(service.reserve(session, 1, 2))
         await service.clock.sleep(0.5)
         assert not service.controller.reservations.of(session), "nobody can fill or end what is not claimed yet"

@@ -29,11 +29,11 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_secret.values()))
 
-    def open(self, uid: int) -> Session:
+    def open(self) -> Session:
         """A new session. Raises Exhausted past limits.session_count_max."""
         if len(self._by_secret) >= self._limits.session_count_max:
             raise Exhausted(f"{len(self)} sessions are open: raise limits.session_count_max")
-        session = Session(next(self._ids), self._random.bytes(SECRET_BYTES), uid)
+        session = Session(next(self._ids), self._random.bytes(SECRET_BYTES))
         self._by_secret[session.secret] = session
         return session
 

@@ -15,7 +15,6 @@ class Session:
 
     session_id: int
     secret: bytes = field(repr=False)
-    uid: int
     stagings: dict[int, Staging] = field(default_factory=dict)
     stream_count: int = 0
     is_open: bool = True
