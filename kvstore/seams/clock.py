@@ -8,14 +8,11 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds, wall seconds, and the two ways to wait."""
+    """Monotonic seconds, wall seconds, and the way to wait."""
 
     def monotonic(self) -> float: ...
 
     def wall(self) -> float: ...
-
-    def pause(self, seconds: float) -> None:
-        """Block this thread. Never called on the event loop."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -28,9 +25,6 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

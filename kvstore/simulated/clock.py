@@ -21,9 +21,6 @@ class ManualClock:
     def wall(self) -> float:
         return self._now
 
-    def pause(self, seconds: float) -> None:
-        self._now += seconds
-
     async def sleep(self, seconds: float) -> None:
         self._now += seconds
         await asyncio.sleep(0)

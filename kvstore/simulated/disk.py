@@ -30,7 +30,6 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import Unavailable
-from kvstore.seams.clock import Clock
 from kvstore.seams.faults import FaultPoints
 from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
@@ -100,7 +99,6 @@ class SimulatedDisk:
         self._last_descriptor = FIRST_DESCRIPTOR
         self._stopped = False
         self._failures: list[_Failure] = []
-        self._delays: dict[str, tuple[float, Clock]] = {}
         self._trace = xxhash.xxh3_128()
         self._mutex = threading.RLock()
 
@@ -249,11 +247,6 @@ class SimulatedDisk:
         """What ``fail`` asked for and has not happened yet does not happen any more."""
         self._failures.clear()
 
-    def delay(self, method: str, seconds: float, clock: Clock) -> None:
-        """Each call of ``method`` takes that long. 0: no longer."""
-        assert method in METHODS, method
-        self._delays[method] = (seconds, clock)
-
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
         """Rot: the byte changes on the device and for readers alike."""
         self._names.find(path).flip(offset, mask)
@@ -282,12 +275,9 @@ class SimulatedDisk:
     def _call(
         self, method: str, path: Path, offset: int = 0, data: bytes = b"", *, byte_count: int = 0, is_step: bool = True
     ) -> Iterator[None]:
-        """Around each call: traced, counted, late, refused, or the last one of this process."""
+        """Around each call: traced, counted, refused, or the last one of this process."""
         if self._faults is not None:
             self._faults.reach(f"disk.{method}")
-        if method in self._delays:
-            seconds, clock = self._delays[method]
-            clock.pause(seconds)
         with self._mutex:
             self._check_running()
             self._trace.update(f"{self.steps} {method} {path} {offset} {byte_count} ".encode())

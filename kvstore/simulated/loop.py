@@ -30,7 +30,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass while nothing runs, as a call that blocks the loop does."""
+        """Nothing is left to do until then."""
         assert seconds >= 0
         self._now += seconds
 
@@ -96,10 +96,7 @@ def _make_task(
 
 
 class LoopClock:
-    """The clock of a simulated loop: of ``loop``, or of the one that runs the caller."""
-
-    def __init__(self, loop: SimulatedLoop | None = None) -> None:
-        self._loop = loop
+    """The clock of the simulated loop that runs the caller."""
 
     def monotonic(self) -> float:
         return self._running().time()
@@ -107,15 +104,11 @@ class LoopClock:
     def wall(self) -> float:
         return self._running().time()
 
-    def pause(self, seconds: float) -> None:
-        """Time passes for everybody: there is one thread."""
-        self._running().advance(seconds)
-
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def _running(self) -> SimulatedLoop:
-        loop = self._loop or asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop), "LoopClock needs a SimulatedLoop: run the coroutine with simulate()"
         return loop
 

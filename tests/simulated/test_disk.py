@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import Unavailable
 from kvstore.seams import FaultPoints
-from kvstore.simulated import DiskStopped, ManualClock, SimulatedDisk
+from kvstore.simulated import DiskStopped, SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, get, put, read, write
 
 HOME = Path("/home")
@@ -476,18 +476,6 @@ def test_a_full_disk_refuses_and_says_what_is_free() -> None:
     assert disk.free_bytes(HOME) == 1000  # still open
     disk.close(other)
     assert disk.free_bytes(HOME) == 5000
-
-
-def test_delays_pass_on_the_clock() -> None:
-    disk, clock = SimulatedDisk(1), ManualClock()
-    disk.write_file(FILE, OLD)
-    file = disk.open(FILE, os.O_RDWR)
-    disk.delay("sync", 0.25, clock)
-    write(disk, file, b"x")
-    assert clock.monotonic() == 0
-    disk.sync(file)
-    disk.sync(file)
-    assert clock.monotonic() == 0.5
 
 
 def test_rot_is_seen_by_readers_and_survives_the_power() -> None:

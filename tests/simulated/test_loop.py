@@ -146,28 +146,6 @@ def test_the_loop_s_clock() -> None:
         seen = [clock.monotonic()]
         await clock.sleep(2)
         seen.append(clock.wall())
-        clock.pause(0.5)
-        seen.append(clock.monotonic())
         return seen
 
-    assert simulate(live(), seed=1) == [0.0, 2.0, 2.5]
-
-
-def test_a_pause_makes_others_late() -> None:
-    async def live() -> float:
-        clock = LoopClock()
-        sleeper = asyncio.ensure_future(clock.sleep(1))
-        await asyncio.sleep(0)
-        clock.pause(5)
-        await sleeper
-        return clock.monotonic()
-
-    assert simulate(live(), seed=1) == 5.0
-
-
-def test_a_clock_of_a_given_loop_works_outside_of_it() -> None:
-    loop = SimulatedLoop()
-    clock = LoopClock(loop)
-    clock.pause(3)
-    assert loop.time() == clock.monotonic() == 3.0
-    loop.close()
+    assert simulate(live(), seed=1) == [0.0, 2.0]
