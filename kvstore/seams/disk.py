@@ -38,8 +38,6 @@ class Disk(Protocol):
     def allocate(self, descriptor: int, byte_count: int) -> None:
         """Make the file ``byte_count`` bytes long with its room taken: a later write cannot run out of it."""
 
-    def truncate(self, descriptor: int, byte_count: int) -> None: ...
-
     def size(self, descriptor: int) -> int:
         """The file's length in bytes."""
 
@@ -48,9 +46,6 @@ class Disk(Protocol):
 
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, sorted."""
-
-    def free_bytes(self, directory: Path) -> int:
-        """What the file system that holds ``directory`` has left for us."""
 
     def file_system(self, directory: Path) -> str:
         """The kind of file system, as the kernel calls it ("ext4"); empty when it cannot be told."""
@@ -94,9 +89,6 @@ class SystemDisk:
     def allocate(self, descriptor: int, byte_count: int) -> None:
         os.posix_fallocate(descriptor, 0, byte_count)
 
-    def truncate(self, descriptor: int, byte_count: int) -> None:
-        os.ftruncate(descriptor, byte_count)
-
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size
 
@@ -105,10 +97,6 @@ class SystemDisk:
 
     def names(self, directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
-
-    def free_bytes(self, directory: Path) -> int:
-        status = os.statvfs(directory)
-        return status.f_bavail * status.f_frsize
 
     def file_system(self, directory: Path) -> str:
         where = str(directory.resolve()) + "/"

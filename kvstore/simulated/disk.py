@@ -33,13 +33,11 @@ from kvstore.errors import Unavailable
 from kvstore.seams.faults import FaultPoints
 from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
-UNBOUNDED_BYTES = 1 << 50
-"""What a disk without a capacity says it has."""
 FIRST_DESCRIPTOR = 1 << 20
 """Above any of the process's own, so that a stray ``os.close`` closes nothing."""
 METHODS = (
-    *("open", "close", "pread", "pwrite", "sync", "sync_directory", "allocate", "truncate", "size"),
-    *("rename", "names", "free_bytes", "lock", "make_directory", "remove"),
+    *("open", "close", "pread", "pwrite", "sync", "sync_directory", "allocate", "size"),
+    *("rename", "names", "lock", "make_directory", "remove"),
 )
 
 
@@ -164,12 +162,6 @@ class SimulatedDisk:
             if byte_count > opened.file.newest.size:
                 opened.file.resize(byte_count)
 
-    def truncate(self, descriptor: int, byte_count: int) -> None:
-        opened = self._find(descriptor)
-        with self._call("truncate", opened.path, byte_count=byte_count):
-            opened.check(os.O_RDONLY, 0, 0)
-            opened.file.resize(byte_count)
-
     def size(self, descriptor: int) -> int:
         opened = self._find(descriptor)
         with self._call("size", opened.path, is_step=False):
@@ -188,12 +180,6 @@ class SimulatedDisk:
         with self._call("names", directory, is_step=False):
             self._names.expect_directory(directory)
             return sorted(path.name for path in self._names.newest if path.parent == directory)
-
-    def free_bytes(self, directory: Path) -> int:
-        with self._call("free_bytes", directory, is_step=False):
-            self._names.expect_directory(directory)
-            capacity_bytes = UNBOUNDED_BYTES if self._capacity_bytes is None else self._capacity_bytes
-            return max(0, capacity_bytes - self._taken_bytes())
 
     def file_system(self, directory: Path) -> str:
         return "simulated"

@@ -82,14 +82,6 @@ def test_a_sync_changes_nothing_that_readers_see(disk: Disk, home: Path, file: i
     assert get(disk, home / "file") == b"content"
 
 
-def test_truncate_cuts_and_grows_with_zeros(disk: Disk, file: int) -> None:
-    write(disk, file, b"x" * 6000)
-    disk.truncate(file, 10)
-    disk.truncate(file, 5000)
-    assert disk.size(file) == 5000
-    assert read(disk, file, 9000) == b"x" * 10 + bytes(4990)
-
-
 def test_allocate_grows_with_zeros_and_never_cuts(disk: Disk, file: int) -> None:
     write(disk, file, b"start")
     disk.allocate(file, 9000)
@@ -205,8 +197,7 @@ def test_a_directory_is_made_with_its_parents_and_only_where_it_can_be(disk: Dis
             disk.make_directory(path)
 
 
-def test_there_is_room_on_a_file_system_of_some_kind(disk: Disk, home: Path) -> None:
-    assert disk.free_bytes(home) > 0
+def test_the_file_system_is_of_some_kind(disk: Disk, home: Path) -> None:
     assert disk.file_system(home)
 
 

@@ -80,7 +80,7 @@ class SparseDisk(SystemDisk):
     """Files that promise room and take none."""
 
     def allocate(self, descriptor: int, byte_count: int) -> None:
-        self.truncate(descriptor, byte_count)
+        os.ftruncate(descriptor, byte_count)
 
 
 class Written:

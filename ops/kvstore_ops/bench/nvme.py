@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import statistics
 import tempfile
 from collections import deque
@@ -64,7 +65,7 @@ NOTE = (
 def require_room(byte_count: int) -> None:
     """Raises Exhausted when the temporary directory has no room for so much, and some to spare."""
     place = Path(tempfile.gettempdir())
-    free = SystemDisk().free_bytes(place)
+    free = shutil.disk_usage(place).free
     if free < byte_count + SPARE_BYTES:
         raise Exhausted(
             f"{place} has {format_bytes(free)} free; this benchmark writes {format_bytes(byte_count)} there and leaves "
