@@ -200,14 +200,9 @@ class Controller:
         self.parts.counters.add("lookup_calls")
         return self.lookups.lookup(query, readers)
 
-    async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """As ``lookup``, whatever the chain's length: others are answered in between."""
-        self._check(query)
-        self.parts.counters.add("lookup_calls")
-        return await self.lookups.lookup_long(query, readers)
-
     async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
-        """As ``lookup_long``, and what shared tiers are said to have, which are asked until the deadline."""
+        """As ``lookup``, whatever the chain's length, for others are answered in between; and what shared tiers, which
+        are asked until the deadline, are said to have."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
@@ -366,7 +361,6 @@ class Controller:
             models=self._model_counts(),
             loading_bytes=movement.loading_bytes,
             backlog_count=movement.backlog_count,
-            ghost_count=sum(len(space.ghosts) for space in spaces.numbered),
             tiers=movement.statistics(),
             tier_problem="; ".join((*self._missing, *movement.problems)),
             counters=parts.counters.snapshot(),

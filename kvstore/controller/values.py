@@ -197,7 +197,6 @@ class Stats:
     models: tuple[ModelCount, ...]
     loading_bytes: int
     backlog_count: int
-    ghost_count: int
     tiers: tuple[TierStatistics, ...]
     """Of every tier below memory, the fastest first."""
     tier_problem: str

@@ -33,7 +33,6 @@ class MoveQueue:
         self._moving: dict[int, int] = {}
         self._moving_bytes = 0
         self._wake = asyncio.Event()
-        self.refused_count = 0
 
     def __len__(self) -> int:
         """Moves that wait or are on their way."""
@@ -51,7 +50,6 @@ class MoveQueue:
                     self._waiting[priority][row] = None
                 return True
         if len(self) >= QUEUE_COUNT_MAX:
-            self.refused_count += 1
             return False
         self._waiting[priority][row] = None
         self._wake.set()
@@ -90,8 +88,3 @@ class MoveQueue:
         """A move has ended, one way or the other."""
         self._moving_bytes -= self._moving.pop(row)
         self._wake.set()
-
-    @property
-    def moving_bytes(self) -> int:
-        """Bytes on their way."""
-        return self._moving_bytes

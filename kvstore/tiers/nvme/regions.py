@@ -54,7 +54,6 @@ class Regions:
         self._faults = faults
         self._lender = lender or OwnThreads()
         self.by_number: dict[int, RegionFile] = {}
-        self.lost_files = 0
         self.lost_bytes = 0
         self.hidden_bytes = 0
         """What the files may take at most whose size the device did not say: no new file may take their room."""
@@ -82,7 +81,6 @@ class Regions:
                 region = self._open(self._directory / name, int(match[1]), int(match[2]))
             except (OSError, ValueError) as error:
                 self.away.add(name)
-                self.lost_files += 1
                 _log.error("a region file cannot be used", extra={"file": name, "reason": str(error)})
                 continue
             if region is None:
@@ -100,7 +98,6 @@ class Regions:
         try:
             self._disk.remove(path)
         except OSError as error:
-            self.lost_files += 1
             _log.error("a region file cannot be removed", extra={"file": path.name, "reason": str(error)})
 
     def _descriptor(self, path: Path, flags: int) -> int:
@@ -155,7 +152,6 @@ class Regions:
             self.lost_bytes += max(0, size - region.file_bytes)
             if said is None or region.is_read_only:
                 _log.error("a region file was damaged", extra={"file": path.name, "slots_left": region.slot_count})
-                self.lost_files += 1
             return region
         except BaseException:
             if size < 0:

@@ -94,7 +94,6 @@ class NvmeTier:
         self._growing = asyncio.Lock()
         self._pace = {workers: Pace() for workers in (readers, writers, keepers)}
         self._read_bytes = self._written_bytes = self._verified_bytes = 0
-        self.failures = 0
         self._evictor: Evictor | None = None
         self._in_flight: Counter[bytes] = Counter()
         """Storage keys of chunks that are being written."""
@@ -166,7 +165,6 @@ class NvmeTier:
         try:
             return await to_its_end(job)
         except OSError as error:
-            self.failures += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Exhausted("the device of tiers.nvme.directory is full: free some room there") from error
             raise Unavailable(f"the NVMe device failed: {error}", errno=error.errno) from error
