@@ -207,11 +207,12 @@ class Controller:
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
 
-    async def lookup_segments(self, queries: Sequence[ChainQuery]) -> list[LookupResult]:
-        """Each chain by itself. Raises Exhausted when all of them together are too long."""
+    async def lookup_segments(
+        self, queries: Sequence[ChainQuery], deadline: Deadline | None = None
+    ) -> list[LookupResult]:
+        """Each chain by itself, as ``lookup_wide``. Raises Exhausted when all of them together are too long."""
         self._check(*queries)
-        pauses = self.parts.long_work.begin()
-        return [await self.lookups.in_steps(query, 0, pauses) for query in queries]
+        return await self.lookups.segments(queries, deadline or self.deadline())
 
     async def first_stored(self, query: ChainQuery, digests: Sequence[bytes]) -> int:
         """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""

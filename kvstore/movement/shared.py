@@ -216,14 +216,25 @@ class Beyond:
 
     async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[Whereabouts]:
         """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
-        shared tier. One question to each tier, answered within the tier's own bound, or not at all. ``timeout_s``: for
-        how long the caller is waited for; half of that is left, for what the node has itself."""
-        if not self.tiers or not digests or not all(map(is_for_others, spaces)):
-            return []
-        chunks = self._keys(spaces, digests)
-        asked = [key for keys in chunks for key in keys if key and self._heard_of(key) is None][:PROBE_COUNT_MAX]
-        await self._ask_all(asked, self._clock.monotonic() + timeout_s / 2)
-        found = []
+        shared tier. As ``find_all``."""
+        return (await self.find_all([(spaces, digests)], timeout_s))[0]
+
+    async def find_all(
+        self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
+    ) -> list[list[Whereabouts]]:
+        """``find`` of each chain. One question to each tier, answered within the tier's own bound, or not at all.
+        ``timeout_s``: for how long the caller is waited for; half of that is left, for what the node has itself."""
+        wanted = [self._keys(spaces, digests) for spaces, digests in chains]
+        asked = dict.fromkeys(key for chunks in wanted for keys in chunks for key in keys if key)
+        unheard = [key for key in asked if self._heard_of(key) is None][:PROBE_COUNT_MAX]
+        await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)
+        return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
+
+    def _found(
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], chunks: Sequence[Sequence[bytes]]
+    ) -> list[Whereabouts]:
+        """By what was heard."""
+        found: list[Whereabouts] = []
         for digest, keys in zip(digests, chunks, strict=False):
             if any(not key and digest not in space.index for space, key in zip(spaces, keys, strict=True)):
                 break  # it left the node meanwhile
@@ -235,8 +246,10 @@ class Beyond:
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
-        being stored here."""
-        chunks = []
+        being stored here, and before all where other nodes have nothing of these."""
+        chunks: list[list[bytes]] = []
+        if not self.tiers or not all(map(is_for_others, spaces)):
+            return chunks
         for digest in digests[:PROBE_COUNT_MAX]:
             if any(digest in space.pending for space in spaces):
                 break

@@ -54,7 +54,9 @@ class CacheService:
         query = render.parse_query(request.query)
         found: Sequence[LookupResult] = ()
         if request.segments:
-            found = await self._controller.lookup_segments([render.parse_query(each) for each in request.segments])
+            found = await self._controller.lookup_segments(
+                [render.parse_query(each) for each in request.segments], deadline
+            )
         stored = 0
         if request.tail_digests:
             tail_digests = render.parse_digests(request.tail_digests, "tail_digests")

@@ -200,6 +200,25 @@ def test_a_part_that_one_tier_lacks_comes_from_the_next(one: Client, two: Client
     assert (bits(fetched.hidden[1]) == e_of(seed)).all()
 
 
+def test_documents_that_another_node_stored_are_found_in_prompts(one: Client, two: Client, shared: Shared) -> None:
+    """Two of them, and one that nobody has; the first of them is in the objects alone."""
+    seeds = [next(SEEDS) for _ in range(3)]
+    for seed in seeds[:2]:
+        assert one.store_segment(SPEC, tokens(seed), cache(seed)).wait(10.0) is Durability.LOCAL
+        quiet(one)
+        if seed == seeds[0]:
+            shared.drop_all("redis")
+    prompt = np.concatenate([tokens_of(100, 7), *map(tokens, seeds)])
+    runs = [(100 + place * COUNT, 100 + (place + 1) * COUNT) for place in range(3)]
+    found = two.lookup(SPEC, prompt, segments=runs).segments
+    assert [each.standalone_token_count for each in found] == [COUNT, COUNT, 0]
+    assert [{chunk.tier for chunk in each.chunks} for each in found] == [{Tier.S3}, {Tier.REDIS}, {Tier.NONE}]
+    for seed in seeds[:2]:
+        fetched = two.fetch_segment(SPEC, tokens(seed))
+        assert fetched.token_count == COUNT
+        assert same(fetched, cache(seed), COUNT)
+
+
 def test_one_client_holds_what_another_fetches(nodes: Nodes, one: Client, two: Client, shared: Shared) -> None:
     seed, lost = given(one), given(one)
     match = two.lookup(SPEC, tokens(seed), hold=True)

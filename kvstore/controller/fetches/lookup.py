@@ -96,18 +96,34 @@ class Lookups:
         found = await self.lookup_long(query)
         spaces = namespaces_of(self._catalog, query)
         more = await beyond.find(spaces, query.digests[found.hit_count :], deadline.left_s)
-        if more:
-            self._parts.counters.add("lookup_hinted_chunks", len(more))
-            hits = found.hit_count + len(more)
-            hinted = (
-                self._hinted(spaces, digest, each)
-                for digest, each in zip(query.digests[found.hit_count :], more, strict=False)
-            )
-            runs = joined_runs((*cut_runs(found.runs, 0, found.hit_count), *hinted, *cut_runs(found.runs, hits)))
-            tails, lengths = tails_after(self._catalog, spaces, query, hits)
-            found = LookupResult(hits, tuple(runs), tails, lengths)
+        found = self._onwards(query, spaces, found, more)
         chains = self._catalog.walk(spaces, query.digests[: found.hit_count]).chains if readers else []
         return self._held(query, found, chains, readers)
+
+    async def segments(self, queries: Sequence[ChainQuery], deadline: Deadline) -> list[LookupResult]:
+        """Each chain by itself, as far as it is stored here or said to be in shared tiers, which are asked once."""
+        pauses, beyond = self._parts.long_work.begin(), self._parts.movement.beyond
+        found = [await self.in_steps(query, 0, pauses) for query in queries]
+        if not beyond.tiers:
+            return found
+        spaces = [namespaces_of(self._catalog, query) for query in queries]
+        chains = [
+            (each, query.digests[here.hit_count :]) for each, query, here in zip(spaces, queries, found, strict=True)
+        ]
+        more = await beyond.find_all(chains, deadline.left_s)
+        return list(map(self._onwards, queries, spaces, found, more))
+
+    def _onwards(
+        self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[Whereabouts]
+    ) -> LookupResult:
+        """What is stored of a chain, with what is said to be in shared tiers after what the node has."""
+        if not more:
+            return found
+        self._parts.counters.add("lookup_hinted_chunks", len(more))
+        start, hits = found.hit_count, found.hit_count + len(more)
+        hinted = (self._hinted(spaces, digest, each) for digest, each in zip(query.digests[start:], more, strict=False))
+        runs = joined_runs((*cut_runs(found.runs, 0, start), *hinted, *cut_runs(found.runs, hits)))
+        return LookupResult(hits, tuple(runs), *tails_after(self._catalog, spaces, query, hits))
 
     def _hinted(self, spaces: Sequence[Namespace], digest: bytes, where: Whereabouts) -> Run:
         """One chunk after what the node has of a chain; the node may have it all the same, behind a gap."""
