@@ -303,6 +303,19 @@ def test_nobody_waits_for_an_engine_that_stalls(world: World) -> None:
     world.run(scenario)
 
 
+def test_a_caller_in_a_hurry_is_told_what_the_node_has(world: World) -> None:
+    async def scenario() -> None:
+        other, loop, hurry_s = world.other, asyncio.get_running_loop(), LOOKUP_S / 2
+        await other.give(1)
+        world.switches.turn_on(Switch.STALLED)
+        began_s = loop.time()
+        found = await other.controller.lookup_wide(other.query(*PATH), deadline=other.controller.deadline(hurry_s))
+        assert found.hit_count == 1
+        assert loop.time() - began_s < hurry_s
+
+    world.run(scenario)
+
+
 def test_an_outage_is_gone_without_and_ends_by_itself(world: World) -> None:
     async def scenario() -> None:
         await world.one.give(*PATH)
