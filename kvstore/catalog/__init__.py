@@ -13,7 +13,7 @@ from kvstore.catalog.catalog import Catalog, Run, TailsFound, Walk, absent_runs,
 from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Events, Watcher
 from kvstore.catalog.namespace import Namespace
-from kvstore.catalog.spaces import Model
+from kvstore.catalog.spaces import Model, parent_digest
 from kvstore.catalog.table import ROOT_ROW, ChunkTable
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "Watcher",
     "absent_runs",
     "joined_runs",
+    "parent_digest",
 ]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
 from kvstore.arena import Arena, Placement
-from kvstore.catalog import Catalog, MappedCopies
+from kvstore.catalog import ROOT_ROW, Catalog, MappedCopies
 from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header, slab_runs, write_mark
-from kvstore.errors import DataLoss, KVStoreError
+from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
@@ -29,6 +30,8 @@ GROUP_BYTES = 4 << 20
 """Slabs of one chunk that are read as one request."""
 STALL_S = 2.0
 """A tier that has kept a request for so long gets no new ones on a reader's behalf."""
+ANSWER_S_MAX = 60.0
+"""A call of a shared tier that takes longer has failed."""
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")
@@ -161,7 +164,9 @@ class Loads:
         async def begin(loading: Loading) -> None:
             stored = await self._open(loading)
             if stored is not None:
-                chunks.append((loading, stored))
+                chunks.append((loading, stored))  # from here on it is closed, whatever comes
+                if stored.header.encoding == "raw":
+                    self._put_header(loading, pack_header(stored.header, loading.layout))
                 group.create_task(self._read(loading, stored, _groups(loading)[0]))  # while others are being opened
 
         try:
@@ -196,26 +201,43 @@ class Loads:
         if stored is None:
             self._lost(loading, MissReason.EVICTED, "it is gone")
             return None
-        if stored.header.encoding == "raw":
-            self._put_header(loading, pack_header(stored.header, loading.layout))
         return stored
 
     async def _answer(self, loading: Loading, call: Awaitable[Result]) -> Result:
         """What a tier answers. Readers who have waited long enough are told that the chunk is lost for them; its room
-        stays the tier's until the call has ended, for until then bytes may come."""
-        patience_s = loading.source.patience_s
-        if patience_s is None:
-            return await call
-        impatient = asyncio.get_running_loop().call_later(patience_s, self._late, loading)
+        stays the tier's until the call has ended, for until then bytes may come. Raises KVStoreError alone: an odd
+        error of a tier loses this chunk, and no other."""
         try:
-            return await call
-        finally:
-            impatient.cancel()
+            if loading.source.patience_s is None:
+                return await call
+            with self._patience(loading, loading.source.patience_s):
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    return await call
+        except KVStoreError:
+            raise
+        except Exception as error:
+            raise Unavailable(f"tiers.{loading.source.name} failed: {error!r}") from error
 
-    def _late(self, loading: Loading) -> None:
-        if not loading.lost:
-            self._lost(loading, MissReason.UNAVAILABLE, f"no answer within {loading.source.patience_s} s")
-            loading.source.late()
+    @contextmanager
+    def _patience(self, loading: Loading, seconds: float) -> Iterator[None]:
+        """Tell readers when a call takes too long."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def late() -> None:
+            nonlocal timer
+            if loading.lost:
+                return
+            if more_s := loading.source.late():
+                timer = loop.call_later(more_s, late)
+            else:
+                self._lost(loading, MissReason.UNAVAILABLE, f"no answer within {seconds} s")
+
+        timer = loop.call_later(seconds, late)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _put_header(self, loading: Loading, packed: bytes) -> None:
         np.copyto(loading.placement.pieces[0], np.frombuffer(packed, np.uint8))
@@ -245,11 +267,23 @@ class Loads:
         self._faults.reach("load.finish")
         loading.source.worked()
         row = loading.row
-        if row in self._memory or not loading.source.is_current(header):
+        if row in self._memory:
+            return
+        if not loading.source.is_current(header) or not self._is_reached(row):
+            loading.lost = MissReason.UNAVAILABLE
             return
         self._counters.add("promoted_chunks")
         self._counters.add("promoted_bytes", placement.byte_count)
         self._enter(row, placement, header)
+
+    def _is_reached(self, row: int) -> bool:
+        """Whether a chunk has one to hang on: what no prefix reaches only fills memory. The chunk before it may be in
+        another batch, which takes longer."""
+        parent = self._catalog.table.parents[row]
+        if self._catalog.is_visible(row) or parent == ROOT_ROW or self._catalog.is_visible(parent):
+            return True
+        above = self._loading.get(parent)
+        return above is not None and not above.lost
 
     def _enter(self, row: int, placement: Placement, header: ChunkHeader) -> None:
         """Memory has the chunk now. The node may not have had it before."""

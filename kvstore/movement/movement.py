@@ -120,11 +120,11 @@ class Movement:
         """A clean stop of the tiers below memory, after ``run`` has ended."""
         self.writes.clear()
         self.shared_writes.clear()
-        await self.beyond.close()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
             await copies.tier.close(held)
+        await self.beyond.close()  # last: whatever an engine does, what is ours is closed well
 
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Of every tier below memory, the fastest first, the shared ones last."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.catalog import Catalog, Namespace
+from kvstore.catalog import Catalog, Namespace, parent_digest
+from kvstore.chunk import ChunkHeader
 from kvstore.keys import storage_key
 from kvstore.seams import TenantKeys
 from kvstore.tiers import ChunkName
@@ -24,4 +25,17 @@ class ChunkNames:
         table, space = self._catalog.table, self._catalog.space_of(row)
         return ChunkName(
             self.key(space, table.digests[row]), space.layout(table.token_counts[row]), table.write_marks[row]
+        )
+
+    def fits(self, row: int, header: ChunkHeader) -> bool:
+        """Whether a header from beyond the node is this chunk's: what it says is kept with the chunk, and believed."""
+        table, space = self._catalog.table, self._catalog.space_of(row)
+        digest, chain_digest = table.digests[row], header.chain_digest
+        return (
+            header.storage_key == self.key(space, digest)
+            and (chain_digest, header.parent) == (digest, parent_digest(table, row))
+            and header.namespace == header.fingerprint == space.fingerprint
+            and (header.provenance, header.exactness) == (space.provenance, space.exactness)
+            and (header.token_count, header.tenant_digest) == (table.token_counts[row], self._keys.digest)
+            and len(header.checksums) == space.layout(header.token_count).strip_count
         )

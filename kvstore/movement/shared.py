@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout, write_mark
-from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.breaker import Breaker
 from kvstore.movement.names import ChunkNames
@@ -27,6 +27,9 @@ STALL_S = 2.0
 """A shared tier that has kept a request for so long is asked nothing more until it answers."""
 WRITE_S_MAX = 30.0
 """A write that takes longer has failed."""
+CLOSE_S_MAX = 5.0
+"""A stop goes on without a tier that takes longer to close."""
+REARM_S_MIN = 0.1
 PROBE_COUNT_MAX = 1024
 """Keys of one question."""
 HEARD_S = 5.0
@@ -71,8 +74,8 @@ class SharedCopies:
 
 
 class SharedTarget:
-    """A shared tier as a target of writes. A partial chunk does not go there: it is worth little to others. Nor does
-    a value that may be replaced: a node would find the old one."""
+    """A shared tier as a target of writes. A short chunk does not go there: other nodes cannot know how long it is, and
+    it is worth little to them. Nor does a value that may be replaced: a node would find the old one."""
 
     def __init__(self, catalog: Catalog, shared: SharedCopies, beyond: Beyond) -> None:
         self._catalog = catalog
@@ -89,11 +92,11 @@ class SharedTarget:
 
     def admits(self, row: int) -> bool:
         space = self._catalog.space_of(row)
-        return is_for_others(space) and not space.is_tail(self._catalog.table.token_counts[row])
+        return is_for_others(space) and self._catalog.table.token_counts[row] == space.spec.chunk_tokens
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
-        """0: a shared tier's copies have no number. Raises as the tier, and Unavailable where it is not asked now, or
-        takes too long."""
+        """0: a shared tier's copies have no number. Raises Exhausted when the engine is full; else Unavailable, also
+        where it is not asked now, or takes too long: what an engine says never condemns what memory has."""
         shared = self._shared
         if not shared.is_asked:
             raise Unavailable("no answer at present: it is left alone for a while")
@@ -103,9 +106,11 @@ class SharedTarget:
         except TimeoutError as error:
             shared.breaker.failed()
             raise Unavailable(f"tiers.{self.name} took longer than {WRITE_S_MAX:.0f} s for a chunk") from error
-        except Unavailable:
-            shared.breaker.failed()
+        except Exhausted:
             raise
+        except Exception as error:
+            shared.breaker.failed()
+            raise Unavailable(f"tiers.{self.name} did not take a chunk: {error}") from error
         shared.breaker.worked()
         return 0
 
@@ -127,18 +132,24 @@ class SharedSource:
 
     patience_s = STALL_S
 
-    def __init__(self, shared: SharedCopies, row: int, chunk: ChunkName, catalog: Catalog, beyond: Beyond) -> None:
+    def __init__(
+        self, shared: SharedCopies, row: int, chunk: ChunkName, catalog: Catalog, names: ChunkNames, beyond: Beyond
+    ) -> None:
         self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
         self._shared = shared
         self._row = row
         self._chunk = chunk
         self._catalog = catalog
+        self._names = names
         self._beyond = beyond
 
     async def open(self) -> StoredChunk | None:
         found = await self._shared.tier.open(self._chunk)
         if found is None:
             self._forget()
+        elif not self._names.fits(self._row, found.header):
+            found.close()
+            raise DataLoss("another chunk lies where this one should", reason="header")
         return found
 
     def is_current(self, header: ChunkHeader) -> bool:
@@ -154,8 +165,13 @@ class SharedSource:
         else:
             self._shared.breaker.failed()
 
-    def late(self) -> None:
+    def late(self) -> float:
+        """A tier that answers others meanwhile is busy: it is waited for."""
+        more_s = self.patience_s - self._shared.tier.stalled_s()
+        if more_s >= REARM_S_MIN:
+            return more_s
         self._shared.breaker.failed()
+        return 0.0
 
     def _forget(self) -> None:
         self._shared.take(self._row)
@@ -209,7 +225,7 @@ class Beyond:
                 chunk = self._names.of(row)
                 if not self._catalog.table.is_resident(row):
                     chunk = ChunkName(chunk.storage_key, chunk.layout)  # any write of it
-                return SharedSource(shared, row, chunk, self._catalog, self)
+                return SharedSource(shared, row, chunk, self._catalog, self._names, self)
         return None
 
     # ------------------------------------------------------------ what they have
@@ -224,7 +240,10 @@ class Beyond:
     ) -> list[list[Whereabouts]]:
         """``find`` of each chain. One question to each tier, answered within the tier's own bound, or not at all.
         ``timeout_s``: for how long the caller is waited for; half of that is left, for what the node has itself."""
-        wanted = [self._keys(spaces, digests) for spaces, digests in chains]
+        wanted = []
+        for spaces, digests in chains:
+            wanted.append(self._keys(spaces, digests))
+            await self._clock.sleep(0)  # they may be many, each of many chunks: others are answered in between
         asked = dict.fromkeys(key for chunks in wanted for keys in chunks for key in keys if key)
         unheard = [key for key in asked if self._heard_of(key) is None][:PROBE_COUNT_MAX]
         await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)
@@ -246,13 +265,16 @@ class Beyond:
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
-        being stored here, and before all where other nodes have nothing of these."""
+        being stored here, where no chain goes on (at the root, or at a chunk for the second time), and before all where
+        other nodes have nothing of these."""
         chunks: list[list[bytes]] = []
         if not self.tiers or not all(map(is_for_others, spaces)):
             return chunks
-        for digest in digests[:PROBE_COUNT_MAX]:
-            if any(digest in space.pending for space in spaces):
+        seen = {ROOT_DIGEST}
+        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:
+            if digest in seen or any(digest in space.pending for space in spaces):
                 break
+            seen.add(digest)
             chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
         return chunks
 
@@ -280,12 +302,14 @@ class Beyond:
         self._counters.add_of(name, "asked_chunks", len(keys))
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await shared.tier.probe(keys, timeout_s)
+                answers = list(await shared.tier.probe(keys, timeout_s))
+            if len(answers) != len(keys):
+                raise Unavailable(f"{len(answers)} answers for {len(keys)} keys")
         except (TimeoutError, DeadlineExceeded):
             self._counters.add_of(name, "late_answers")
             return None
-        except KVStoreError as error:
-            _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": error.message})
+        except Exception as error:  # noqa: BLE001 - the boundary: what an engine does fails no lookup
+            _log.warning("a shared tier could not be asked", extra={"tier": name, "reason": str(error)})
             shared.breaker.failed()
             return None
         shared.breaker.worked()
@@ -349,10 +373,16 @@ class Beyond:
                 chain.append(row)
 
     async def close(self) -> None:
-        """Of every tier. What one raises is said: the others are closed all the same."""
-        for shared in self.tiers:
-            try:
-                await shared.tier.close()
-            except KVStoreError as error:
-                _log.warning("a tier was not closed", extra={"tier": shared.tier.name, "reason": error.message})
+        """Of every tier. What one raises, or that it takes too long, is said: the stop goes on."""
+        async with asyncio.TaskGroup() as group:
+            for shared in self.tiers:
+                group.create_task(_closed(shared.tier))
         self.tiers.clear()
+
+
+async def _closed(tier: SharedTier) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S_MAX):
+            await tier.close()
+    except Exception as error:  # noqa: BLE001 - the boundary: the engine is not ours
+        _log.warning("a tier was not closed", extra={"tier": tier.name, "reason": repr(error)})

@@ -43,8 +43,9 @@ class Source(Protocol):
     async def failed(self, error: KVStoreError) -> None:
         """A call of it raised this."""
 
-    def late(self) -> None:
-        """A call of it takes longer than readers are kept waiting."""
+    def late(self) -> float:
+        """A call of it takes longer than readers are kept waiting. For how many seconds more they are, because the tier
+        answers others; 0: no longer."""
 
 
 class LocalSource:
@@ -73,16 +74,14 @@ class LocalSource:
         if isinstance(error, DataLoss):
             await self._removal.quarantine(self._copies, self._row, self._residency)
 
-    def late(self) -> None:
-        pass
+    def late(self) -> float:
+        return 0.0
 
 
 def may_enter(catalog: Catalog, row: int, mark: int, known_mark: int | None) -> bool:
     """Whether a chunk that came from beyond the node may be this row's, by the mark of its write. Where the node had it
-    when it was asked for, it still has that write; where not, nobody stores it, and the chunk before it is here."""
+    when it was asked for, it still has that write; where not, nobody stores it."""
     table, space = catalog.table, catalog.space_of(row)
     if table.is_resident(row):
         return known_mark == mark == table.write_marks[row]
-    parent = table.parents[row]
-    is_pending = table.digests[row] in space.pending
-    return known_mark is None and not is_pending and (parent < 0 or catalog.is_visible(parent))
+    return known_mark is None and table.digests[row] not in space.pending

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies
@@ -43,7 +43,7 @@ class Writes:
         self._counters = counters
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
         self._parked: dict[int, None] = {}
-        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
         self._retry_at_s = 0.0
         self._lacks_some = False
@@ -162,16 +162,28 @@ class Writes:
         seconds from now; why it is no higher; and whether the tier is through."""
         table = self._catalog.table
         digests = [table.digests[row] for row in rows]
-        futures: list[asyncio.Future[None]] = []
+        waiting: dict[asyncio.Future[None], int] = {}
         for row in rows:
             if row in self._memory and row not in self._parked:
                 self.add(row, Priority.INTERACTIVE)  # also where the tier had to give up its copy meanwhile
             if row in self._queue:
                 future = asyncio.get_running_loop().create_future()
-                self._waiters.setdefault(row, []).append(future)
-                futures.append(future)
-        late = (await asyncio.wait(futures, timeout=timeout_s))[1] if futures else set()
+                self._waiters.setdefault(row, set()).add(future)
+                waiting[future] = row
+        try:
+            late = (await asyncio.wait(waiting, timeout=timeout_s))[1] if waiting else set()
+        finally:
+            self._gone(waiting)
         return *self._level(rows, digests), not late
+
+    def _gone(self, waiting: Mapping[asyncio.Future[None], int]) -> None:
+        """Nobody waits any more: a tier that stalls would keep these for ever."""
+        for future, row in waiting.items():
+            others = self._waiters.get(row)
+            if others is not None:
+                others.discard(future)
+                if not others:
+                    del self._waiters[row]
 
     def _level(self, rows: Sequence[int], digests: list[bytes]) -> tuple[Durability, str]:
         table = self._catalog.table

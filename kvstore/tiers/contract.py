@@ -260,7 +260,8 @@ class SharedTier(Protocol):
         the engine is full; Unavailable."""
 
     async def open(self, name: ChunkName) -> StoredChunk | None:
-        """None: it is not there. Raises: DataLoss when what is there is not that chunk; Unavailable."""
+        """None: it is not there. A read of what was opened that is cancelled fills its target no more once it has
+        ended. Raises: DataLoss when what is there is not that chunk; Unavailable."""
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         """What is not there is no error. Raises Unavailable."""

@@ -52,10 +52,16 @@ class Fetches:
         found = await beyond.find(spaces, query.digests[start:], deadline.left_s)
         if not found:
             return self.fetch(session, query)
-        spaces = namespaces_of(self._catalog, query, for_store=True)
+        try:
+            spaces = namespaces_of(self._catalog, query, for_store=True)
+        except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch
+            return self.fetch(session, query)
+        walk = self._catalog.walk(spaces, query.digests)
+        if walk.hit_count < start:  # some of what the node had left meanwhile: what goes on after it is of no use
+            return self._fetch(session, query, spaces, walk)
         more = beyond.rows(spaces, query.digests, start, found)
         try:
-            return self._fetch(session, query, spaces, self._catalog.walk(spaces, query.digests).onwards(start, more))
+            return self._fetch(session, query, spaces, walk.onwards(start, more))
         finally:
             beyond.release(more)
 

@@ -94,11 +94,16 @@ class Lookups:
         if not beyond.tiers:
             return await self.lookup_long(query, readers)
         found = await self.lookup_long(query)
+        here_count = found.hit_count
         spaces = namespaces_of(self._catalog, query)
         more = await beyond.find(spaces, query.digests[found.hit_count :], deadline.left_s)
         found = self._onwards(query, spaces, found, more)
-        chains = self._catalog.walk(spaces, query.digests[: found.hit_count]).chains if readers else []
-        return self._held(query, found, chains, readers)
+        if not readers:
+            return found
+        walk = self._catalog.walk(spaces, query.digests[: found.hit_count])
+        if walk.hit_count < here_count:  # some of it left while shared tiers were asked: a ticket is for what is here
+            return await self.lookup_long(query, readers)
+        return self._held(query, found, walk.chains, readers)
 
     async def segments(self, queries: Sequence[ChainQuery], deadline: Deadline) -> list[LookupResult]:
         """Each chain by itself, as far as it is stored here or said to be in shared tiers, which are asked once."""

@@ -1,0 +1,331 @@
+"""Engines that break their promises, and what changes while they are asked: a miss at worst, with nothing left of it,
+and never at the cost of what the node has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.chunk import ChunkHeader, pack_header, parse_header
+from kvstore.errors import DataLoss
+from kvstore.keys import ROOT_DIGEST
+from kvstore.movement.shared import CLOSE_S_MAX, PROBE_COUNT_MAX
+from kvstore.spec import Exactness, MissReason, Provenance
+from tests.fakes import Switch
+from tests.tiers.test_shared import LOOKUP_S, PATH, World, redeemed
+
+NEVER_S = 1e6
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.sleep(NEVER_S)
+
+
+async def odd(*_: Any) -> Any:
+    raise OSError("nobody expects this")
+
+
+async def one_too_few(keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    return [True] * (len(keys) - 1)
+
+
+async def one_too_many(keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    return [True] * (len(keys) + 1)
+
+
+async def none_at_all(keys: Sequence[bytes], timeout_s: float) -> Any:
+    return None
+
+
+@pytest.mark.parametrize("probe", [one_too_few, one_too_many, none_at_all, odd])
+def test_an_answer_that_is_none_is_a_miss_and_a_failure_of_the_tier(world: World, probe: Any) -> None:
+    async def scenario() -> None:
+        other = world.other
+        other.shared[0].probe = probe
+        for token in range(3):
+            assert (await other.lookup(token)).hit_count == 0
+            assert (await other.fetch(token))[0] == 0
+        assert not other.controller.parts.movement.beyond.tiers[0].is_asked
+        other.is_empty()
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_an_odd_error_loses_one_chunk_and_no_other(world: World, call: str) -> None:
+    """What the device has of the chain comes."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other, opened = world.other, []
+        await other.keep(1, 2)
+        other.forget_memory()
+        tier = other.shared[0]
+        real = tier.open
+
+        async def opens(name: Any) -> Any:
+            if call == "open":
+                await odd()
+            opened.append(await real(name))
+            opened[-1].read = odd
+            return opened[-1]
+
+        tier.open = opens
+        assert await other.fetch(*PATH) == (2, MissReason.UNAVAILABLE)
+        assert all(each._is_closed for each in opened)
+        assert other.controller.stats().ghost_count == 0
+
+    world.run(scenario)
+
+
+HEADERS: list[dict[str, Any]] = [
+    {"chain_digest": b"x" * 32},
+    {"parent": b"x" * 32},
+    {"namespace": b"x" * 32},
+    {"fingerprint": b"x" * 32},
+    {"tenant_digest": b"x" * 16},
+    {"provenance": Provenance.STANDALONE},
+    {"exactness": Exactness.DERIVED},
+]
+
+
+@pytest.mark.parametrize("wrong", HEADERS, ids=lambda wrong: next(iter(wrong)))
+def test_a_header_that_names_another_chunk_is_not_believed(world: World, wrong: dict[str, Any]) -> None:
+    """Under the right key, and whole by its own checksum."""
+
+    async def scenario() -> None:
+        await world.one.give(1)
+        ((key, value),) = world.engine.values.items()
+        layout = world.one.layout
+        header: ChunkHeader = replace(parse_header(np.frombuffer(value, np.uint8), layout), **wrong)
+        world.engine.values[key] = pack_header(header, layout) + value[layout.header_bytes :]
+        assert await world.other.fetch(1) == (0, MissReason.CORRUPT)
+        world.other.is_empty()
+
+    world.run(scenario)
+
+
+def test_a_header_that_cannot_be_kept_leaves_nothing_open(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        tier, opened = world.other.shared[0], []
+        real = tier.open
+
+        async def opens(name: Any) -> Any:
+            chunk = await real(name)
+            chunk.header = replace(chunk.header, checksums=chunk.header.checksums[:1], first_position=-1)
+            opened.append(chunk)
+            return chunk
+
+        tier.open = opens
+        assert (await world.other.fetch(1))[0] == 0
+        assert [each._is_closed for each in opened] == [True]
+        world.other.is_empty()
+
+    world.run(scenario)
+
+
+def test_a_tier_that_is_busy_with_others_is_waited_for(world: World) -> None:
+    """It answers one call after the other; the last of them has waited for longer than a stalled tier is given."""
+
+    async def scenario() -> None:
+        path = tuple(range(1, 12))
+        await world.one.give(*path)
+        tier, turn = world.other.shared[0], asyncio.Lock()
+        real = tier.open
+
+        async def opens(name: Any) -> Any:
+            async with turn:
+                await asyncio.sleep(0.4)
+                return await real(name)
+
+        tier.open = opens
+        assert await world.other.fetch(*path) == (11, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_call_that_never_ends_is_given_up(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        other.shared[0].open = never
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        await asyncio.sleep(120.0)
+        other.is_empty()
+
+    world.run(scenario)
+
+
+def test_a_write_that_is_refused_oddly_costs_the_node_nothing(world: World) -> None:
+    """Even an engine that calls what it was given damaged."""
+
+    async def scenario() -> None:
+        async def condemns(*_: Any) -> None:
+            raise DataLoss("your chunk is bad")
+
+        one = world.one
+        one.shared[0].write = condemns
+        await one.give(1)
+        assert [row in one.mapped for row in one.mapped.rows()] == [True]
+        assert one.counters()["quarantined_chunks"] == 0
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("close", [odd, never])
+def test_a_stop_is_clean_whatever_an_engine_does(world: World, close: Any) -> None:
+    async def scenario() -> None:
+        one, loop = world.one, asyncio.get_running_loop()
+        await one.give(*PATH)
+        one.shared[0].close = close
+        began_s = loop.time()
+        await one.restart()
+        assert loop.time() - began_s < CLOSE_S_MAX + 1.0
+        assert all(map(one.device.is_proven, one.device.rows())), "the device's snapshot was taken"
+
+    world.run(scenario)
+
+
+def test_a_chunk_whose_parent_is_still_coming_stays(world: World) -> None:
+    """Two fetches share a prefix. What the second one adds is there before the prefix is."""
+
+    async def scenario() -> None:
+        path = (1, 2, 3, 4)
+        await world.one.give(*path)
+        other = world.other
+        tier, slow = other.shared[0], [0.5, 0.5]
+        real = tier.open
+
+        async def opens(name: Any) -> Any:
+            await asyncio.sleep(slow.pop() if slow else 0.0)
+            return await real(name)
+
+        tier.open = opens
+        first = asyncio.ensure_future(other.fetch(1, 2))
+        await asyncio.sleep(0.1)
+        assert await other.fetch(*path) == (4, MissReason.NONE)
+        assert await first == (2, MissReason.NONE)
+        assert (other.controller.stats().chunk_count, other.controller.stats().ghost_count) == (4, 0)
+
+    world.run(scenario)
+
+
+def test_what_was_stored_meanwhile_is_read_beside_a_load_that_stalls(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        assert (await other.lookup(1)).hit_count == 1
+        world.switches.turn_on(Switch.STALLED)
+        assert await other.fetch(1) == (0, MissReason.UNAVAILABLE)
+        await other.keep(1, 2)
+        other.drop(other.row(1, 2))
+        assert await other.fetch(1, 2) == (2, MissReason.NONE), "the second chunk is on the device"
+
+    world.run(scenario)
+
+
+def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> None:
+    """A chunk leaves while shared tiers are asked."""
+
+    async def scenario() -> None:
+        other = world.other
+        await other.store(other.session, 1, 2)
+        world.switches.turn_on(Switch.STALLED)
+        asked = asyncio.ensure_future(other.lookup(*PATH, readers=1))
+        await asyncio.sleep(LOOKUP_S / 2)
+        other.controller.parts.movement.remove(other.row(1, 2), MissReason.EVICTED)
+        found = await asked
+        assert found.hit_count == 1
+        assert await redeemed(other, found.ticket) == 1
+
+    world.run(scenario)
+
+
+def test_a_chain_that_turns_back_leaves_no_rows(world: World) -> None:
+    async def scenario() -> None:
+        other = world.other
+        world.switches.turn_on(Switch.LYING)
+        query = other.query(1, 2)
+        first, second = query.digests
+        for digests in ([first, first], [first, second, first], [ROOT_DIGEST, first], [first, ROOT_DIGEST, second]):
+            result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
+            other.controller.release(other.session, [result.lease_id])
+            await asyncio.sleep(0.1)
+            other.is_empty()
+
+    world.run(scenario)
+
+
+def test_a_fetch_of_what_others_have_finds_no_namespace_here(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """limits.namespace_count_max refuses stores, not fetches."""
+
+    async def scenario() -> None:
+        world.switches.turn_on(Switch.LYING)
+        monkeypatch.setattr(world.other.controller.parts.catalog.spaces, "_count_max", 0)
+        assert await world.other.fetch(1) == (0, MissReason.COLD)
+
+    world.run(scenario)
+
+
+def test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for(world: World) -> None:
+    """Nobody else is answered meanwhile."""
+
+    async def scenario() -> None:
+        controller, named = world.other.controller, []
+        names = controller.parts.movement.names
+        real = names.key
+
+        def key(*arguments: Any) -> bytes:
+            named.append(arguments)
+            return real(*arguments)
+
+        names.key = key  # type: ignore[method-assign]
+        query = world.other.query(1, hidden_layers=(0, 1))
+        digests = [number.to_bytes(32, "big") for number in range(1, 2000)]
+        await controller.lookup_wide(query._replace(digests=digests))
+        assert 0 < len(named) <= PROBE_COUNT_MAX
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("provenance", Provenance)
+def test_short_chunks_stay_on_their_node(world: World, provenance: Provenance) -> None:
+    """Another node would take one for a chunk of full length, and find it damaged."""
+
+    async def scenario() -> None:
+        one = world.one
+        await one.give(1)
+        catalog, target = one.controller.parts.catalog, one.controller.parts.movement.shared_writes[0].target
+        (row,) = one.mapped.rows()
+        catalog.space_of(row).provenance = provenance
+        assert target.admits(row)
+        catalog.table.token_counts[row] = 4
+        assert not target.admits(row)
+
+    world.run(scenario)
+
+
+def test_those_who_wait_no_longer_are_forgotten(world: World) -> None:
+    """A tier that stalls would keep all of them."""
+
+    async def scenario() -> None:
+        one = world.one
+        one.nvme.write = never  # type: ignore[method-assign]
+        await one.store(one.session, 1)
+        for _ in range(10):
+            await one.controller.settle(one.query(1), 0.01)
+        assert not one.controller.parts.movement.writes[0]._waiters
+
+    world.run(scenario)
