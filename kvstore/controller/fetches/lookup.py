@@ -101,7 +101,7 @@ class Lookups:
         if not readers:
             return found
         walk = self._catalog.walk(spaces, query.digests[: found.hit_count])
-        if walk.hit_count < here_count:  # some of it left while shared tiers were asked: a ticket is for what is here
+        if walk.hit_count < here_count:  # some of it left meanwhile: a ticket is for what is here
             return await self.lookup_long(query, readers)
         return self._held(query, found, walk.chains, readers)
 
