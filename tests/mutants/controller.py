@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "promoted-over-a-newer-one",
         "kvstore/movement/loads.py",
-        "        if not loading.source.is_current(header) or not self._is_reached(row):\n",
-        "        if not self._is_reached(row):\n",
+        "        if row in self._memory:\n            return\n        if not loading.source.is_current(header) or",
+        "        if",
         "a read that ends late puts an older value in a newer one's place",
         ("tests/tiers/test_nvme_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),
     ),
