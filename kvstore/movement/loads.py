@@ -205,11 +205,11 @@ class Loads:
 
     async def _answer(self, loading: Loading, call: Awaitable[Result]) -> Result:
         """What a tier answers. Readers who have waited long enough are told that the chunk is lost for them; its room
-        stays the tier's until the call has ended, for until then bytes may come. Raises KVStoreError alone: an odd
-        error of a tier loses this chunk, and no other."""
+        stays the tier's until the call has ended, for until then bytes may come. An odd error of a shared tier loses
+        this chunk, and no other."""
+        if loading.source.patience_s is None:
+            return await call
         try:
-            if loading.source.patience_s is None:
-                return await call
             with self._patience(loading, loading.source.patience_s):
                 async with asyncio.timeout(ANSWER_S_MAX):
                     return await call

@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "readers-wait-as-long-as-a-tier-stalls",
         LOADS,
-        "            if loading.source.patience_s is None:\n",
-        "            if True:\n",
+        "        if loading.source.patience_s is None:\n",
+        "        if True:\n",
         "a fetch takes its whole deadline when an engine stalls",
         (f"{TESTS}::test_nobody_waits_for_an_engine_that_stalls",),
     ),
@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "a-load-hides-what-memory-has",
         LOADS,
-        "            if row in self._memory:  # also where it was stored while it is being brought\n",
-        "            if False:\n",
+        "            loading = None if row in self._memory else self._loading.get(row)\n",
+        "            loading = self._loading.get(row)\n",
         "what was stored is a miss as long as a tier stalls",
         (f"{ODD}::test_what_was_stored_meanwhile_is_read_beside_a_load_that_stalls",),
     ),
