@@ -199,14 +199,6 @@ MUTANTS = [
         (f"{TESTS}::test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone",),
     ),
     Mutant(
-        "a-load-hides-what-memory-has",
-        LOADS,
-        "            loading = None if row in self._memory else self._loading.get(row)\n",
-        "            loading = self._loading.get(row)\n",
-        "what was stored is a miss as long as a tier stalls",
-        (f"{ODD}::test_what_was_stored_meanwhile_is_read_beside_a_load_that_stalls",),
-    ),
-    Mutant(
         "a-ticket-for-what-left",
         LOOKUP,
         "        if walk.hit_count < here_count:  # some of it left meanwhile: a ticket is for what is here\n",

@@ -222,20 +222,6 @@ def test_a_chunk_whose_parent_is_still_coming_stays(world: World) -> None:
     world.run(scenario)
 
 
-def test_what_was_stored_meanwhile_is_read_beside_a_load_that_stalls(world: World) -> None:
-    async def scenario() -> None:
-        await world.one.give(1)
-        other = world.other
-        assert (await other.lookup(1)).hit_count == 1
-        world.switches.turn_on(Switch.STALLED)
-        assert await other.fetch(1) == (0, MissReason.UNAVAILABLE)
-        await other.keep(1, 2)
-        other.drop(other.row(1, 2))
-        assert await other.fetch(1, 2) == (2, MissReason.NONE), "the second chunk is on the device"
-
-    world.run(scenario)
-
-
 def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> None:
     """A chunk leaves while shared tiers are asked."""
 
