@@ -175,7 +175,7 @@ class SharedSource:
 
     def _forget(self) -> None:
         self._shared.take(self._row)
-        self._beyond.forget(self._chunk.storage_key)
+        self._beyond.was_wrong(self._chunk.storage_key, self._shared)
 
 
 class Whereabouts(NamedTuple):
@@ -191,7 +191,8 @@ class Whereabouts(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What was said of one key, and when; ``shared`` None: that no tier has it, or that it is here."""
+    """What was said of one key, and when: which tier has it, or which one has it not although it said so; None: that
+    it is here, or nowhere."""
 
     at_s: float
     shared: SharedCopies | None
@@ -245,7 +246,7 @@ class Beyond:
             wanted.append(self._keys(spaces, digests))
             await self._clock.sleep(0)  # they may be many, each of many chunks: others are answered in between
         asked = dict.fromkeys(key for chunks in wanted for keys in chunks for key in keys if key)
-        unheard = [key for key in asked if self._heard_of(key) is None][:PROBE_COUNT_MAX]
+        unheard = [key for key in asked if self._may_be_in(self.tiers[-1], key)][:PROBE_COUNT_MAX]
         await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)
         return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
 
@@ -283,18 +284,16 @@ class Beyond:
         have_all_answered = True
         for shared in self.tiers:
             timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
-            answers = await self._ask(shared, keys, timeout_s) if keys and shared.is_asked and timeout_s > 0 else None
-            have_all_answered &= answers is not None
-            rest = []
-            for key, is_there in zip(keys, answers or [False] * len(keys), strict=True):
-                if is_there:
-                    self._remember(key, Heard(self._clock.monotonic(), shared, is_there=True))
-                else:
-                    rest.append(key)
-            keys = rest
+            asked = [key for key in keys if self._may_be_in(shared, key)]
+            answers = await self._ask(shared, asked, timeout_s) if asked and shared.is_asked and timeout_s > 0 else None
+            have_all_answered &= answers is not None or not asked
+            found = {key for key, is_there in zip(asked, answers or [False] * len(asked), strict=True) if is_there}
+            for key in found:
+                self._remember(key, Heard(self._clock.monotonic(), shared, is_there=True))
+            keys = [key for key in keys if key not in found]
         if have_all_answered:
             for key in keys:
-                self.forget(key)
+                self._remember(key, Heard(self._clock.monotonic(), None, is_there=False))
 
     async def _ask(self, shared: SharedCopies, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool] | None:
         """None: no answer. One that is late is counted, and no failure of the tier."""
@@ -320,15 +319,22 @@ class Beyond:
         heard = self._heard.get(key)
         return heard if heard and self._clock.monotonic() - heard.at_s < HEARD_S else None
 
+    def _may_be_in(self, shared: SharedCopies, key: bytes) -> bool:
+        """Whether a tier is to be asked: nothing was heard lately, or only that a faster one was wrong."""
+        heard = self._heard_of(key)
+        if heard is None:
+            return True
+        return not heard.is_there and heard.shared is not None and heard.shared.rank < shared.rank
+
     def _remember(self, key: bytes, heard: Heard) -> None:
         self._heard[key] = heard
         self._heard.move_to_end(key)
         if len(self._heard) > HEARD_COUNT_MAX:
             self._heard.popitem(last=False)
 
-    def forget(self, key: bytes) -> None:
-        """It is nowhere, or is not what it should be."""
-        self._remember(key, Heard(self._clock.monotonic(), None, is_there=False))
+    def was_wrong(self, key: bytes, shared: SharedCopies) -> None:
+        """A tier that was said to have a chunk has it not, or not whole."""
+        self._remember(key, Heard(self._clock.monotonic(), shared, is_there=False))
 
     def written(self, row: int) -> None:
         """A tier has it by now, whatever was heard before."""

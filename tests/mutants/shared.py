@@ -246,4 +246,12 @@ MUTANTS = [
         "waiters of a tier that stalls grow without end",
         (f"{ODD}::test_those_who_wait_no_longer_are_forgotten",),
     ),
+    Mutant(
+        "a-tier-that-was-wrong-hides-the-others",
+        SHARED,
+        "        return not heard.is_there and heard.shared is not None and heard.shared.rank < shared.rank\n",
+        "        return False\n",
+        "one damaged copy keeps every node from the good one",
+        (f"{TESTS}::test_a_tier_that_was_wrong_hides_no_slower_one_and_is_mended",),
+    ),
 ]

@@ -69,11 +69,24 @@ class Node(DeviceService):
         """Digests of chunks that no tier holds and something still refers to."""
         return [digest for space in self.controller.parts.catalog.spaces.numbered for digest in space.ghosts]
 
+    def key(self, *path: int) -> bytes:
+        """The storage key of the last chunk of a path."""
+        parts, query = self.controller.parts, self.query(*path)
+        return parts.storage_key(parts.catalog.model(self.model).seen(None, query.exactness), query.digests[-1])
+
     def is_empty(self) -> None:
         """Nothing is left of what did not come."""
         stats = self.controller.stats()
         assert (stats.chunk_count, stats.used_bytes, stats.lease_count, stats.loading_bytes) == (0, 0, 0, 0)
         assert not self.ghosts()
+
+
+def spoil(engine: Engine, node: Node, *path: int) -> None:
+    """A bit of the first strip of the path's last chunk flips in the engine."""
+    key = node.key(*path)
+    value = bytearray(engine.values[key])
+    value[node.layout.header_bytes] ^= 1
+    engine.values[key] = bytes(value)
 
 
 class World:
@@ -87,14 +100,6 @@ class World:
     @property
     def engine(self) -> Engine:
         return ENGINES[self.settings.engine]
-
-    def spoil(self, *path: int) -> None:
-        """A bit of the first strip of the path's last chunk flips in the engine."""
-        parts, query = self.one.controller.parts, self.one.query(*path)
-        key = parts.storage_key(parts.catalog.model(self.one.model).seen(None, query.exactness), query.digests[-1])
-        value, at = bytearray(self.engine.values[key]), self.one.layout.header_bytes
-        value[at] ^= 1
-        self.engine.values[key] = bytes(value)
 
     def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
         run([self.one, self.other], scenario)
@@ -222,7 +227,7 @@ def test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store(
         assert await other.fetch(*PATH) == (0, MissReason.CORRUPT)
         other.is_empty()
         world.switches.turn_off()
-        world.spoil(1)
+        spoil(world.engine, world.one, 1)
         await other.give(*PATH)
         third = Node(lambda: EngineTier(world.settings))
         await third.start()
@@ -374,6 +379,32 @@ def test_the_fastest_tier_that_has_a_chunk_is_read(tmp_path: Path) -> None:
             await other.lookup(9)
             await asyncio.sleep(5.0)
         assert await other.fetch(*PATH) == (3, MissReason.NONE), "the objects have all of it"
+
+    run([one, other], scenario)
+
+
+def test_a_tier_that_was_wrong_hides_no_slower_one_and_is_mended(tmp_path: Path) -> None:
+    """The engine has a damaged chunk, lacks one although it says so, and gets both from the objects."""
+    settings = EngineSettings(engine=str(tmp_path))
+    objects = ObjectSettings(directory=tmp_path / "objects")
+    makers = [lambda: EngineTier(settings), lambda: ObjectTier(objects, InlineWorkers())]
+    one, other = (Node(*makers) for _ in range(2))
+
+    async def scenario() -> None:
+        await one.give(*PATH)
+        engine = ENGINES[str(tmp_path)]
+        spoil(engine, one, 1)
+        assert tiers_of(await other.lookup(*PATH)) == [(Tier.REDIS, 3)]
+        del engine.values[one.key(*PATH)]
+        assert await other.fetch(*PATH) == (0, MissReason.CORRUPT)
+        assert tiers_of(await other.lookup(1)) == [(Tier.S3, 1)]
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        await other.quiet()
+        assert len(engine.values) == 3
+        third = Node(makers[0])
+        await third.start()
+        assert await third.fetch(*PATH) == (3, MissReason.NONE)
+        await third.stop(kill=True)
 
     run([one, other], scenario)
 
@@ -536,7 +567,7 @@ def test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone(world: World
 
     async def scenario() -> None:
         await world.one.give(*PATH)
-        world.spoil(1)
+        spoil(world.engine, world.one, 1)
         assert await world.other.fetch(*PATH) == (0, MissReason.CORRUPT)
         world.other.is_empty()
 
