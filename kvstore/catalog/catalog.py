@@ -185,9 +185,9 @@ class Catalog:
         becomes a ghost of its own."""
         row = namespace.ghosts.get(digest)
         if row is not None:
-            self.table.token_counts[row] = token_count
-            if self.table.parents[row] == ROOT_ROW and parent != ROOT_DIGEST:
+            if not self.table.token_counts[row] and parent != ROOT_DIGEST:  # a child named it, no store
                 self._adopt(namespace, row, parent)
+            self.table.token_counts[row] = token_count
             return row
         return self.table.add(namespace.number, digest, self._parent_row(namespace, parent), token_count)
 

@@ -215,6 +215,22 @@ MUTANTS = [
         (f"{ODD}::test_a_chain_that_turns_back_leaves_no_rows",),
     ),
     Mutant(
+        "a-lease-of-a-session-that-ended",
+        FETCH,
+        "        if not session.is_open:  # nobody could give back what it would lease\n",
+        "        if False:\n",
+        "chunks are held by a lease that nobody gives back",
+        (f"{ODD}::test_a_session_that_ends_while_its_fetch_asks_leases_nothing",),
+    ),
+    Mutant(
+        "a-root-is-hung-below-its-child",
+        "kvstore/catalog/catalog.py",
+        "            if not self.table.token_counts[row] and parent != ROOT_DIGEST:  # a child named it, no store\n",
+        "            if self.table.parents[row] == ROOT_ROW and parent != ROOT_DIGEST:\n",
+        "two chains that cross leave rows that hold one another",
+        (f"{ODD}::test_chains_that_cross_leave_no_rows",),
+    ),
+    Mutant(
         "no-namespace-for-a-fetch",
         FETCH,
         "        except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch\n",

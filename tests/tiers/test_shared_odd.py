@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.chunk import ChunkHeader, pack_header, parse_header
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.shared import CLOSE_S_MAX, PROBE_COUNT_MAX
 from kvstore.spec import Exactness, MissReason, Provenance
@@ -250,6 +250,40 @@ def test_a_chain_that_turns_back_leaves_no_rows(world: World) -> None:
             other.controller.release(other.session, [result.lease_id])
             await asyncio.sleep(0.1)
             other.is_empty()
+
+    world.run(scenario)
+
+
+def test_chains_that_cross_leave_no_rows(world: World) -> None:
+    """Two fetches name the same chunks, each the other way round, while the first is on its way."""
+
+    async def scenario() -> None:
+        other = world.other
+        query = other.query(1, 2)
+        world.switches.turn_on(Switch.LYING)
+        await other.controller.lookup_wide(query)
+        world.switches.turn_on(Switch.STALLED)
+        for digests in (query.digests, query.digests[::-1]):
+            result = await other.controller.fetch_wide(other.session, query._replace(digests=digests))
+            other.controller.release(other.session, [result.lease_id])
+        world.switches.turn_off()
+        await asyncio.sleep(10.0)
+        other.is_empty()
+
+    world.run(scenario)
+
+
+def test_a_session_that_ends_while_its_fetch_asks_leases_nothing(world: World) -> None:
+    async def scenario() -> None:
+        other = world.other
+        await other.keep(1)
+        world.switches.turn_on(Switch.STALLED)
+        asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
+        await asyncio.sleep(LOOKUP_S / 2)
+        await other.controller.close_session(other.session)
+        with pytest.raises(Unavailable):
+            await asked
+        assert other.controller.stats().lease_count == 0
 
     world.run(scenario)
 

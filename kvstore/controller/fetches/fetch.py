@@ -10,7 +10,7 @@ from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import ChainQuery, FetchResult, Resident
-from kvstore.errors import DataLoss, Exhausted
+from kvstore.errors import DataLoss, Exhausted, Unavailable
 from kvstore.movement import Loading
 from kvstore.seams import Deadline
 from kvstore.spec import MissReason, Tier
@@ -50,6 +50,8 @@ class Fetches:
         spaces = namespaces_of(self._catalog, query)
         start = self._catalog.walk(spaces, query.digests).hit_count
         found = await beyond.find(spaces, query.digests[start:], deadline.left_s)
+        if not session.is_open:  # nobody could give back what it would lease
+            raise Unavailable("the session ended while its fetch asked shared tiers")
         if not found:
             return self.fetch(session, query)
         try:
