@@ -32,10 +32,6 @@ class Eviction:
         self._faults = faults
         self._counters = counters
 
-    def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
-        """See ``tiers.Evictor``."""
-        return self.make_room(helps, enough)
-
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
         """See ``tiers.Evictor``. Cost: a look at every row of the tier."""
         wanted, copies = set(residencies), self._copies
@@ -46,12 +42,12 @@ class Eviction:
             self._give_up(row)
         return True
 
-    def make_room(
+    def evict(
         self, helps: Callable[[Residency], bool], enough: Callable[[], bool], keep: frozenset[int] = frozenset(),
         *, last_copies: bool = True,
     ) -> bool:  # fmt: skip
-        """Give up copies until ``enough``; none of ``keep``, and none that is held. Without ``last_copies`` only what a
-        slower tier has too. Returns whether it came to ``enough``."""
+        """See ``tiers.Evictor``. None of ``keep`` goes, and none that is held; without ``last_copies`` only what a
+        slower tier has too."""
         for may_go in self._passes(helps, last_copies=last_copies):
 
             def eligible(row: int, may_go: Eligible = may_go) -> bool:

@@ -32,13 +32,8 @@ class Room:
             return placement is not None
 
         while placement is None:
-            if not self._eviction.make_room(_any, fits, keep, last_copies=evict_unwritten):
+            if not self._eviction.evict(lambda _: True, fits, keep, last_copies=evict_unwritten):
                 if not self._revoke_stale():
                     return None
                 placement = self._arena.allocate(piece_bytes)
         return placement
-
-
-def _any(_: int) -> bool:
-    """Whatever leaves memory makes room."""
-    return True
