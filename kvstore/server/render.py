@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import lru_cache
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from kvstore import __version__
+from kvstore.catalog import Event, EventBatch
 from kvstore.controller import (
     Arrival,
     ChainQuery,
@@ -23,8 +26,7 @@ from kvstore.controller import (
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.seams import Pauses
-from kvstore.spec import Exactness, Provenance
-from kvstore.tiers import TierStatistics
+from kvstore.spec import EventKind, Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire.bounds import check_parts
@@ -32,6 +34,7 @@ from kvstore.wire.bounds import check_parts
 POSITION_STOP = 1 << 63
 """Room for the longest chain behind it before a header's 64 bits end."""
 RENDER_BATCH = 256
+Rendered = TypeVar("Rendered", bound=Message)
 _PROVENANCE = {0: Provenance.IN_CONTEXT, 1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
@@ -185,10 +188,6 @@ def render_settled(settled: Settled) -> pb.StoreResponse:
     )
 
 
-def _tier_stats(stats: TierStatistics) -> admin_pb2.TierStats:
-    return admin_pb2.TierStats(**asdict(stats))
-
-
 def render_store(result: StoreResult) -> pb.StoreResponse:
     return pb.StoreResponse(
         reservation_id=result.reservation_id,
@@ -209,38 +208,43 @@ def render_stats(
         uptime_seconds=uptime_seconds,
         server_pid=server_pid,
         tenant=tenant,
-        arena=admin_pb2.ArenaStats(
-            capacity_bytes=stats.capacity_bytes,
-            prefaulted_bytes=stats.prefaulted_bytes,
-            used_bytes=stats.used_bytes,
-            leased_bytes=stats.leased_bytes,
-            region_count=stats.region_count,
-            chunk_count=stats.chunk_count,
-            reserved_bytes=stats.reserved_bytes,
-        ),
-        sessions=admin_pb2.SessionStats(
-            session_count=stats.session_count,
-            reservation_count=stats.reservation_count,
-            lease_count=stats.lease_count,
-            staging_bytes=stats.staging_bytes,
-            stream_count=stats.stream_count,
-            ticket_count=stats.ticket_count,
-            ticket_bytes=stats.ticket_bytes,
-            watcher_count=stats.watcher_count,
-        ),
-        models=[
-            admin_pb2.ModelStats(
-                model_id=model.model_id,
-                fingerprint=model.fingerprint,
-                chunk_count=model.chunk_count,
-                byte_count=model.byte_count,
-            )
-            for model in stats.models
-        ],
+        arena=_alike(admin_pb2.ArenaStats, stats),
+        sessions=_alike(admin_pb2.SessionStats, stats),
+        models=[_alike(admin_pb2.ModelStats, each) for each in stats.models],
         counters=stats.counters,
-        tiers=[_tier_stats(each) for each in stats.tiers],
+        tiers=[_alike(admin_pb2.TierStats, each) for each in stats.tiers],
         tier_problem=stats.tier_problem,
         backlog_chunk_count=stats.backlog_count,
         loading_bytes=stats.loading_bytes,
         descriptor_count=descriptor_count,
+    )
+
+
+def _alike(kind: type[Rendered], value: object) -> Rendered:
+    """A message with all of a value's attributes that it has a field for."""
+    names = [field.name for field in kind.DESCRIPTOR.fields if hasattr(value, field.name)]
+    return kind(**{name: getattr(value, name) for name in names})
+
+
+def render_news(news: EventBatch) -> pb.WatchResponse:
+    """What happened, and after it the gap if there is one."""
+    events = [_event(each) for each in news.events]
+    if news.lost_count:
+        gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]
+        events.append(gap)
+    return pb.WatchResponse(events=events)
+
+
+def _event(event: Event) -> pb.ChunkEvent:
+    space = event.space
+    return pb.ChunkEvent(
+        sequence=event.sequence,
+        kind=event.kind,  # type: ignore[arg-type]
+        fingerprint=space.fingerprint,
+        model_id=space.model_spec.model_id if space.model_spec is not None else "",
+        digest=event.digest,
+        parent=event.parent,
+        token_count=event.token_count,
+        tier=event.tier,  # type: ignore[arg-type]
+        reason=event.reason,  # type: ignore[arg-type]
     )

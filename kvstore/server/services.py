@@ -10,7 +10,6 @@ from kvstore.seams import Clock, Deadline
 from kvstore.seams.memory import descriptor_count
 from kvstore.server import render
 from kvstore.server.rpc import Context
-from kvstore.server.watching import render_news
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import METADATA_SESSION, spec_from_message
@@ -103,7 +102,7 @@ class CacheService:
         try:
             yield pb.WatchResponse(sequence=self._controller.event_sequence, epoch=self._epoch)
             while (news := await watcher.take(WATCH_BATCH_COUNT_MAX)) is not None:
-                yield render_news(news)
+                yield render.render_news(news)
         finally:
             self._controller.unwatch(session, watcher)
 
