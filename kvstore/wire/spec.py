@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerKind, LayerSpec, ModelSpec, RopeSpec
 from kvstore.v1 import cache_pb2 as pb
 
 _KINDS = (LayerKind.FULL, LayerKind.SLIDING_WINDOW, LayerKind.RECURRENT, LayerKind.CROSS, LayerKind.NONE)
+_LAYER = ("kv_heads", "k_dim", "v_dim", "window", "group")
+_ROPE = ("theta", "kind", "rotary_dim")
+_SPEC = (
+    "model_id", "weights_digest", "adapter_id", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype",
+    "chunk_tokens", "mla", "keeps_e", "tokenizer_digest",
+)  # fmt: skip
+"""The fields that are one number or text, and are called the same on both sides."""
+
+
+def _plain(found: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in names}
 
 
 def spec_to_message(spec: ModelSpec) -> pb.ModelSpec:
     """The spec as a message."""
+    factors = [pb.RopeFactor(name=name, value=value) for name, value in spec.rope.factors]
     return pb.ModelSpec(
-        model_id=spec.model_id,
-        weights_digest=spec.weights_digest,
-        adapter_id=spec.adapter_id,
-        layers=[
-            pb.LayerSpec(
-                kind=_KINDS.index(layer.kind) + 1,  # type: ignore[arg-type]  # enum numbers are plain ints at run time
-                kv_heads=layer.kv_heads,
-                k_dim=layer.k_dim,
-                v_dim=layer.v_dim,
-                window=layer.window,
-                group=layer.group,
-            )
-            for layer in spec.layers
-        ],
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
-        cache_dtype=spec.cache_dtype,
-        hidden_dtype=spec.hidden_dtype,
-        rope=pb.RopeSpec(
-            theta=spec.rope.theta,
-            kind=spec.rope.kind,
-            rotary_dim=spec.rope.rotary_dim,
-            factors=[pb.RopeFactor(name=name, value=value) for name, value in spec.rope.factors],
-            mrope=spec.rope.mrope,
-        ),
-        chunk_tokens=spec.chunk_tokens,
-        mla=spec.mla,
+        **_plain(spec, _SPEC),
+        layers=[pb.LayerSpec(kind=_KINDS.index(each.kind) + 1, **_plain(each, _LAYER)) for each in spec.layers],  # type: ignore[arg-type]  # enum numbers are plain ints at run time
+        rope=pb.RopeSpec(**_plain(spec.rope, _ROPE), factors=factors, mrope=spec.rope.mrope),
         scales=[pb.LayerScales(k=k, v=v) for k, v in spec.scales],
-        keeps_e=spec.keeps_e,
-        tokenizer_digest=spec.tokenizer_digest,
     )
 
 
@@ -50,35 +38,11 @@ def spec_from_message(message: pb.ModelSpec) -> ModelSpec:
     for layer in message.layers:
         if not 1 <= layer.kind <= len(_KINDS):
             raise InvalidRequest(f"layer kind {layer.kind} is unknown to this version")
+    rope = message.rope
+    factors = tuple((factor.name, factor.value) for factor in rope.factors)
     return ModelSpec(
-        model_id=message.model_id,
-        weights_digest=message.weights_digest,
-        adapter_id=message.adapter_id,
-        layers=tuple(
-            LayerSpec(
-                kind=_KINDS[layer.kind - 1],
-                kv_heads=layer.kv_heads,
-                k_dim=layer.k_dim,
-                v_dim=layer.v_dim,
-                window=layer.window,
-                group=layer.group,
-            )
-            for layer in message.layers
-        ),
-        hidden_size=message.hidden_size,
-        vocab_size=message.vocab_size,
-        cache_dtype=message.cache_dtype,
-        hidden_dtype=message.hidden_dtype,
-        rope=RopeSpec(
-            theta=message.rope.theta,
-            kind=message.rope.kind,
-            rotary_dim=message.rope.rotary_dim,
-            factors=tuple((factor.name, factor.value) for factor in message.rope.factors),
-            mrope=tuple(message.rope.mrope),
-        ),
-        chunk_tokens=message.chunk_tokens,
-        mla=message.mla,
+        **_plain(message, _SPEC),
+        layers=tuple(LayerSpec(kind=_KINDS[each.kind - 1], **_plain(each, _LAYER)) for each in message.layers),
+        rope=RopeSpec(**_plain(rope, _ROPE), factors=factors, mrope=tuple(rope.mrope)),
         scales=tuple((scales.k, scales.v) for scales in message.scales),
-        keeps_e=message.keeps_e,
-        tokenizer_digest=message.tokenizer_digest,
     )
