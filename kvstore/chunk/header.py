@@ -83,6 +83,10 @@ class ChunkHeader:
     checksums: Checksums = field(repr=False, compare=False)
     stored: StoredStrips | None = field(default=None, repr=False, compare=False)
 
+    def checksums_of(self, first: int, stop: int) -> bytes:
+        """What strips ``first .. stop`` check to: 16 bytes each."""
+        return self.checksums[first:stop].tobytes()
+
 
 def write_mark(write_id: bytes) -> int:
     """The first 8 bytes of a write id as a number: what the catalog keeps of it."""

@@ -75,6 +75,11 @@ class ChunkLayout:
         """Layer -> index of its slab. Layers that keep nothing are absent."""
         return {slab.layer: index for index, slab in enumerate(self.slabs)}
 
+    def strips_of(self, slabs: range) -> tuple[int, int]:
+        """The numbers of the first strip of some slabs, and of the one after their last."""
+        last = self.slabs[slabs.stop - 1]
+        return self.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
+
     @cached_property
     def slab_firsts(self) -> NDArray[np.intp]:
         """Number of each slab's first strip."""

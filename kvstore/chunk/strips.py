@@ -88,9 +88,7 @@ def slab_runs(
         size, stop = 0, first
         while size < data.size:
             size, stop = size + layout.slabs[stop].byte_count, stop + 1
-        last = layout.slabs[stop - 1]
-        strips = layout.slabs[first].strip_first, last.strip_first + last.strip_count
-        runs.append((data, strip_run(layout, storage_key, write_id, *strips)))
+        runs.append((data, strip_run(layout, storage_key, write_id, *layout.strips_of(range(first, stop)))))
         first = stop
     return runs
 

@@ -132,5 +132,5 @@ def account(
     return TierStatistics(
         name=name, state="up", capacity_bytes=capacity_bytes, file_bytes=held_bytes, allocated_bytes=held_bytes,
         free_bytes=0, quarantined_bytes=0, overhead_bytes=0, chunk_count=chunk_count, read_bytes=read_bytes,
-        written_bytes=written_bytes, verified_bytes=read_bytes,
+        written_bytes=written_bytes,
     )  # fmt: skip

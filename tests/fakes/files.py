@@ -241,7 +241,7 @@ class FilesTier:
             name=self.name, state="up", capacity_bytes=self._capacity_bytes, file_bytes=held, allocated_bytes=held,
             free_bytes=0, quarantined_bytes=0, overhead_bytes=0,
             chunk_count=len(self._sizes.keys() - self._doomed - self._unlinked), read_bytes=self._read_bytes,
-            written_bytes=self._written_bytes, verified_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
         )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class DramTier:
         self._readers: dict[Residency, int] = {}
         self._leaving: dict[Residency, Placement] = {}
         """Copies that were given up while somebody had them open."""
-        self._read_bytes = self._written_bytes = self._verified_bytes = 0
+        self._read_bytes = self._written_bytes = 0
 
     async def recover(self, evictor: Evictor) -> Recovered:
         """Memory keeps nothing over a start."""
@@ -124,7 +124,6 @@ class DramTier:
     def was_read(self, byte_count: int) -> None:
         """Count bytes that were read and passed their checksums."""
         self._read_bytes += byte_count
-        self._verified_bytes += byte_count
 
     def closed(self, residency: Residency) -> None:
         """A reader is done."""
@@ -174,7 +173,6 @@ class DramTier:
             name=self.name, state="up", capacity_bytes=self._arena.capacity_bytes, file_bytes=total,
             allocated_bytes=used, free_bytes=total - used, quarantined_bytes=0, overhead_bytes=0,
             chunk_count=len(self._placements), read_bytes=self._read_bytes, written_bytes=self._written_bytes,
-            verified_bytes=self._verified_bytes,
         )  # fmt: skip
 
 
@@ -198,8 +196,7 @@ class DramChunk:
         header, layout = self.header, self._layout
         copies: list[Copy] = []
         for slab, into in zip(slabs, host_memory(target), strict=True):
-            first, stop = self._strips(range(slab, slab + 1))
-            strips = strip_run(layout, header.storage_key, header.write_id, first, stop)
+            strips = strip_run(layout, header.storage_key, header.write_id, *layout.strips_of(range(slab, slab + 1)))
             copies.append((strips, self._placement.pieces[1 + slab], into))
         good = await done(self._workers, copy_slabs, copies, self._expected(slabs))
         self._was_read(slabs, good)
@@ -210,15 +207,9 @@ class DramChunk:
         runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, pieces)
         self._was_read(slabs, await done(self._workers, are_right, runs, self._expected(slabs)))
 
-    def _strips(self, slabs: range) -> tuple[int, int]:
-        """The numbers of the first strip of some slabs, and of the one after their last."""
-        last = self._layout.slabs[slabs.stop - 1]
-        return self._layout.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
-
     def _expected(self, slabs: range) -> bytes:
         """What the strips check to."""
-        first, stop = self._strips(slabs)
-        return self.header.checksums[first:stop].tobytes()
+        return self.header.checksums_of(*self._layout.strips_of(slabs))
 
     def _was_read(self, slabs: range, good: bool) -> None:
         if not good:

@@ -80,7 +80,7 @@ class NvmeChunk:
         offset, byte_count = self._place(slabs)
         header = self.header
         if header.encoding == "raw":
-            strips = strip_run(self._layout, header.storage_key, header.write_id, *self._strips(slabs))
+            strips = strip_run(self._layout, header.storage_key, header.write_id, *self._layout.strips_of(slabs))
             place = (self._region.descriptor, offset, byte_count)
             good = await self._owner.run_read(check_raw, self._io, place, strips, self._expected(slabs))
             self._was_read(slabs, good, byte_count)
@@ -95,15 +95,9 @@ class NvmeChunk:
             raise DataLoss("the chunk does not end where its slot does", reason="slot")
         return self._region.offset(self._slot) + start, byte_count
 
-    def _strips(self, slabs: range) -> tuple[int, int]:
-        """The numbers of the first strip of some slabs, and of the one after their last."""
-        last = self._layout.slabs[slabs.stop - 1]
-        return self._layout.slabs[slabs.start].strip_first, last.strip_first + last.strip_count
-
     def _expected(self, slabs: range) -> bytes:
         """What the strips check to."""
-        first, stop = self._strips(slabs)
-        return self.header.checksums[first:stop].tobytes()
+        return self.header.checksums_of(*self._layout.strips_of(slabs))
 
     def _was_read(self, slabs: range, good: bool, byte_count: int) -> None:
         if not good:

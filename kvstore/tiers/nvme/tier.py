@@ -93,7 +93,7 @@ class NvmeTier:
         self._sync = GroupSync(disk, faults, lambda function: self._run(keepers, function))
         self._growing = asyncio.Lock()
         self._pace = {workers: Pace() for workers in (readers, writers, keepers)}
-        self._read_bytes = self._written_bytes = self._verified_bytes = 0
+        self._read_bytes = self._written_bytes = 0
         self._evictor: Evictor | None = None
         self._in_flight: Counter[bytes] = Counter()
         """Storage keys of chunks that are being written."""
@@ -299,7 +299,6 @@ class NvmeTier:
     def was_read(self, byte_count: int) -> None:
         """Count bytes that were read and passed their checksums."""
         self._read_bytes += byte_count
-        self._verified_bytes += byte_count
 
     def closed(self, region: RegionFile, slot: int) -> None:
         """A reader is done."""
@@ -384,7 +383,6 @@ class NvmeTier:
             chunk_count=sum(region.used_count for region in regions),
             read_bytes=self._read_bytes,
             written_bytes=self._written_bytes,
-            verified_bytes=self._verified_bytes,
         )
 
 
