@@ -14,7 +14,8 @@ import pytest
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.simulated import InlineWorkers, LoopClock, SimulatedDisk, simulate
 from kvstore.spec import Encoding
-from kvstore.tiers.nvme import FutureFormat, NvmeTier
+from kvstore.tiers import NotOurs
+from kvstore.tiers.nvme import NvmeTier
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk, holds, layouts, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import HOME, columns_of, nvme_tier, proven
@@ -109,7 +110,7 @@ async def survivors(files: Files, encoding: Encoding) -> set[int] | None:
         disk.write_file(HOME / name, data)
     try:
         tier = tier_on(disk, encoding)
-    except FutureFormat:
+    except NotOurs:
         return None
     columns = (await tier.recover(KeepsAll())).columns
     balance(tier)

@@ -14,7 +14,8 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.spec import ChunkState, Durability, LayerSpec, MissReason
-from kvstore.tiers.nvme import Directory, FutureFormat
+from kvstore.tiers import NotOurs
+from kvstore.tiers.nvme import Directory
 from tests.specs import small_spec
 from tests.tiers.service import HOME, KIB, SEED, DeviceService, refused
 
@@ -373,7 +374,8 @@ def test_a_future_format_is_refused_and_untouched(service: DeviceService, change
         before = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
         for _ in range(2):
             error = await refused(service)
-            assert isinstance(error, FutureFormat)
+            assert isinstance(error, NotOurs)
+            assert "a newer kvstore" in error.message
             assert "tiers.nvme.directory" in error.message
         after = {name: service.disk.read_file(HOME / name) for name in service.disk.names(HOME)}
         assert after == before

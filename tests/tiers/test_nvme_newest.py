@@ -13,7 +13,8 @@ from kvstore.errors import KVStoreError
 from kvstore.seams import FaultPoints
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
-from kvstore.tiers.nvme import Directory, FutureFormat, directory, newest
+from kvstore.tiers import NotOurs
+from kvstore.tiers.nvme import Directory, directory, newest
 from tests.tiers.service import HOME, refused
 from tests.tiers.values import ValueService
 
@@ -268,7 +269,7 @@ def test_a_release_that_does_not_know_which_is_the_newest_does_not_open_the_dire
         await service.stop(kill=kill)
         with monkeypatch.context() as earlier:
             earlier.setattr(directory, "KNOWN_FEATURES", frozenset())
-            assert isinstance(await refused(service), FutureFormat)
+            assert isinstance(await refused(service), NotOurs)
         await service.start()
         assert await service.get() == NEW
         await service.stop()

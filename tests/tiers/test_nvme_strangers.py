@@ -12,8 +12,8 @@ from kvstore.errors import DataLoss
 from kvstore.seams import FaultPoints, TenantKeys
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import MissReason
-from kvstore.tiers import IndexColumns
-from kvstore.tiers.nvme import Directory, ForeignDirectory
+from kvstore.tiers import IndexColumns, NotOurs
+from kvstore.tiers.nvme import Directory
 from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.newest import NEWEST_FILE, Newest
@@ -31,7 +31,7 @@ def test_another_tenants_directory_is_refused_and_untouched(first: str, second: 
     theirs.end(Snapshot(IndexColumns()))
     theirs.close()
     before = {name: disk.read_file(HOME / name) for name in disk.names(HOME)}
-    with pytest.raises(ForeignDirectory, match="Nothing was changed"):
+    with pytest.raises(NotOurs, match="another tenant"):
         Directory(HOME, disk, FaultPoints(), second)
     assert {name: disk.read_file(HOME / name) for name in disk.names(HOME)} == before
     again = Directory(HOME, disk, FaultPoints(), first)

@@ -34,7 +34,7 @@ Regions of one slot size begin small and double. All of them together never pass
 - ``recovery``   what the slots hold, in bulk
 """
 
-from kvstore.tiers.nvme.directory import Directory, ForeignDirectory, FutureFormat, Snapshot
+from kvstore.tiers.nvme.directory import Directory, Snapshot
 from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -42,8 +42,6 @@ from kvstore.tiers.nvme.tier import NvmeTier
 __all__ = [
     "DeviceIO",
     "Directory",
-    "ForeignDirectory",
-    "FutureFormat",
     "NvmeTier",
     "PosixIO",
     "Regions",

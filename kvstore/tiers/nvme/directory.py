@@ -89,13 +89,13 @@ class Directory:
         minimum, features = found.get("minimum_reader", FORMAT), found.get("features", [])
         unknown = set(map(str, features)) - KNOWN_FEATURES if isinstance(features, list) else {str(features)}
         if not isinstance(minimum, int) or minimum > FORMAT or unknown:
-            raise FutureFormat(
+            raise NotOurs(
                 f"{self.path} was written by a newer kvstore (format {found.get('format')}, needs a reader of "
                 f"{minimum}{', features ' + ', '.join(sorted(unknown)) if unknown else ''}; this one reads {FORMAT}): "
                 "start that release, or set tiers.nvme.directory to another directory. Nothing was changed"
             )
         if found and found.get("owner", "") != self._owner:
-            raise ForeignDirectory(
+            raise NotOurs(
                 f"{self.path} was written by another tenant, or by this one with another secret: give it back the "
                 "secret it had (tenants.NAME.secret_file), or move the directory away. Nothing was changed"
             )
@@ -203,14 +203,6 @@ class Directory:
         self._faults.reach("nvme.replace")
         self._disk.rename(fresh, self.path / name)
         self._disk.sync_directory(self.path)
-
-
-class FutureFormat(NotOurs):
-    """The directory was written by a newer release."""
-
-
-class ForeignDirectory(NotOurs):
-    """The directory is another tenant's."""
 
 
 def _pack(columns: IndexColumns) -> bytes:

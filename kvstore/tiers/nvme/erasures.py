@@ -76,7 +76,7 @@ class Erasures:
             self._regions.was_read(region, slot)
 
     async def note(self, writes: Mapping[bytes, int]) -> None:
-        """See ``NvmeTier.supersede``: where something older may lie that nobody can erase, write down what is newer.
+        """See ``LocalTier.supersede``: where something older may lie that nobody can erase, write down what is newer.
         Raises KVStoreError."""
         async with self._noting:
             unseen = self._unseen()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ SCANNED = RESIDENCY_STOP
 _log = logging.getLogger("kvstore.nvme")
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedSlot:
+class ScannedSlot(NamedTuple):
     """One copy that a scan met."""
 
     residency: Residency
@@ -200,14 +200,15 @@ class Gathered:
 
     def add(self, file: str, found: Sequence[ScannedSlot]) -> None:
         """Chunks of one region file."""
-        for residency, header in ((each.residency, each.header) for each in found):
+        for residency, header in found:
             mark = write_mark(header.write_id)
             if header.kind is CacheKind.OPAQUE:
                 if self._newest.is_stale(header.storage_key, mark, (file, residency & 0xFFFFFFFF)):
                     self._stale.append(residency)
                     continue
                 self._replaceable.setdefault(header.storage_key, []).append(len(self._rows))
-            space = self._spaces.setdefault(_space(header), len(self._spaces))
+            name = header.fingerprint, header.provenance, header.exactness
+            space = self._spaces.setdefault(name, len(self._spaces))
             self._rows.append((residency, mark, header.token_count, space))
             self._digests.append(header.chain_digest)
             self._parents.append(header.parent)
@@ -242,7 +243,3 @@ class Gathered:
         if doubtful:
             _log.error("of several writes under one key nobody knows the newest", extra={"chunks": len(doubtful)})
         return sorted(set(doubtful))
-
-
-def _space(header: ChunkHeader) -> SpaceName:
-    return header.fingerprint, header.provenance, header.exactness

@@ -320,8 +320,7 @@ class NvmeTier:
             await self.erasures.tidy()
 
     async def quarantine(self, residency: Residency) -> None:
-        """Take a copy that failed a check out of use: its slot rests, and its header is erased so that no scan
-        brings it back. Raises KVStoreError where the device refuses that; the slot stays out of use all the same."""
+        """The slot rests, and its header is erased. Where the device refuses that it stays out of use all the same."""
         region, slot = self.regions.find(residency)
         region.unerased.add(slot)
         async with self.erasures.alone_at(region, slot):
@@ -344,10 +343,7 @@ class NvmeTier:
         return True
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """Before new writes are promised (storage key -> first 8 bytes of the write id; ``NOTHING``: no write): no scan
-        brings back what was stored under these keys before. It is erased, or will not be believed. The caller has
-        given it up already; what of it is being written is waited for, ``wait_s`` seconds at most. Raises KVStoreError
-        where that cannot be had."""
+        """What was stored under these keys before is erased, or will not be believed."""
         until_s = self._clock.monotonic() + wait_s
         while any(self._in_flight[key] for key in writes):
             if self._clock.monotonic() >= until_s:
