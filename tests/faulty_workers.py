@@ -84,10 +84,6 @@ class FaultyWorkers:
         self.hit = ""
         """The job that was made to fail."""
 
-    @property
-    def count(self) -> int:
-        return self._workers.count
-
     def fail(
         self, way: Callable[[Job, tuple[object, ...]], Future[Any]], target: int = 0, name: str | None = None
     ) -> None:

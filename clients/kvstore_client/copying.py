@@ -167,8 +167,6 @@ def commit_beside(
 class _OwnThread:
     """``Workers`` that start a thread for each call."""
 
-    count = 1
-
     def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
         future: Future[Any] = Future()
         start_thread(partial(run_for, future, function, *args), "kvstore-commit-waiting")
@@ -201,8 +199,8 @@ class Copier:
 
     def halves(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any]) -> list[Future[Any]]:
         """Begin ``function`` over two halves of ``work``, interleaved. Never raises."""
-        count = self._workers.count
-        return [self.submit(function, work[start::count]) for start in range(count) if work[start::count]]
+        shares = [work[start::COPY_THREADS] for start in range(COPY_THREADS)]
+        return [self.submit(function, share) for share in shares if share]
 
     def close(self) -> None:
         self._workers.close()

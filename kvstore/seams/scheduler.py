@@ -25,10 +25,6 @@ MORE_DESCRIPTORS = "raise the limit on open files (ulimit -n), or lower what are
 class Workers(Protocol):
     """A bounded set of byte movers."""
 
-    @property
-    def count(self) -> int:
-        """How many run at once; what a caller cuts its batches by."""
-
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]: ...
 
     def close(self) -> None:
@@ -89,12 +85,7 @@ class WorkerThreads:
     then."""
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
-        self._count = count
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=lower_priority, initargs=(nice,))
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         """Raises RuntimeError after ``close``, and where no thread can be had."""

@@ -13,8 +13,6 @@ from kvstore.seams.scheduler import Result, run_for
 class InlineWorkers:
     """Runs each call at once, in the caller's thread: the deterministic twin."""
 
-    count = 1
-
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         future: Future[Result] = Future()
         run_for(future, function, *args)
@@ -28,7 +26,6 @@ class SeededWorkers:
     """Runs each call a little later, on the loop's own thread: which of several runs first is drawn from the seed.
     With a simulated loop equal seeds give equal orders. A call that raises, DiskStopped too, fails its future only."""
 
-    count = 2
     DELAY_SECONDS_MAX = 0.001
 
     def __init__(self, random_seed: int) -> None:

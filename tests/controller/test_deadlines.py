@@ -26,8 +26,6 @@ Scenario = Callable[[Service, "SlowWorkers"], Awaitable[None]]
 class SlowWorkers:
     """A call takes ``seconds`` of simulated time."""
 
-    count = 2
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 

@@ -34,7 +34,6 @@ class Seen:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.count = workers.count
         self.jobs: list[Future[Any]] = []
 
     def submit(self, function: Job, /, *args: object) -> Future[Any]:

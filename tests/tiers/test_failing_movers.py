@@ -44,7 +44,6 @@ class Planned:
 
     def __init__(self, plan: Plan, workers: Workers) -> None:
         self._plan, self._workers = plan, workers
-        self.count = workers.count
 
     def submit(self, function: Any, /, *args: object) -> Any:
         return self._plan.submit(self._workers, function, args)

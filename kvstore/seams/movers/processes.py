@@ -230,10 +230,6 @@ class Lane:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(jobs.fileno(), self._answered)
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         if self._closed:
             raise RuntimeError("cannot submit to movers that were closed")
