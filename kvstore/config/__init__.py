@@ -6,7 +6,6 @@ an unreadable value stops the start and names where it came from. Every value re
 """
 
 from kvstore.config.load import LoadedSettings, load
-from kvstore.config.remote import RemoteSettings
 from kvstore.config.settings import (
     ArenaSettings,
     ControllerSettings,
@@ -14,6 +13,7 @@ from kvstore.config.settings import (
     LimitSettings,
     NvmeSettings,
     PolicySettings,
+    RemoteSettings,
     ServerSettings,
     Settings,
     TierSettings,

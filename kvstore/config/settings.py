@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from kvstore.config.remote import RemoteSettings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 from kvstore.errors import InvalidRequest
 from kvstore.policy import POLICIES
+from kvstore.units import is_loopback, split_address
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -178,6 +178,45 @@ class EventSettings:
         needs = not self.replay_endpoint or bool(self.endpoint)
         _require(needs, "events.replay_endpoint", self.replay_endpoint, "set events.endpoint, too")
         _require(self.buffer_count >= 1, "events.buffer_count", self.buffer_count, "use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings:
+    """gRPC over TCP for clients on other hosts. Off while ``address`` (HOST:PORT) is empty; port 0 takes a free one.
+
+    ``token_file``: one bearer token per line, or its ``sha256:<hex>``; ``#`` begins a comment. ``stall_s``: a reader
+    or writer that moves no message for so long is let go.
+    """
+
+    address: str = ""
+    token_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+    client_ca_file: str = ""
+    message_bytes: Size = 2 * MIB
+    stream_count_max: int = 64
+    stall_s: Duration = 10.0
+    connection_count_max: int = 512
+    call_count_max: int = 256
+
+    def __post_init__(self) -> None:
+        certificate, key, authority = self.certificate_file, self.key_file, self.client_ca_file
+        if self.address:
+            is_local = is_loopback(split_address(self.address, "remote.address")[0])
+            remedy = (
+                "it is no loopback address, so it needs TLS: set remote.certificate_file and remote.key_file, or "
+                "listen on 127.0.0.1"
+            )
+            _require(is_local or bool(certificate and key), "remote.address", self.address, remedy)
+        both = bool(certificate) == bool(key)
+        _require(both, "remote.certificate_file", certificate, "set remote.key_file with it, or neither")
+        has_own = bool(certificate) or not authority
+        _require(has_own, "remote.client_ca_file", authority, "set remote.certificate_file and key_file too")
+        fits = MIB <= self.message_bytes <= 4 * MIB
+        _require(fits, "remote.message_bytes", self.message_bytes, "use 1 MiB to 4 MiB")
+        for name in ("stream_count_max", "connection_count_max", "call_count_max"):
+            _require(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "use at least 1")
+        _require(self.stall_s > 0, "remote.stall_s", self.stall_s, "use more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)

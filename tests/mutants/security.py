@@ -12,7 +12,7 @@ SECRETS = "kvstore/server/secrets.py"
 TOKENS = "kvstore/remote/tokens.py"
 BOUNDARY = "kvstore/remote/boundary.py"
 DOOR = "kvstore/remote/door.py"
-REMOTE_SETTINGS = "kvstore/config/remote.py"
+SETTINGS = "kvstore/config/settings.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
 DESCRIPTORS = "kvstore/server/descriptors.py"
@@ -178,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         "listening-in-the-open",
-        REMOTE_SETTINGS,
-        "            if not has_tls and not is_loopback(host):\n",
-        "            if False:\n",
+        SETTINGS,
+        '            _require(is_local or bool(certificate and key), "remote.address", self.address, remedy)\n',
+        "",
         "tokens and caches cross the network for everybody to read",
         (f"{T_REMOTE}::test_a_start_that_would_be_unsafe_is_refused",),
     ),
