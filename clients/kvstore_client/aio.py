@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 
 from kvstore.errors import DeadlineExceeded
 from kvstore.seams import WorkerThreads
-from kvstore.seams.jobs import begun
+from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1alpha import admin_pb2
 from kvstore_client.awaiting import ended
 from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
-from kvstore_client.fetching import FetchedKV
+from kvstore_client.fetching import FetchedKV, LayerStream
 from kvstore_client.match import Match
 from kvstore_client.receipt import Receipt
 from kvstore_client.remote.place import TLS
@@ -32,12 +32,19 @@ async def connect_async(
 ) -> AsyncClient:  # fmt: skip
     """Like ``connect``, for asyncio."""
     threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
+    future = begun(threads, lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
     try:
-        future = begun(threads, lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
         return AsyncClient(await asyncio.wrap_future(future), threads)
-    except BaseException:
-        threads.close()
+    except BaseException:  # cancelled, it still connects: the loop does not wait for that
+        asyncio.get_running_loop().run_in_executor(None, _end, threads, future)
         raise
+
+
+def _end(threads: WorkerThreads, future: Future[Client]) -> None:
+    """Nobody takes the client."""
+    threads.close()
+    if failure_of(future) is None:
+        future.result().close()
 
 
 class AsyncClient:
@@ -73,7 +80,7 @@ class AsyncClient:
             found.stop()
         elif isinstance(found, StoreWriter):
             begun(self._threads, found.abort)
-        elif isinstance(found, Watch):
+        elif isinstance(found, Watch | LayerStream):
             begun(self._threads, found.close)
 
     async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:

@@ -74,9 +74,9 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         self._start_threads()
 
     def _start_threads(self) -> None:
-        self._pid = os.getpid()
         self._copier = Copier()
         self._committer = WorkerThreads(1, "kvstore-commit")
+        self._pid = os.getpid()  # the last: another thread of a forked child must not take the parent's for ours
 
     @property
     def plane(self) -> str:

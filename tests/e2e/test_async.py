@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -116,6 +118,22 @@ async def test_a_lookup_that_was_cancelled_holds_nothing(sidecar: Sidecar) -> No
             await asyncio.to_thread(eventually, lambda: held(judge)["tickets"] == 0, 20.0)
 
 
+async def test_a_cancelled_connect_holds_up_nobody_and_leaves_no_session(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as judge:
+        before = judge.stats().sessions.session_count
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            connecting = asyncio.ensure_future(connect_async(sidecar.address))
+            await asyncio.sleep(0.2)
+            connecting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await connecting
+            assert "kvstore-async_0" in [each.name for each in threading.enumerate()], "its end was waited for"
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        await asyncio.to_thread(eventually, lambda: judge.stats().sessions.session_count == before, 20.0)
+
+
 async def test_a_release_that_is_cancelled_is_done_all_the_same(sidecar: Sidecar) -> None:
     """Also where no thread has begun it."""
     with connect(sidecar.address) as judge:
@@ -134,10 +152,13 @@ async def test_a_release_that_is_cancelled_is_done_all_the_same(sidecar: Sidecar
             await asyncio.to_thread(eventually, lambda: held(judge)["tickets"] == 0, 5.0)
 
 
-@pytest.mark.parametrize("kind", ["reservations", "streams", "watchers"])
+@pytest.mark.parametrize("kind", ["reservations", "streams", "watchers", "leases"])
 async def test_what_comes_for_a_task_that_is_gone_is_given_back_at_once(sidecar: Sidecar, kind: str) -> None:
     """The error of the cancelled task keeps it: to wait for garbage collection is to wait for long."""
+    if kind == "leases" and sidecar.plane == "remote":
+        pytest.skip("a short prefix has been sent before anybody reads it: its lease is back")
     with connect(sidecar.address) as judge, judge.start_store(SPEC, tokens_of(COUNT, 2006)) as unwritten:
+        judge.store(SPEC, TOKENS, CACHE).wait(20.0)
         before = held(judge)[kind]
         async with await connect_async(sidecar.address) as client:
             has_it, go, kept = threading.Event(), threading.Event(), []
@@ -147,6 +168,7 @@ async def test_what_comes_for_a_task_that_is_gone_is_given_back_at_once(sidecar:
                     "reservations": lambda: client.client.start_store(SPEC, tokens_of(COUNT, 2007)),
                     "streams": lambda: client.client.start_fetch(unwritten.ticket),
                     "watchers": client.client.watch,
+                    "leases": lambda: client.client.fetch_layers(SPEC, TOKENS),
                 }
                 kept.append(make[kind]())
                 has_it.set()

@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "documents-of-the-parent",
         KNOWN,
-        "        if self._pid != os.getpid():\n            self._begin()\n        if len(tokens) < ANCHOR_TOKENS:\n",
-        "        if len(tokens) < ANCHOR_TOKENS:\n",
+        "        table.begin()\n",
+        "        pass\n",
         "a forked child waits for a lock that a thread of its parent held",
         ("tests/segments/test_known.py::test_a_forked_child_begins_anew",),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pwd
+import resource
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -82,6 +83,19 @@ def test_without_a_valid_profile_nothing_lossy(tmp_path: Path) -> None:
     assert "version" in gate.permit(RECEIVER, SENDER, "sibling").reason
 
 
+def test_a_profile_that_cannot_be_read_for_a_moment_is_read_again(tmp_path: Path) -> None:
+    """A process may have no descriptor left just then: its profiles are good all the same."""
+    keep(tmp_path)
+    gate, limits = Gate(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        refused = gate.permit(RECEIVER, SENDER, "sibling")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "open files" in refused.reason
+    assert gate.permit(RECEIVER, SENDER, "sibling").setting == POINTS[2].setting
+
+
 def test_anothers_profile_under_this_name_is_refused(tmp_path: Path) -> None:
     keep(tmp_path, receiver=replace(PROFILE.receiver, weights_digest="f6" * 32))
     assert "other weights" in Gate(tmp_path).permit(RECEIVER, SENDER, "sibling").reason
@@ -154,8 +168,11 @@ def test_drift_switches_off_everywhere_until_there_is_another_profile(
 def test_a_note_that_cannot_be_kept_or_read_still_counts(tmp_path: Path) -> None:
     keep(tmp_path)
     note = Profiles(tmp_path).path(PAIR).with_suffix(".off.json")
-    note.mkdir()  # nothing can be put in its place, and it cannot be read
+    note.write_text("{", encoding="utf-8")
     assert "cannot be read" in Gate(tmp_path).permit(RECEIVER, SENDER, "sibling").reason
+    note.unlink()
+    note.mkdir()  # nothing can be put in its place, and it cannot be read
+    assert str(note) in Gate(tmp_path).permit(RECEIVER, SENDER, "sibling").reason
     note.rmdir()
     gate = Gate(tmp_path)
     permit = gate.permit(RECEIVER, SENDER, "sibling")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning import FLOOR, Pair, Permit, Ruling
 from kvstore.planning.permit import INVALID, PROVENANCE
 from kvstore.planning.profile import AGAIN
@@ -122,8 +122,11 @@ class Gate:
             off = profile and (self._off.get(profile.digest) or self._profiles.switched_off(pair, profile))
             ruling = Ruling.of(pair, profile, self.floor, off or "")
         except KVStoreError as error:
-            _log.warning("kvstore: no lossy reuse: %s", error.message)
-            return _State(stamp, Ruling(pair, reason=INVALID.format(error.message)))
+            reason, before = INVALID.format(error.message), self._states.get(pair)
+            if before is None or before.ruling.reason != reason:
+                _log.warning("kvstore: no lossy reuse: %s", error.message)
+            # A file that cannot be read now, for want of a descriptor perhaps, is read again for the next permit.
+            return _State(() if isinstance(error, Unavailable) else stamp, Ruling(pair, reason=reason))
         if ruling.point is None or profile is None:
             return _State(stamp, ruling)
         return _State(stamp, ruling, DriftWatch(ruling.point.misled, profile.calibration.answers))

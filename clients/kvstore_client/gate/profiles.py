@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.planning import Pair, Profile
 from kvstore.planning.profile import AGAIN, PROFILE_BYTES_MAX, parsed
 
@@ -58,7 +58,8 @@ class Profiles:
             raise Unavailable(f"{_note(self.path(pair))}: {error.strerror}") from error
 
     def switched_off(self, pair: Pair, profile: Profile) -> str:
-        """Why this profile was switched off; empty when it was not. A note that cannot be read counts."""
+        """Why this profile was switched off; empty when it was not. A note that is none counts. Raises: Unavailable for
+        one that cannot be read."""
         note = _note(self.path(pair))
         try:
             text = _text(note)
@@ -66,7 +67,7 @@ class Profiles:
                 return ""
             found = parsed(text, str(note))
             return str(found["reason"]) or "lossy reuse was switched off" if found["profile"] == profile.digest else ""
-        except (KVStoreError, KeyError, TypeError):
+        except (InvalidRequest, KeyError, TypeError):
             return f"{note} cannot be read: {AGAIN}"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from itertools import count
 from typing import NamedTuple
@@ -37,6 +38,7 @@ BLOCK_TOKENS = 8192
 """Hashed at a time, so that the steps stay in the cache."""
 
 Hashes = NDArray[np.uint64]
+_tables: weakref.WeakSet[KnownSegments] = weakref.WeakSet()
 
 
 class _Entry(NamedTuple):
@@ -59,13 +61,13 @@ class KnownSegments:
     """The least recently met give way. About 500 bytes each, at most 4 MiB. Safe to share between threads."""
 
     def __init__(self, random: Random | None = None, count_max: int = COUNT_MAX) -> None:
+        _tables.add(self)
         self._point = int.from_bytes((random or SystemRandom()).bytes(8), "little") % (PRIME - 2) + 2
         self._count_max = count_max
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Empty. Also in a forked child, whose parent may have been in the middle of something."""
-        self._pid = os.getpid()
         self._entries: OrderedDict[tuple[bytes, bytes], _Entry] = OrderedDict()
         self._alike: dict[bytes, dict[int, tuple[_Entry, ...]]] = {}
         """Model -> anchor -> the documents that begin so, the longest first."""
@@ -79,8 +81,6 @@ class KnownSegments:
 
     def add(self, name: bytes, tokens: Tokens) -> None:
         """Remember a document of the model that ``name``, its fingerprint, stands for."""
-        if self._pid != os.getpid():
-            self._begin()
         if len(tokens) < ANCHOR_TOKENS:
             return
         last = len(tokens) - ANCHOR_TOKENS
@@ -119,8 +119,6 @@ class KnownSegments:
         Cost: some 0.1 us per token, and digests of at most BUDGET_PER_TOKEN times the text and BUDGET_TOKENS_MIN. When
         that is used up, what comes after is not found.
         """
-        if self._pid != os.getpid():
-            self._begin()
         alike = self._alike.get(name)
         if len(tokens) < ANCHOR_TOKENS or alike is None:
             return []
@@ -180,3 +178,12 @@ class KnownSegments:
 def _folded(values: Hashes) -> Hashes:
     """A congruent number: of a product of a u32 and a u31 one below 2^33, of that one at most 2^31 + 2."""
     return (values & np.uint64(PRIME)) + (values >> np.uint64(31))
+
+
+def _after_fork_in_child() -> None:
+    """While the child has one thread: of two that saw the fork by themselves one could wait for the parent's lock."""
+    for table in list(_tables):
+        table.begin()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
