@@ -24,7 +24,7 @@ _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def namespace_of(spec: ModelSpec) -> str:
-    """Encoder caches of one model: its weights are in the name, how its attention cache is cut is not meant."""
+    """Encoder caches of one model, by its fingerprint: whoever shares them names its weights and its chunks alike."""
     if not isinstance(spec, ModelSpec):
         raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
     return f"encoder/{fingerprint(spec, spec.kind).hex()}"

@@ -154,6 +154,22 @@ MUTANTS = [
         (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
     ),
     Mutant(
+        "layers-of-a-cancelled-task",
+        AIO,
+        "        elif isinstance(found, Watch | LayerStream):\n",
+        "        elif isinstance(found, Watch):\n",
+        "chunks stay leased for a task that is gone",
+        (f"{T_ASYNC}::test_what_comes_for_a_task_that_is_gone_is_given_back_at_once",),
+    ),
+    Mutant(
+        "connect-that-is-cancelled",
+        AIO,
+        "        asyncio.get_running_loop().run_in_executor(None, _end, threads, future)\n",
+        "        _end(threads, future)\n",
+        "an event loop stands still for a sidecar that does not answer",
+        (f"{T_ASYNC}::test_a_cancelled_connect_holds_up_nobody_and_leaves_no_session",),
+    ),
+    Mutant(
         "watch-of-a-cancelled-task",
         AIO,
         "            begun(self._threads, found.close)\n",

@@ -180,6 +180,14 @@ MUTANTS = [
         (f"{T_GATE}::test_wrong_answers_of_an_old_profile_say_nothing_of_a_new_one",),
     ),
     Mutant(
+        "refused-for-ever",
+        GATE,
+        "_State(() if isinstance(error, Unavailable) else stamp, ",
+        "_State(stamp, ",
+        "a process that had no descriptor for a moment refuses a good profile until it ends",
+        (f"{T_GATE}::test_a_profile_that_cannot_be_read_for_a_moment_is_read_again",),
+    ),
+    Mutant(
         "note-that-cannot-be-read",
         PROFILES,
         '            return f"{note} cannot be read: {AGAIN}"\n',
