@@ -10,9 +10,9 @@ a hard cap, headers and alignment included.
 """
 
 from kvstore.arena.arena import Arena
-from kvstore.arena.placement import Extent, Placement
-from kvstore.arena.prefault import available_memory_bytes, prefault
+from kvstore.arena.placement import Placement
+from kvstore.arena.prefault import prefault
 from kvstore.arena.region import Region
 from kvstore.arena.staging import Staging
 
-__all__ = ["Arena", "Extent", "Placement", "Region", "Staging", "available_memory_bytes", "prefault"]
+__all__ = ["Arena", "Placement", "Region", "Staging", "prefault"]

@@ -9,11 +9,11 @@ a move) leaves a *ghost*: the row without the index entry. A store of that diges
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """
 
-from kvstore.catalog.catalog import Catalog, Run, TailsFound, Walk, absent_runs, joined_runs
+from kvstore.catalog.catalog import Catalog, Run, Walk, absent_runs, joined_runs
 from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
-from kvstore.catalog.events import Event, EventBatch, Events, Watcher
+from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
-from kvstore.catalog.spaces import Model, parent_digest
+from kvstore.catalog.spaces import parent_digest
 from kvstore.catalog.table import ROOT_ROW, ChunkTable
 
 __all__ = [
@@ -24,12 +24,9 @@ __all__ = [
     "Copies",
     "Event",
     "EventBatch",
-    "Events",
     "MappedCopies",
-    "Model",
     "Namespace",
     "Run",
-    "TailsFound",
     "Walk",
     "Watcher",
     "absent_runs",

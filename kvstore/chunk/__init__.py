@@ -19,7 +19,7 @@ its place, so that right bytes in a wrong place fail. The parser trusts nothing.
 from kvstore.chunk.checksum import checksum_strips, strip_seeds, verify_slab
 from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range
 from kvstore.chunk.header import ChunkHeader, pack_header, parse_header, write_mark
-from kvstore.chunk.layout import ChunkLayout, Slab, layout_of
+from kvstore.chunk.layout import ChunkLayout, layout_of
 from kvstore.chunk.parts import Part, slab_parts
 from kvstore.chunk.strips import Run, StripRun, are_right, slab_runs, strip_run
 
@@ -29,7 +29,6 @@ __all__ = [
     "EncodedChunk",
     "Part",
     "Run",
-    "Slab",
     "StripRun",
     "are_right",
     "checksum_strips",

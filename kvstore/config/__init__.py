@@ -7,32 +7,22 @@ an unreadable value stops the start and names where it came from. Every value re
 
 from kvstore.config.load import LoadedSettings, load
 from kvstore.config.settings import (
-    ArenaSettings,
-    ControllerSettings,
     EventSettings,
     LimitSettings,
     NvmeSettings,
     PolicySettings,
-    RemoteSettings,
-    ServerSettings,
     Settings,
-    TierSettings,
 )
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 
 __all__ = [
     "DEFAULT_TENANT",
-    "ArenaSettings",
-    "ControllerSettings",
     "EventSettings",
     "LimitSettings",
     "LoadedSettings",
     "NvmeSettings",
     "PolicySettings",
-    "RemoteSettings",
-    "ServerSettings",
     "Settings",
     "TenantSettings",
-    "TierSettings",
     "load",
 ]

@@ -35,16 +35,8 @@ Regions of one slot size begin small and double. All of them together never pass
 """
 
 from kvstore.tiers.nvme.directory import Directory, Snapshot
-from kvstore.tiers.nvme.io import DeviceIO, PosixIO, aligned
+from kvstore.tiers.nvme.io import PosixIO, aligned
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
 
-__all__ = [
-    "DeviceIO",
-    "Directory",
-    "NvmeTier",
-    "PosixIO",
-    "Regions",
-    "Snapshot",
-    "aligned",
-]
+__all__ = ["Directory", "NvmeTier", "PosixIO", "Regions", "Snapshot", "aligned"]
