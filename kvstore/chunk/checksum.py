@@ -34,11 +34,9 @@ def seeds_of(key: bytes, layers: NDArray[np.int32], heads: NDArray[np.int32]) ->
     return [unpack(blake3(pack(layer, head), key=key).digest(8))[0] for layer, head in pairs]
 
 
-def strip_seeds(
-    storage_key: bytes, layout: ChunkLayout, write_id: bytes, first: int = 0, stop: int | None = None
-) -> list[int]:
-    """One seed per strip of the chunk, or of strips ``first .. stop``."""
-    return seeds_of(strip_key(storage_key, write_id), layout.strip_layers[first:stop], layout.strip_heads[first:stop])
+def strip_seeds(storage_key: bytes, layout: ChunkLayout, write_id: bytes) -> list[int]:
+    """One seed per strip of the chunk."""
+    return seeds_of(strip_key(storage_key, write_id), layout.strip_layers, layout.strip_heads)
 
 
 def checksum_strips(

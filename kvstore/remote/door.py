@@ -12,7 +12,7 @@ import grpc
 
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
 from kvstore.remote.boundary import Guard, TokenInterceptor, guarded
-from kvstore.remote.node import MESSAGE_BYTES_MAX, Node
+from kvstore.remote.node import Node
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
 from kvstore.remote.session import SidecarSession
@@ -22,6 +22,7 @@ from kvstore.telemetry import Counters
 from kvstore.units import is_loopback, split_address
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.wire.bounds import decode
+from kvstore.wire.limits import REPLY_BYTES_MAX
 
 CACHE = "kvstore.v1.CacheService"
 FORWARDED = {
@@ -31,7 +32,7 @@ FORWARDED = {
 PROTOCOL_VERSION = 1
 OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.server_handshake_timeout_ms", 10_000),

@@ -18,9 +18,9 @@ from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_from_message
+from kvstore.wire.limits import REPLY_BYTES_MAX
 
 CACHE = "/kvstore.v1.CacheService/"
-MESSAGE_BYTES_MAX = 64 << 20
 
 
 class Node:
@@ -36,7 +36,7 @@ class Node:
         self.inbox = Inbox(TENANT_MESSAGES, "tenant")
         self.models: dict[bytes, ModelSpec] = {}
         self.generations = np.empty(0, np.uint64)
-        options = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
+        options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
         self.channel = grpc.aio.insecure_channel(f"unix:{socket_directory / 'kvstore.sock'}", options)
         self.fetch = self.channel.unary_stream(
             CACHE + "Fetch", pb.FetchRequest.SerializeToString, pb.FetchResponse.FromString

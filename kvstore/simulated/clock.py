@@ -8,8 +8,8 @@ import asyncio
 class ManualClock:
     """A clock that moves only when told to: ``advance`` is the test's hand on it."""
 
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
+    def __init__(self) -> None:
+        self._now = 0.0
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0

@@ -30,7 +30,6 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import Unavailable
-from kvstore.seams.faults import FaultPoints
 from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
 FIRST_DESCRIPTOR = 1 << 20
@@ -79,18 +78,17 @@ class _Failure:
 
 
 class SimulatedDisk:
-    """Implements ``Disk``. ``faults`` reaches the point ``disk.<method>`` before each call.
+    """Implements ``Disk``.
 
     ``steps`` counts the calls that change or sync something. Once it has come to ``stop_after``, the next such call is
     cut short: it takes effect, in part, or not; it and every call after it raise DiskStopped until ``crash`` or
     ``kill``. So a test meets a crash at every step there is: ``stop_after`` from 0 to the steps of a whole run.
     """
 
-    def __init__(self, seed: int, *, capacity_bytes: int | None = None, faults: FaultPoints | None = None) -> None:
+    def __init__(self, seed: int, *, capacity_bytes: int | None = None) -> None:
         self.steps = 0
         self.stop_after: int | None = None
         self._capacity_bytes = capacity_bytes
-        self._faults = faults
         self._chance = random.Random(seed)  # noqa: S311 - simulation only
         self._names = Names()
         self._opened: dict[int, _Opened] = {}
@@ -262,8 +260,6 @@ class SimulatedDisk:
         self, method: str, path: Path, offset: int = 0, data: bytes = b"", *, byte_count: int = 0, is_step: bool = True
     ) -> Iterator[None]:
         """Around each call: traced, counted, refused, or the last one of this process."""
-        if self._faults is not None:
-            self._faults.reach(f"disk.{method}")
         with self._mutex:
             self._check_running()
             self._trace.update(f"{self.steps} {method} {path} {offset} {byte_count} ".encode())

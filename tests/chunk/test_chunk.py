@@ -292,7 +292,6 @@ def test_every_strip_of_every_kind_is_bound_to_its_place(name: str) -> None:
     body = np.zeros(layout.body_bytes, np.uint8)
     seeds = strip_seeds(b"s" * 32, layout, b"w" * 16)
     assert len(set(seeds)) == layout.strip_count
-    assert strip_seeds(b"s" * 32, layout, b"w" * 16, 1, 3) == seeds[1:3]
     for index, slab in enumerate(layout.slabs):
         memory = body[slab.offset : slab.offset + slab.byte_count]
         good = np.zeros((layout.strip_count, 16), np.uint8)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import Exhausted
 from kvstore.remote.inbox import SESSION_MESSAGES, TENANT_MESSAGES, Inbox
-from kvstore.remote.node import MESSAGE_BYTES_MAX
+from kvstore.wire.limits import REPLY_BYTES_MAX
 
 WAIT_S = 10.0
 
@@ -43,4 +43,4 @@ async def test_room_comes_back_from_who_fails_and_from_who_stops_waiting() -> No
 
 def test_a_session_cannot_take_its_tenants_room_alone_nor_a_tenant_the_processes() -> None:
     assert SESSION_MESSAGES * 2 <= TENANT_MESSAGES
-    assert TENANT_MESSAGES * MESSAGE_BYTES_MAX <= 1 << 30
+    assert TENANT_MESSAGES * REPLY_BYTES_MAX <= 1 << 30

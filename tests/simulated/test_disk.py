@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import Unavailable
-from kvstore.seams import FaultPoints
 from kvstore.simulated import DiskStopped, SimulatedDisk
 from tests.seams.test_disk_contract import CREATE, get, put, read, write
 
@@ -439,15 +438,6 @@ def test_a_fault_in_making_a_directory_is_unavailable() -> None:
 def test_a_fault_s_method_must_exist() -> None:
     with pytest.raises(AssertionError):
         SimulatedDisk(1).fail("fsync", errno.EIO)
-
-
-def test_named_fault_points_are_reached() -> None:
-    faults, reached = FaultPoints(), []
-    disk = SimulatedDisk(1, faults=faults)
-    faults.arm("disk.open", lambda: reached.append(disk.steps))
-    disk.write_file(FILE, OLD)
-    disk.close(disk.open(FILE, os.O_RDONLY))
-    assert reached == [0]
 
 
 def test_a_full_disk_refuses_until_room_is_free() -> None:

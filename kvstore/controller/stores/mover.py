@@ -10,12 +10,12 @@ import numpy as np
 
 from kvstore.arena import Placement
 from kvstore.chunk import ChunkHeader, ChunkLayout, StripRun, strip_run
+from kvstore.chunk.checksum import CHECKSUM_BYTES
 from kvstore.errors import Internal, KVStoreError
 from kvstore.seams.memory import Bytes
 
 JOB_BYTES = 8 << 20
 """Large enough that handing a job over costs little beside it; small enough that movers share a chunk."""
-CHECKSUM_BYTES = 16
 MoveJob = tuple[StripRun, Bytes, Bytes]
 
 

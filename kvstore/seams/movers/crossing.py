@@ -12,6 +12,7 @@ import struct
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from kvstore.seams.mapping import Bytes
 
 _NUMBER = struct.Struct("<Q")
+_address = attrgetter("address")
 
 
 class File(int):
@@ -77,10 +79,6 @@ class Packer:
 
     def file(self, descriptor: int) -> int:
         return self._files[descriptor]
-
-
-def _address(lent: _Lent) -> int:
-    return lent.address
 
 
 class _Pickler(pickle.Pickler):

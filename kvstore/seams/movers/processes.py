@@ -74,10 +74,6 @@ class MoverProcesses:
         self.pids.append(pid)
         self._descriptors.append(os.pidfd_open(pid))
 
-    @property
-    def count(self) -> int:
-        return len(self.pids)
-
     def watch(self, ended: Callable[[], None]) -> None:
         """Call ``ended`` from the running loop when a mover ends by itself."""
         loop = asyncio.get_running_loop()
@@ -177,7 +173,7 @@ class MoverProcesses:
         ours, theirs = _packets()
         with self._lock:
             for index, control in enumerate(self._controls):
-                share = len(range(index, thread_count, self.count))
+                share = len(range(index, thread_count, len(self._controls)))
                 self._tell(control, pack_order("lane", name, share, nice), [theirs.fileno()])
         theirs.close()
         return Lane(name, thread_count, nice, ours, self._packer)
