@@ -9,7 +9,7 @@ import logging
 import numpy as np
 
 from kvstore.catalog import ChunkTable
-from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, layout_of, pack_header, strip_seeds
+from kvstore.chunk import ChunkHeader, checksum_strips, layout_of, pack_header, strip_seeds
 from kvstore.config import PolicySettings
 from kvstore.seams import Clock, Random
 from kvstore.spec import CacheKind, LayerSpec, ModelSpec, RopeSpec
@@ -21,6 +21,7 @@ _CANARY = ModelSpec(
     model_id="kvstore/canary", weights_digest="00" * 32, layers=(LayerSpec(kv_heads=1, k_dim=16, v_dim=16),),
     hidden_size=16, vocab_size=2, cache_dtype="bfloat16", rope=RopeSpec(rotary_dim=16), chunk_tokens=64,
 )  # fmt: skip
+_LAYOUT = layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
 _log = logging.getLogger("kvstore.movement")
 
 
@@ -53,21 +54,20 @@ class Canaries:
     async def _canaries(self) -> None:
         while True:
             for copies in list(self._table.copies):
-                if copies.tier.has_room(_canary_layout()):  # it never drives out a user's chunk
+                if copies.tier.has_room(_LAYOUT):  # it never drives out a user's chunk
                     await self.canary(copies.tier)
             await self._clock.sleep(self._policies.canary_interval_s)
 
     async def canary(self, tier: LocalTier) -> bool:
         """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of that fails."""
-        layout = _canary_layout()
-        header, pieces = _canary_chunk(layout, self._random.bytes(layout.body_bytes), self._random.bytes(16))
+        header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16))
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:
-            residency = await tier.write(header, layout, pieces)
+            residency = await tier.write(header, _LAYOUT, pieces)
             try:
-                stored = await tier.open(ChunkName(header.storage_key, layout), residency)
+                stored = await tier.open(ChunkName(header.storage_key, _LAYOUT), residency)
                 try:
-                    await stored.read(range(len(layout.slabs)), found)
+                    await stored.read(range(len(_LAYOUT.slabs)), found)
                 finally:
                     stored.close()
             finally:
@@ -83,21 +83,12 @@ class Canaries:
         return works
 
 
-def _canary_layout() -> ChunkLayout:
-    return layout_of(_CANARY, CacheKind.KV, _CANARY.chunk_tokens)
-
-
-def _canary_chunk(layout: ChunkLayout, body: bytes, write_id: bytes) -> tuple[ChunkHeader, list[np.ndarray]]:
-    slab = np.zeros(layout.body_bytes, np.uint8)
-    slab[:] = np.frombuffer(body, np.uint8)
-    digest = b"kvstore canary".ljust(32, b"\0")
+def _canary_chunk(body: bytes, write_id: bytes) -> tuple[ChunkHeader, list[np.ndarray]]:
+    slab, digest = np.frombuffer(bytearray(body), np.uint8), b"kvstore canary".ljust(32, b"\0")
+    checksums = checksum_strips(slab, _LAYOUT, 0, strip_seeds(digest, _LAYOUT, write_id))
     header = ChunkHeader(
-        kind=CacheKind.KV, token_count=layout.token_count, namespace=digest, fingerprint=digest, storage_key=digest,
+        kind=CacheKind.KV, token_count=_LAYOUT.token_count, namespace=digest, fingerprint=digest, storage_key=digest,
         parent=bytes(32), chain_digest=digest, token_digest=digest, tenant_digest=bytes(16), first_position=0,
-        rope_digest=bytes(16), write_id=write_id, checksums=np.zeros((layout.strip_count, 16), np.uint8),
+        rope_digest=bytes(16), write_id=write_id, checksums=np.frombuffer(checksums, np.uint8).reshape(-1, 16),
     )  # fmt: skip
-    seeds = strip_seeds(digest, layout, write_id)
-    header.checksums[:] = np.frombuffer(checksum_strips(slab, layout, 0, seeds), np.uint8).reshape(-1, 16)
-    first = np.zeros(layout.header_bytes, np.uint8)
-    first[:] = np.frombuffer(pack_header(header, layout), np.uint8)
-    return header, [first, slab]
+    return header, [np.frombuffer(bytearray(pack_header(header, _LAYOUT)), np.uint8), slab]

@@ -167,7 +167,7 @@ MUTANTS = [
         "unknown-slots-are-used-again",
         TIER,
         "            region.unerased.add(slot)\n        else:\n",
-        "            self.regions.give_back(region.number << 32 | slot)\n        else:\n",
+        "            self.regions.give_back(region, slot)\n        else:\n",
         "a write that failed half-way lies whole on the device, and nobody remembers that it does",
         (f"{T_NEWEST}::test_an_older_value_never_comes_back",),
     ),

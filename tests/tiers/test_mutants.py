@@ -189,8 +189,7 @@ def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 def slots_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives a slot to the next chunk while somebody reads it."""
 
-    def give_back(regions: Regions, residency: Residency) -> None:
-        region, slot = regions.find(residency)
+    def give_back(regions: Regions, region: RegionFile, slot: int) -> None:
         region.free.append(slot)
 
     monkeypatch.setattr(Regions, "give_back", give_back)

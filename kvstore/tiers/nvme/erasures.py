@@ -46,17 +46,15 @@ class Erasures:
             while self.doomed:
                 residency = self.doomed.pop()
                 try:
-                    await self._remove(residency)
+                    region, slot = self._regions.find(residency)
+                    await self._erase(region, slot)
+                    self._regions.give_back(region, slot)
                 except KVStoreError as error:
                     _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
                     self._regions.keep_unerased(residency)
                 except BaseException:
                     self.doomed.append(residency)  # who waited for it went; the next one erases it
                     raise
-
-    async def _remove(self, residency: Residency) -> None:
-        await self._erase(*self._regions.find(residency))
-        self._regions.give_back(residency)
 
     @asynccontextmanager
     async def alone_at(self, region: RegionFile, slot: int) -> AsyncIterator[None]:

@@ -341,20 +341,18 @@ class Regions:
             region.free = array("i", np.flatnonzero(is_free)[::-1].astype(np.intc).tobytes())
             np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> 56 & ENCODING_MASK
 
-    def give_back(self, residency: Residency) -> None:
+    def give_back(self, region: RegionFile, slot: int) -> None:
         """A slot's chunk is gone. While somebody reads it the slot is not used again."""
-        region, slot = self.find(residency)
         if slot in region.readers:
             region.leaving.add(slot)
         else:
             region.free.append(slot)
 
-    def quarantine(self, residency: Residency) -> None:
+    def quarantine(self, region: RegionFile, slot: int) -> None:
         """Keep a slot out of use: what it held failed a check. The oldest beyond the cap is used again."""
-        region, slot = self.find(residency)
         region.quarantined.append(slot)
         if len(region.quarantined) > max(1, region.slot_count // QUARANTINE_SHARE):
-            self.give_back(region.number << 32 | region.quarantined.pop(0))
+            self.give_back(region, region.quarantined.pop(0))
 
     def keep_unerased(self, residency: Residency) -> None:
         """Keep a slot out of use until what it holds is erased."""
@@ -368,7 +366,7 @@ class Regions:
             return
         region.unerased.discard(slot)
         if self.by_number.get(region.number) is region:
-            self.quarantine(region.number << 32 | slot)
+            self.quarantine(region, slot)
 
     def reading(self, region: RegionFile, slot: int) -> None:
         region.readers[slot] = region.readers.get(slot, 0) + 1

@@ -279,7 +279,7 @@ class NvmeTier:
         if may_be_replaced:
             region.unerased.add(slot)
         else:
-            self.regions.quarantine(region.number << 32 | slot)
+            self.regions.quarantine(region, slot)
 
     # ------------------------------------------------------------ read
 
@@ -313,7 +313,7 @@ class NvmeTier:
             return
         for residency in residencies:
             with suppress(Unavailable):  # its file is gone, and the slot with it
-                self.regions.give_back(residency)
+                self.regions.give_back(*self.regions.find(residency))
 
     async def tidy(self) -> None:
         if not self.erasures.is_tidy:
