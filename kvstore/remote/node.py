@@ -17,10 +17,9 @@ from kvstore.remote.session import SidecarSession
 from kvstore.seams.mapping import Bytes, SharedMap, closing_all
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import cache_pb2_grpc
 from kvstore.wire import spec_from_message
 from kvstore.wire.limits import REPLY_BYTES_MAX
-
-CACHE = "/kvstore.v1.CacheService/"
 
 
 class Node:
@@ -38,15 +37,7 @@ class Node:
         self.generations = np.empty(0, np.uint64)
         options = (("grpc.max_receive_message_length", REPLY_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1))
         self.channel = grpc.aio.insecure_channel(f"unix:{socket_directory / 'kvstore.sock'}", options)
-        self.fetch = self.channel.unary_stream(
-            CACHE + "Fetch", pb.FetchRequest.SerializeToString, pb.FetchResponse.FromString
-        )
-        self.store = self.channel.unary_unary(
-            CACHE + "Store", pb.StoreRequest.SerializeToString, pb.StoreResponse.FromString
-        )
-        self._release = self.channel.unary_unary(
-            CACHE + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
-        )
+        self.cache: Any = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self._releasing: set[Any] = set()
 
     # ------------------------------------------------------------ sessions
@@ -75,7 +66,7 @@ class Node:
 
     def give_back(self, lease_id: int, metadata: Any, timeout_s: float) -> None:
         """Release a lease without waiting for the answer; what fails had ended with its session."""
-        call = self._release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
+        call = self.cache.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
         self._releasing.add(call)  # gRPC cancels a call whose last reference goes
         call.add_done_callback(self._releasing.discard)
 

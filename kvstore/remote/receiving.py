@@ -85,7 +85,7 @@ class Receiving:
                 staging_id=segment.staging_id, staging_offset=place,
             )  # fmt: skip
             place += run.byte_count
-        call = self._node.store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
+        call = self._node.cache.Store(request, timeout=FILL_TIMEOUT_S, metadata=self._session.metadata)
         self._filling = (call, segment)
         return byte_count
 

@@ -75,7 +75,7 @@ class Sending:
 
     async def messages(self, timeout_s: float | None) -> AsyncIterator[bytes]:
         """The stream's messages. Raises what the sidecar refuses the fetch with."""
-        self._call = self._node.fetch(self._request.fetch, timeout=timeout_s, metadata=self._session.metadata)
+        self._call = self._node.cache.Fetch(self._request.fetch, timeout=timeout_s, metadata=self._session.metadata)
         head = await self._read()
         if head is None:
             raise Unavailable("the sidecar ended the fetch before it began")
