@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvstore.catalog.events import Event
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
-from kvstore.catalog.table import ROOT_ROW, SPACE_COUNT_MAX, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, ChunkTable
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.presence import PresenceTable
@@ -68,7 +68,7 @@ class Walk(NamedTuple):
 class Catalog:
     """All models of one tenant, and the table of its chunks."""
 
-    def __init__(self, model_count_max: int, memory: Memory, namespace_count_max: int = SPACE_COUNT_MAX) -> None:
+    def __init__(self, model_count_max: int, memory: Memory, namespace_count_max: int) -> None:
         self._model_count_max = model_count_max
         self.table = ChunkTable()
         self.presence = PresenceTable(memory)

@@ -32,16 +32,6 @@ class Eviction:
         self._faults = faults
         self._counters = counters
 
-    def evict_all(self, residencies: Sequence[Residency]) -> bool:
-        """See ``tiers.Evictor``. Cost: a look at every row of the tier."""
-        wanted, copies = set(residencies), self._copies
-        rows = [row for row in copies.rows() if copies.residency(row) in wanted]
-        if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
-            return False
-        for row in rows:
-            self._give_up(row)
-        return True
-
     def evict(
         self, helps: Callable[[Residency], bool], enough: Callable[[], bool], keep: frozenset[int] = frozenset(),
         *, last_copies: bool = True,
@@ -58,6 +48,16 @@ class Eviction:
                 if enough():
                     return True
         return False
+
+    def evict_all(self, residencies: Sequence[Residency]) -> bool:
+        """See ``tiers.Evictor``. Cost: a look at every row of the tier."""
+        wanted, copies = set(residencies), self._copies
+        rows = [row for row in copies.rows() if copies.residency(row) in wanted]
+        if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
+            return False
+        for row in rows:
+            self._give_up(row)
+        return True
 
     def _passes(self, helps: Callable[[Residency], bool], *, last_copies: bool) -> Iterator[Eligible]:
         table, copies = self._table, self._copies

@@ -12,6 +12,7 @@ import fcntl
 import socket
 import termios
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 from kvstore.handoff.messages import Answer
@@ -27,12 +28,12 @@ class Unread(InvalidRequest):
     """A peer asks on and does not read: it is let go."""
 
 
+@dataclass
 class _Sent:
     """Of one connection, since it was last seen empty."""
 
-    def __init__(self) -> None:
-        self.reply_count = 0
-        self.descriptor_count = 0
+    reply_count: int = 0
+    descriptor_count: int = 0
 
 
 class Outbox:

@@ -18,9 +18,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def spec_from_transformers(
-    config: Any, weights: Any, chunk_tokens: int = 256, adapter_id: str = "", keeps_e: bool = False,
-    tokenizer: Any = None, dtype: str = "",
-) -> ModelSpec:  # fmt: skip
+    config: Any, weights: Any, chunk_tokens: int, adapter_id: str, keeps_e: bool, tokenizer: Any, dtype: str = ""
+) -> ModelSpec:
     """See ``ModelSpec.from_transformers``. ``dtype``: the model's, where weights do not tell it.
     Raises InvalidRequest for a family this release does not know."""
     if config.model_type not in FAMILIES:

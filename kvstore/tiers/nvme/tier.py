@@ -79,7 +79,7 @@ class NvmeTier:
         keepers: Workers,
         clock: Clock,
         faults: FaultPoints,
-        encoding: Encoding = Encoding.RAW,
+        encoding: Encoding,
     ) -> None:
         self.regions = regions
         self._directory = directory
