@@ -105,11 +105,15 @@ class Checks:
         if row in copies and copies.residency(row) == residency and not copies.is_proven(row):
             is_renewed = await copies.tier.renew(residency)
             if copies.residency(row) == residency:
-                if not is_renewed:  # it lies where nothing can be written: the chunk is to be written elsewhere
-                    self._removal.drop(copies, row, MissReason.EVICTED)
+                if not is_renewed:
+                    self._give_up(copies, row)
                     return False
                 copies.prove(row)
         return True
+
+    def _give_up(self, copies: Copies, row: int) -> None:
+        """A good copy lies where nothing can be written: the chunk is to be written elsewhere."""
+        self._removal.drop(copies, row, MissReason.EVICTED)
 
     # ------------------------------------------------------------ proofs
 
