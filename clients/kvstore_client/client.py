@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore_client.connection import Connection
 from kvstore_client.copying import Copier, is_drained
 from kvstore_client.fetching import AnyPrefix, FetchedKV, LayerStream, Wanted, copy_all
+from kvstore_client.forks import in_children
 from kvstore_client.match import Match, chunk_matches, missed_chunks
 from kvstore_client.opaque import OpaqueCalls
 from kvstore_client.paged import Paged
@@ -72,11 +72,12 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         self._known = KnownSegments()
         self.faults = FaultPoints()
         self._start_threads()
+        in_children(self._start_threads)
 
     def _start_threads(self) -> None:
+        """Also in a forked child, which does not have its parent's."""
         self._copier = Copier()
         self._committer = WorkerThreads(1, "kvstore-commit")
-        self._pid = os.getpid()  # the last: another thread of a forked child must not take the parent's for ours
 
     @property
     def plane(self) -> str:
@@ -88,8 +89,6 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         return self._connection.session()
 
     def _ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
-        if self._pid != os.getpid():
-            self._start_threads()  # the parent's are not in this forked child
         return self._connection.ready(spec)
 
     # ------------------------------------------------------------ lookup
@@ -376,11 +375,10 @@ class Client(Watching, OpaqueCalls, SegmentCalls, TransferCalls, PartialPrefillC
         if self._is_closed:
             return
         self._is_closed = True
-        if self._pid == os.getpid():
-            if not is_drained(self._committer, self._timeout_s):
-                self._connection.close()  # what still waits for the sidecar ends now
-            self._committer.close()
-            self._copier.close()
+        if not is_drained(self._committer, self._timeout_s):
+            self._connection.close()  # what still waits for the sidecar ends now
+        self._committer.close()
+        self._copier.close()
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -60,6 +60,31 @@ assert client.fetch(SPEC, tokens).token_count == len(tokens)
 assert client.statistics()["sessions"] == 1
 """
 
+ASKS_FIRST = """
+import os, sys, faulthandler
+from kvstore_client import Durability, connect
+from tests.e2e.test_given_back import CACHE, COUNT, SPEC, TOKENS
+from tests.specs import tokens_of
+client, tokens = connect(sys.argv[1]), tokens_of(COUNT, 3000 + len(sys.argv[2]))
+assert client.fetch(SPEC, TOKENS).token_count == len(TOKENS)  # its copier has threads
+client.store(SPEC, TOKENS, CACHE).wait(20.0)  # and so has what commits
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(8.0, exit=True)
+    if sys.argv[2] == "store":
+        receipt = client.store(SPEC, tokens, CACHE)
+    elif sys.argv[2] == "start_store":
+        writer = client.start_store(SPEC, tokens)
+        for layer, pair in enumerate(CACHE):
+            writer.put_layer(layer, pair)
+        receipt = writer.commit()
+    else:
+        receipt = client.put_bytes("of-a-child", "key", b"value")
+    assert receipt.wait(5.0) is Durability.MEMORY, receipt.reason
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
 PARENT_ENDS = """
 import os, sys
 from kvstore_client import connect
@@ -87,6 +112,14 @@ def test_a_child_does_not_wait_for_a_lock_that_its_parent_holds(sidecar: Sidecar
     with connect(sidecar.address) as client:
         client.store(SPEC, TOKENS, CACHE).wait(20.0)
     run(LOCK_IS_HELD, sidecar.address, what)
+
+
+@pytest.mark.parametrize("call", ["store", "start_store", "put_bytes"])
+def test_whatever_a_child_asks_first_is_done(sidecar: Sidecar, call: str) -> None:
+    """By threads of its own: its parent's are not there."""
+    with connect(sidecar.address) as client:
+        client.store(SPEC, TOKENS, CACHE).wait(20.0)
+    run(ASKS_FIRST, sidecar.address, call)
 
 
 def test_a_child_that_closes_everything_closes_nothing_of_its_parents(sidecar: Sidecar) -> None:

@@ -60,18 +60,10 @@ MUTANTS = [
     Mutant(
         "threads-of-the-parent",
         CLIENT,
-        "            self._start_threads()  # the parent's are not in this forked child\n",
-        "            pass\n",
+        "        in_children(self._start_threads)\n",
+        "",
         "a forked child waits for threads that it does not have",
-        (CONNECTS,),
-    ),
-    Mutant(
-        "threads-closed-in-a-fork",
-        CLIENT,
-        "        if self._pid == os.getpid():\n            if not is_drained",
-        "        if True:\n            if not is_drained",
-        "a forked child that closes its client waits for threads that it does not have",
-        (CLOSES,),
+        (CONNECTS, "tests/e2e/test_forks.py::test_whatever_a_child_asks_first_is_done[local-store]"),
     ),
     Mutant(
         "remote-session-ended-by-a-fork",
@@ -116,8 +108,8 @@ MUTANTS = [
     Mutant(
         "documents-of-the-parent",
         KNOWN,
-        "        table.begin()\n",
-        "        pass\n",
+        "        in_children(self._begin)\n",
+        "",
         "a forked child waits for a lock that a thread of its parent held",
         ("tests/segments/test_known.py::test_a_forked_child_begins_anew",),
     ),

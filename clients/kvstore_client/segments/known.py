@@ -10,9 +10,7 @@ collide at every point. Its 31 bits are enough, for two more windows of a candid
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import OrderedDict
 from itertools import count
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.keys import Tokens, token_digest
 from kvstore.seams import Random, SystemRandom
+from kvstore_client.forks import in_children
 
 ANCHOR_TOKENS = 32
 """How many first tokens are hashed: a power of two. Shorter documents are not found by themselves."""
@@ -38,7 +37,6 @@ BLOCK_TOKENS = 8192
 """Hashed at a time, so that the steps stay in the cache."""
 
 Hashes = NDArray[np.uint64]
-_tables: weakref.WeakSet[KnownSegments] = weakref.WeakSet()
 
 
 class _Entry(NamedTuple):
@@ -61,12 +59,12 @@ class KnownSegments:
     """The least recently met give way. About 500 bytes each, at most 4 MiB. Safe to share between threads."""
 
     def __init__(self, random: Random | None = None, count_max: int = COUNT_MAX) -> None:
-        _tables.add(self)
         self._point = int.from_bytes((random or SystemRandom()).bytes(8), "little") % (PRIME - 2) + 2
         self._count_max = count_max
-        self.begin()
+        self._begin()
+        in_children(self._begin)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Empty. Also in a forked child, whose parent may have been in the middle of something."""
         self._entries: OrderedDict[tuple[bytes, bytes], _Entry] = OrderedDict()
         self._alike: dict[bytes, dict[int, tuple[_Entry, ...]]] = {}
@@ -178,12 +176,3 @@ class KnownSegments:
 def _folded(values: Hashes) -> Hashes:
     """A congruent number: of a product of a u32 and a u31 one below 2^33, of that one at most 2^31 + 2."""
     return (values & np.uint64(PRIME)) + (values >> np.uint64(31))
-
-
-def _after_fork_in_child() -> None:
-    """While the child has one thread: of two that saw the fork by themselves one could wait for the parent's lock."""
-    for table in list(_tables):
-        table.begin()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
