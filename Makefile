@@ -50,7 +50,7 @@ crash: $(STAMP) ## Kill the real server at 100 places under load, and look what 
 	$(BIN)/python -m tests.crash --count 100 --seed 0
 
 mutants: $(STAMP) ## Weaken each line that safety rests on, in a copy, and see that a test fails
-	$(BIN)/python -m tests.mutants --jobs 2
+	$(BIN)/python -m tests.mutants --jobs 4
 
 check: $(STAMP) ## Format, lint, types, wire contract
 	$(BIN)/ruff format --check .
