@@ -208,8 +208,13 @@ class Catalog:
 
     def _adopt(self, namespace: Namespace, row: int, parent: bytes) -> None:
         """Hang a ghost that stood for an unknown chunk under the parent its own store names."""
-        above = self.table.parents[row] = self._parent_row(namespace, parent)
-        self.table.child_counts[above] += 1
+        parents, above = self.table.parents, self._parent_row(namespace, parent)
+        ancestor = above
+        while ancestor not in (ROOT_ROW, row):
+            ancestor = parents[ancestor]
+        if ancestor == ROOT_ROW:  # else the chain turns back, and each row would keep the other for ever
+            parents[row] = above
+            self.table.child_counts[above] += 1
 
     def publish(self, row: int) -> None:
         """Make a chunk that a tier holds visible."""

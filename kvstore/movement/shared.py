@@ -266,16 +266,13 @@ class Beyond:
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
         """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
-        being stored here, where no chain goes on (at the root, or at a chunk for the second time), and before all where
-        other nodes have nothing of these."""
+        being stored here, and before all where other nodes have nothing of these."""
         chunks: list[list[bytes]] = []
         if not self.tiers or not all(map(is_for_others, spaces)):
             return chunks
-        seen = {ROOT_DIGEST}
         for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:
-            if digest in seen or any(digest in space.pending for space in spaces):
+            if any(digest in space.pending for space in spaces):
                 break
-            seen.add(digest)
             chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
         return chunks
 

@@ -63,6 +63,15 @@ def test_a_chunk_that_leaves_before_its_child_leaves_a_ghost(catalog: Catalog, s
     assert (len(catalog.table), space.ghosts) == (0, {})
 
 
+def test_a_chain_that_turns_back_makes_no_ring(catalog: Catalog, space: Namespace) -> None:
+    """A child is here, and its parent is said to hang on it."""
+    child = put(catalog, space, "child", "parent")
+    parent = catalog.known_row(space, digest("parent"), digest("child"), FULL)
+    assert catalog.table.parents[parent] == ROOT_ROW
+    take(catalog, child)
+    assert len(catalog.table) == 0
+
+
 def test_recovered_out_of_order(catalog: Catalog, space: Namespace) -> None:
     """A device tells its chunks in any order; parents may be missing."""
     grandchild = put(catalog, space, "c", "b")

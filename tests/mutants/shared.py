@@ -208,11 +208,11 @@ MUTANTS = [
     ),
     Mutant(
         "a-chain-that-turns-back",
-        SHARED,
-        "            if digest in seen or any(digest in space.pending for space in spaces):\n",
-        "            if any(digest in space.pending for space in spaces):\n",
-        "a row becomes its own parent, and stays for ever",
-        (f"{ODD}::test_a_chain_that_turns_back_leaves_no_rows",),
+        "kvstore/catalog/catalog.py",
+        "        if ancestor == ROOT_ROW:  # else the chain turns back, and each row would keep the other for ever\n",
+        "        if True:\n",
+        "two rows are each other's parents, and stay for ever",
+        ("tests/catalog/test_catalog.py::test_a_chain_that_turns_back_makes_no_ring",),
     ),
     Mutant(
         "a-lease-of-a-session-that-ended",
