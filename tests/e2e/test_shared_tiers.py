@@ -259,7 +259,8 @@ async def test_by_the_async_client(nodes: Nodes, one: Client, shared: Shared) ->
                 await client.fetch(SPEC, tokens(seed))
         shared.turn_off()
         fetched = await client.fetch(SPEC, tokens(seed))
-        assert (fetched.token_count, fetched.tier) == (COUNT, Tier.REDIS)
+        assert fetched.token_count == COUNT
+        assert fetched.tier in (Tier.REDIS, Tier.DRAM), "what the cancelled fetch began may have ended"
         assert same(fetched, cache(seed), COUNT)
 
 
