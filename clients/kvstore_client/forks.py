@@ -1,4 +1,5 @@
-"""What a forked child makes anew: by the fork itself, while it has one thread, and whatever it asks for first."""
+"""A forked child makes threads and locks anew: at the fork itself, while it has one thread, so that it does not matter
+what it asks for first."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def _runs(result: LookupResult) -> list[pb.ChunkRun]:
             pb.ChunkRun(
                 count=run.chunk_count,
                 state=int(run.state),  # type: ignore[arg-type]  # enum numbers are plain ints at run time
-                tier=int(run.tier),  # type: ignore[arg-type]
-                encoding=int(run.encoding),  # type: ignore[arg-type]
-                reason=int(run.reason),  # type: ignore[arg-type]
+                tier=int(run.tier),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+                encoding=int(run.encoding),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+                reason=int(run.reason),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
             )
         )
     return runs
@@ -141,8 +141,8 @@ async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
     response = pb.FetchResponse(
         lease_id=result.lease_id,
         hit_count=result.hit_count,
-        tier=int(result.tier),  # type: ignore[arg-type]
-        reason=int(result.reason),  # type: ignore[arg-type]
+        tier=int(result.tier),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        reason=int(result.reason),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         tails=_tails(result.tails),
         tail_lengths=_lengths(result.tail_lengths),
     )
@@ -171,7 +171,7 @@ def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
             pb.Arrival(
                 chunk=each.position,
                 slabs=each.landed.to_bytes(-(-each.slab_count // 8), "little"),
-                lost=int(each.lost),  # type: ignore[arg-type]
+                lost=int(each.lost),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
                 is_provisional=each.is_provisional,
             )
             for each in arrivals
@@ -181,7 +181,7 @@ def render_arrivals(arrivals: Iterable[Arrival]) -> pb.FetchResponse:
 
 def render_settled(settled: Settled) -> pb.StoreResponse:
     return pb.StoreResponse(
-        durability=int(settled.durability),  # type: ignore[arg-type]
+        durability=int(settled.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         committed_count=settled.chunk_count,
         refusal=settled.reason,
         is_settled=settled.is_settled,
@@ -192,7 +192,7 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
     return pb.StoreResponse(
         reservation_id=result.reservation_id,
         states=[int(state) for state in result.states],  # type: ignore[misc]
-        durability=int(result.durability),  # type: ignore[arg-type]
+        durability=int(result.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         committed_count=result.committed_count,
         refusal=result.refusal,
         ticket=result.ticket,
@@ -230,7 +230,7 @@ def render_news(news: EventBatch) -> pb.WatchResponse:
     """What happened, and after it the gap if there is one."""
     events = [_event(each) for each in news.events]
     if news.lost_count:
-        gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]
+        gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         events.append(gap)
     return pb.WatchResponse(events=events)
 
@@ -239,12 +239,12 @@ def _event(event: Event) -> pb.ChunkEvent:
     space = event.space
     return pb.ChunkEvent(
         sequence=event.sequence,
-        kind=event.kind,  # type: ignore[arg-type]
+        kind=event.kind,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         fingerprint=space.fingerprint,
         model_id=space.model_spec.model_id if space.model_spec is not None else "",
         digest=event.digest,
         parent=event.parent,
         token_count=event.token_count,
-        tier=event.tier,  # type: ignore[arg-type]
-        reason=event.reason,  # type: ignore[arg-type]
+        tier=event.tier,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        reason=event.reason,  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
     )

@@ -43,7 +43,7 @@ def tails_after(
 
 
 def cut_runs(runs: Sequence[Run], start: int, stop: int | None = None) -> Iterator[Run]:
-    """What runs say of the chunks from number ``start`` on, and before ``stop``."""
+    """Gives what runs say of the chunks from number ``start`` on, and before ``stop``."""
     first = 0
     for run in runs:
         last = first + run.chunk_count
