@@ -7,10 +7,10 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 # Test files run side by side in so many processes, each file's tests in order in one of them; tests/conftest.py
 # says which files come first, so that no long one is left for the end.
-PROCESSES ?= 2
+PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-full setup-vllm test-vllm sim crash mutants check bench proto proto-baseline format clean
+.PHONY: help setup demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage mutants check bench proto proto-baseline format docs clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -27,7 +27,7 @@ setup: $(STAMP) ## Install everything into .venv
 demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 	$(BIN)/kvstore demo
 
-test: $(STAMP) ## All tests, in PROCESSES=2 processes
+test: $(STAMP) ## All tests, in PROCESSES=3 processes
 	$(PYTEST)
 
 test-full: $(STAMP) ## All tests at full scale: 10,000 corruptions, 10,000 requests of engines that are killed
@@ -43,11 +43,21 @@ setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vll
 test-vllm: $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
 
+test-s3: $(STAMP) ## The S3 tier against KVSTORE_TEST_S3_ENDPOINT (with AWS_* keys), else Ceph's RADOS gateway where this machine has one, else moto
+	$(BIN)/python -m tests.fakes.rados_gateway $(BIN)/python -m pytest tests/e2e/test_s3.py tests/contracts/test_shared_tier.py tests/tiers -k s3 -rs
+
+test-redis: $(STAMP) ## The Redis tier against KVSTORE_TEST_REDIS_SERVER (a program), else the PATH's Redis or Valkey, else the wheel's
+	KVSTORE_TEST_REDIS_SERVER="$${KVSTORE_TEST_REDIS_SERVER:-$$(command -v redis-server || command -v valkey-server)}" \
+		$(BIN)/python -m pytest tests/contracts/test_shared_tier.py tests/tiers tests/e2e/test_redis.py tests/directory -k redis -rs
+
 sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
 	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)
 
 crash: $(STAMP) ## Kill the real server at 100 places under load, and look what it kept
 	$(BIN)/python -m tests.crash --count 100 --seed 0
+
+outage: $(STAMP) ## Stop Redis and S3 under load for 20 s each, and look what clients met
+	$(BIN)/python -m tests.outage --seconds 20
 
 mutants: $(STAMP) ## Weaken each line that safety rests on, in a copy, and see that a test fails
 	$(BIN)/python -m tests.mutants --jobs 4
@@ -71,6 +81,9 @@ proto-baseline: $(STAMP) ## Accept what the contract adds; v1 never breaks, v1al
 format: $(STAMP) ## Format and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## Write the pages that are made of settings and results
+	$(BIN)/python -m kvstore_ops.pages
 
 clean: ## Remove what was made
 	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

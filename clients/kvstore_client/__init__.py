@@ -25,18 +25,21 @@ from kvstore.spec import (
     Tier,
 )
 from kvstore_client.aio import AsyncClient, connect_async
-from kvstore_client.client import Client, connect
-from kvstore_client.fetching import FetchedKV, LayerStream
+from kvstore_client.begin import connect
+from kvstore_client.client import Client
+from kvstore_client.fetch.fetched import FetchedKV
+from kvstore_client.fetch.paged import Paged
+from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.gate import Gate
-from kvstore_client.match import ChunkMatch, Match
-from kvstore_client.paged import Paged
+from kvstore_client.lookup.locate import Location, PrefixAt
+from kvstore_client.lookup.match import ChunkMatch, Match
+from kvstore_client.lookup.watch import ChunkEvent, Watch
+from kvstore_client.planes.place import TLS
 from kvstore_client.prompt import PageHashes
-from kvstore_client.receipt import Receipt
-from kvstore_client.remote.place import TLS
 from kvstore_client.segments import SegmentMatch
-from kvstore_client.transfer import Transfer
-from kvstore_client.watching import ChunkEvent, Watch
-from kvstore_client.writer import StoreWriter
+from kvstore_client.store.receipt import Receipt
+from kvstore_client.store.writer import StoreWriter
 
 __all__ = [
     "TLS",
@@ -55,11 +58,13 @@ __all__ = [
     "LayerKind",
     "LayerSpec",
     "LayerStream",
+    "Location",
     "Match",
     "MissReason",
     "ModelSpec",
     "PageHashes",
     "Paged",
+    "PrefixAt",
     "Receipt",
     "Recompute",
     "RopeSpec",

@@ -12,15 +12,20 @@ from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, ModelSpec
 from kvstore.v1alpha import admin_pb2
+from kvstore_client.arrays import Layer
 from kvstore_client.awaiting import ended
-from kvstore_client.client import DEFAULT_TIMEOUT_S, Client, connect
-from kvstore_client.fetching import FetchedKV, LayerStream
-from kvstore_client.match import Match
-from kvstore_client.receipt import Receipt
-from kvstore_client.remote.place import TLS
-from kvstore_client.transfer import Transfer
-from kvstore_client.watching import AsyncWatch, Watch
-from kvstore_client.writer import StoreWriter
+from kvstore_client.begin import connect
+from kvstore_client.client import DEFAULT_TIMEOUT_S, Client
+from kvstore_client.fetch.fetched import FetchedKV
+from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.lookup.locate import Location
+from kvstore_client.lookup.match import Match
+from kvstore_client.lookup.watch import AsyncWatch, Watch
+from kvstore_client.planes.place import TLS
+from kvstore_client.prompt import GivenTokens
+from kvstore_client.store.receipt import Receipt
+from kvstore_client.store.writer import StoreWriter
 
 Result = TypeVar("Result")
 CALLS_AT_ONCE = 8
@@ -83,16 +88,24 @@ class AsyncClient:
         elif isinstance(found, Watch | LayerStream):
             begun(self._threads, found.close)
 
-    async def lookup(self, spec: ModelSpec, tokens: Any, **options: Any) -> Match:
+    async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Match:
         """See ``Client.lookup``."""
         return await self.call(self.client.lookup, spec, tokens, **options)
 
-    async def fetch(self, spec: ModelSpec, tokens: Any, **options: Any) -> FetchedKV:
+    async def locate(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Location:
+        """See ``Client.locate``."""
+        return await self.call(self.client.locate, spec, tokens, **options)
+
+    async def locate_each(self, spec: ModelSpec, contexts: Sequence[GivenTokens], **options: Any) -> list[Location]:
+        """See ``Client.locate_each``."""
+        return await self.call(self.client.locate_each, spec, contexts, **options)
+
+    async def fetch(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> FetchedKV:
         """See ``Client.fetch``."""
         return await self.call(self.client.fetch, spec, tokens, **options)
 
     async def fetch_layers(
-        self, spec: ModelSpec, tokens: Any, **options: Any
+        self, spec: ModelSpec, tokens: GivenTokens, **options: Any
     ) -> AsyncIterator[tuple[int, tuple[Any, Any]]]:
         """See ``Client.fetch_layers``."""
         transfer = await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
@@ -102,19 +115,19 @@ class AsyncClient:
         finally:
             await self.call(transfer.cancel, DEFAULT_TIMEOUT_S)
 
-    async def store(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
+    async def store(self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: Any) -> Receipt:
         """See ``Client.store``. Await ``wait(receipt)`` for the durability reached."""
         return await self.call(self.client.store, spec, tokens, kv, **options)
 
-    async def store_segment(self, spec: ModelSpec, tokens: Any, kv: Sequence[Any], **options: Any) -> Receipt:
+    async def store_segment(self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], **options: Any) -> Receipt:
         """See ``Client.store_segment``."""
         return await self.call(self.client.store_segment, spec, tokens, kv, **options)
 
-    async def fetch_segment(self, spec: ModelSpec, tokens: Any, **options: Any) -> FetchedKV:
+    async def fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> FetchedKV:
         """See ``Client.fetch_segment``."""
         return await self.call(self.client.fetch_segment, spec, tokens, **options)
 
-    async def find_segments(self, spec: ModelSpec, tokens: Any) -> list[range]:
+    async def find_segments(self, spec: ModelSpec, tokens: GivenTokens) -> list[range]:
         """See ``Client.find_segments``."""
         return await self.call(self.client.find_segments, spec, tokens)
 
@@ -127,7 +140,7 @@ class AsyncClient:
         watch = await self.call(self.client.watch, tenant=tenant)
         return AsyncWatch(watch, self.call)
 
-    async def partial_prefill(self, runner: Any, tokens: Any, **options: Any) -> Any:
+    async def partial_prefill(self, runner: Any, tokens: GivenTokens, **options: Any) -> Any:
         """See ``Client.partial_prefill``."""
         return await self.call(self.client.partial_prefill, runner, tokens, **options)
 
@@ -135,15 +148,15 @@ class AsyncClient:
         """See ``Client.start_fetch``. Await ``call(transfer.wait_layer, 0)`` and the like."""
         return await self.call(self.client.start_fetch, ticket, **options)
 
-    async def start_fetch_prefix(self, spec: ModelSpec, tokens: Any, **options: Any) -> Transfer:
+    async def start_fetch_prefix(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Transfer:
         """See ``Client.start_fetch_prefix``."""
         return await self.call(self.client.start_fetch_prefix, spec, tokens, **options)
 
-    async def start_fetch_segment(self, spec: ModelSpec, tokens: Any, **options: Any) -> Transfer:
+    async def start_fetch_segment(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Transfer:
         """See ``Client.start_fetch_segment``."""
         return await self.call(self.client.start_fetch_segment, spec, tokens, **options)
 
-    async def fetch_projected(self, runner: Any, tokens: Any, **options: Any) -> FetchedKV:
+    async def fetch_projected(self, runner: Any, tokens: GivenTokens, **options: Any) -> FetchedKV:
         """See ``Client.fetch_projected``."""
         return await self.call(self.client.fetch_projected, runner, tokens, **options)
 
@@ -151,7 +164,7 @@ class AsyncClient:
         """See ``Client.release_ticket``. Cancelled, it is done all the same: nobody else releases this ticket."""
         await asyncio.shield(asyncio.wrap_future(begun(self._threads, self.client.release_ticket, ticket)))
 
-    async def start_store(self, spec: ModelSpec, tokens: Any, **options: Any) -> StoreWriter:
+    async def start_store(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> StoreWriter:
         """See ``Client.start_store``. Await ``call(writer.put_layer, 0, kv)`` and the like."""
         return await self.call(self.client.start_store, spec, tokens, **options)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,12 @@ from kvstore.spec import item_size
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 _NUMPY_TYPES: dict[str, np.dtype[Any]] = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 MADV_HUGEPAGE = 14
+Tensor: TypeAlias = Any
+"""A tensor or an array: torch is not there where types are checked without it."""
+Layer: TypeAlias = Any
+"""One layer of a cache as callers have it: (K, V), or E where a spec keeps E in the place of KV."""
+Buffer: TypeAlias = Any
+"""Bytes, or a contiguous array or CPU tensor; where a call says so, a list of these that are one run."""
 
 
 def torch_module() -> Any:

@@ -7,21 +7,39 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unauthenticated, Unavailable
 from kvstore.keys import fingerprint
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import spec_to_message
-from kvstore_client.prefix import AnySession
-from kvstore_client.remote.place import Place
+from kvstore_client.planes.place import Place
+from kvstore_client.planes.session import Session
 
 RECONNECT_INTERVAL_S = 0.5
 _GONE = (Unavailable, Unauthenticated, DeadlineExceeded)
 _log = logging.getLogger("kvstore.client")
-Result = TypeVar("Result")
+
+
+class Miss:
+    """See ``Connection.or_miss``. ``why`` the sidecar is gone, where it is."""
+
+    why = ""
+
+    def __init__(self, lost: Callable[[KVStoreError], None]) -> None:
+        self._lost = lost
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, _GONE):
+            return False
+        self.why = error.message
+        self._lost(error)
+        return True
 
 
 class Connection:
@@ -33,13 +51,13 @@ class Connection:
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._session: AnySession | None = None
+        self._session: Session | None = None
         self._retry_at_s = 0.0
         self._has_warned = False
         self._is_closed = False
         self.counters: Counter[str] = Counter()
 
-    def session(self) -> AnySession:
+    def session(self) -> Session:
         """The live session, connecting if there is none. Raises Unavailable, at once while backing off."""
         if self._pid != os.getpid():
             self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
@@ -62,14 +80,14 @@ class Connection:
             self._has_warned = False
             return session
 
-    def at_hand(self, spec: ModelSpec) -> tuple[AnySession, bytes] | None:
+    def at_hand(self, spec: ModelSpec) -> tuple[Session, bytes] | None:
         """As ``ready``, where that takes neither a call nor a connection; else None."""
         session, name = self._session, fingerprint(spec, spec.kind)
         if session is None or not session.is_usable or self._is_closed or name not in session.models:
             return None
         return session, name
 
-    def ready(self, spec: ModelSpec) -> tuple[AnySession, bytes]:
+    def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
         """A session that knows the model, and the model's name there."""
         session = self.session()
         name = fingerprint(spec, spec.kind)
@@ -81,19 +99,19 @@ class Connection:
             session.models.add(name)
         return session, name
 
-    def or_gone(self, call: Callable[[], Result], otherwise: Callable[[str], Result]) -> Result:
-        """``call``, or ``otherwise`` when the sidecar is gone: one warning, a counter, and the engine goes on."""
-        try:
-            return call()
-        except _GONE as error:
-            self.counters["unavailable"] += 1
-            session = self._session
-            if isinstance(error, Unauthenticated) and session is not None:
-                session.close()
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("kvstore: %s; going on without it", error.message)
-            return otherwise(error.message)
+    def or_miss(self) -> Miss:
+        """``with connection.or_miss() as miss:`` what fails inside because the sidecar is gone ends there, with one
+        warning and a counter: what follows says that it is a miss, and the engine goes on."""
+        return Miss(self._lost)
+
+    def _lost(self, error: KVStoreError) -> None:
+        self.counters["unavailable"] += 1
+        session = self._session
+        if isinstance(error, Unauthenticated) and session is not None:
+            session.close()
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("kvstore: %s; going on without it", error.message)
 
     def close(self) -> None:
         """End the session, for good. Idempotent."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -23,17 +23,19 @@ from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.spec import Durability
-from kvstore_client.arrays import is_shareable, is_tensor, raw_array, torch_module
+from kvstore_client.arrays import Tensor, is_shareable, is_tensor, raw_array, torch_module
 
 COPY_THREADS = 2
-Outcome = tuple[Durability, int, str]
+Result = TypeVar("Result")
+Work = TypeVar("Work")
+Committed = tuple[Durability, int, str]
 """What became of a store: how durable it is, how many of its leading tokens, and why no more."""
 _own = threading.local()
-_waiting: WeakKeyDictionary[Workers, WeakSet[Future[Outcome]]] = WeakKeyDictionary()
+_waiting: WeakKeyDictionary[Workers, WeakSet[Future[Committed]]] = WeakKeyDictionary()
 """Commits on threads of their own, by the workers that commit for the same client."""
 
 
-def raw(value: Any) -> Any:
+def raw(value: Tensor) -> Tensor:
     """The same memory as plain integers of its item size: a tensor when the process has torch, else an array.
     Copies are between two of these, so that no dtype is ever converted."""
     torch = torch_module()
@@ -47,7 +49,7 @@ def raw(value: Any) -> Any:
     return torch.from_numpy(value.view(f"i{value.itemsize}"))
 
 
-def copy(target: Any, source: Any) -> None:
+def copy(target: Tensor, source: Tensor) -> None:
     """``target[:] = source``; both came from ``raw`` and have one shape. Releases the GIL."""
     assert target.shape == source.shape, "a copy of another shape would be repeated"
     if is_tensor(target):
@@ -56,14 +58,14 @@ def copy(target: Any, source: Any) -> None:
         np.copyto(target, source)
 
 
-def whole(plane: Any) -> Any:
+def whole(plane: Tensor) -> Tensor:
     """A raw plane for many small copies: numpy's view of it, whose slices cost a fifth, or a GPU's tensor itself."""
     if not is_tensor(plane):
         return plane
     return plane if plane.is_cuda else raw_array(plane.numpy())
 
 
-def copy_small(target: Any, source: NDArray[Any]) -> None:
+def copy_small(target: Tensor, source: NDArray[Any]) -> None:
     """``target[:] = source``, where ``target`` is a slice of what ``whole`` gave. A read-only ``source`` is not copied
     first, as torch would have it."""
     if is_tensor(target):
@@ -72,7 +74,7 @@ def copy_small(target: Any, source: NDArray[Any]) -> None:
         np.copyto(target, source)
 
 
-def plane_run(plane: Any, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Any:
+def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Tensor:
     """The tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
 
     ``plane``: raw [heads, tokens, dim]; ``start``: the first chunk's first token.
@@ -88,7 +90,7 @@ def plane_run(plane: Any, start: int, chunk_tokens: int, chunk_count: int, part:
     return split[:, :, part.token_start : part.token_stop]
 
 
-def _plainly(function: Callable[..., Any], *args: object) -> Any:
+def _plainly(function: Callable[..., Result], *args: object) -> Result:
     """Run a copy without autograd's bookkeeping; tensors made in inference mode may be written only so."""
     torch = torch_module()
     if torch is None:
@@ -97,7 +99,7 @@ def _plainly(function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
 
 
-def _on_this_thread(function: Callable[..., Any], *args: object) -> Any:
+def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
     """Run a copy, all of it on the copier's thread that this is: two threads are what a copy is worth, and torch would
     have each cut its copies for as many as there are processors, and wait for the last of them."""
     torch = torch_module()
@@ -112,7 +114,7 @@ def _on_this_thread(function: Callable[..., Any], *args: object) -> Any:
     return _plainly(function, *args)
 
 
-def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
+def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
     """Return when all of these have ended well. Raises what one of them raised, when none runs any more, also where the
     caller is interrupted; DeadlineExceeded while one may still be running."""
     try:
@@ -129,7 +131,7 @@ def wait_all(copies: Sequence[Future[Any]], timeout_s: float) -> None:
         check(future)
 
 
-def check(copy: Future[Any]) -> None:
+def check(copy: Future[Result]) -> None:
     """Raises why a copy that has ended did not end well."""
     failure = failure_of(copy)
     try:
@@ -139,7 +141,7 @@ def check(copy: Future[Any]) -> None:
         del failure, copy  # an error keeps the frames it passes
 
 
-def stopped(copies: Iterable[Future[Any]], timeout_s: float | None) -> bool:
+def stopped(copies: Iterable[Future[Result]], timeout_s: float | None) -> bool:
     """Give up those that have not begun, and wait for the others; None: however long they take. False while one may
     still be running."""
     return not wait([each for each in copies if not each.cancel()], timeout_s)[1]
@@ -150,8 +152,8 @@ def _still_running(timeout_s: float) -> DeadlineExceeded:
 
 
 def commit_beside(
-    workers: Workers, commit: Callable[[], Outcome], abort: Callable[[], None], *, waits: bool
-) -> Future[Outcome]:
+    workers: Workers, commit: Callable[[], Committed], abort: Callable[[], None], *, waits: bool
+) -> Future[Committed]:
     """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
     be queued behind it. Where no thread takes it the store is dropped at once, and that is the outcome."""
     future = begun(_OwnThread() if waits else workers, commit)
@@ -167,8 +169,8 @@ def commit_beside(
 class _OwnThread:
     """``Workers`` that start a thread for each call."""
 
-    def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
+        future: Future[Result] = Future()
         start_thread(partial(run_for, future, function, *args), "kvstore-commit-waiting")
         return future
 
@@ -189,15 +191,15 @@ class Copier:
     def __init__(self, workers: Workers | None = None) -> None:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
 
-    def submit(self, function: Callable[..., Any], /, *args: object) -> Future[Any]:
+    def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
         """Begin one. Never raises: a thread that cannot be had is a copy that failed."""
         return begun(self._workers, _on_this_thread, function, *args)
 
-    def split(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any], timeout_s: float) -> None:
+    def split(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work], timeout_s: float) -> None:
         """Run ``function`` over two halves of ``work``, interleaved, and wait. Raises as ``wait_all`` does."""
         wait_all(self.halves(function, work), timeout_s)
 
-    def halves(self, function: Callable[[Sequence[Any]], None], work: Sequence[Any]) -> list[Future[Any]]:
+    def halves(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work]) -> list[Future[None]]:
         """Begin ``function`` over two halves of ``work``, interleaved. Never raises."""
         shares = [work[start::COPY_THREADS] for start in range(COPY_THREADS)]
         return [self.submit(function, share) for share in shares if share]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Exactness
-from kvstore_client.arrays import is_tensor
+from kvstore_client.arrays import Layer, Tensor, is_tensor
 from kvstore_client.overlap import Span
 
 Slots = NDArray[np.int64]
@@ -75,7 +75,7 @@ def now() -> int:
     return next(_numbers)
 
 
-def remember(planes: Iterable[Any], slots: Slots | None = None) -> None:
+def remember(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
     """These tensors hold what is not exact; of pages, in these slots."""
     for number, mark in _known():
         if not mark.is_alive():
@@ -85,7 +85,7 @@ def remember(planes: Iterable[Any], slots: Slots | None = None) -> None:
         _marks[number] = _Mark(Span.of(plane), slots, _life_of(plane, number))
 
 
-def written_anew(planes: Iterable[Any], slots: Slots | None = None, *, since: int | None = None) -> None:
+def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since: int | None = None) -> None:
     """These tensors hold what is exact, whatever they held before. ``since``: ``now``, when the writing began: what was
     marked after that was written over it, or beside it, and stays."""
     if not _marks:
@@ -101,7 +101,7 @@ def written_anew(planes: Iterable[Any], slots: Slots | None = None, *, since: in
                 _marks[number] = left
 
 
-def is_derived(planes: Iterable[Any], slots: Slots | None = None) -> bool:
+def is_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> bool:
     """Whether one of these tensors lies where something derived was put."""
     if not _marks:
         return False
@@ -109,7 +109,7 @@ def is_derived(planes: Iterable[Any], slots: Slots | None = None) -> bool:
     return any(mark.meets(span, slots) for span in map(Span.of, planes) for mark in marks)
 
 
-def check_exact(planes: Iterable[Any], name: str, slots: Slots | None = None) -> None:
+def check_exact(planes: Iterable[Tensor], name: str, slots: Slots | None = None) -> None:
     """Raises InvalidRequest where a store that does not say what it keeps is given what is not exact."""
     if is_derived(planes, slots):
         raise InvalidRequest(
@@ -118,14 +118,14 @@ def check_exact(planes: Iterable[Any], name: str, slots: Slots | None = None) ->
         )
 
 
-def exactness_of(kv: Any) -> Exactness:
+def exactness_of(kv: Iterable[Layer]) -> Exactness:
     """What is known of a cache: by itself, or by where its planes lie."""
     known = getattr(kv, "exactness", Exactness.EXACT)
     planes = (plane for pair in kv if pair is not None for plane in (pair if isinstance(pair, Sequence) else (pair,)))
     return Exactness.DERIVED if known is not Exactness.EXACT or is_derived(planes) else Exactness.EXACT
 
 
-def _life_of(plane: Any, number: int) -> Callable[[], bool]:
+def _life_of(plane: Tensor, number: int) -> Callable[[], bool]:
     """Whether the memory under a plane is still what it was."""
     if is_tensor(plane):
         from torch.multiprocessing import reductions
@@ -146,7 +146,7 @@ class LayeredKV(list[Any]):
 
     exactness: Exactness = Exactness.EXACT
 
-    def __init__(self, planes: Iterable[Any] = (), exactness: Exactness = Exactness.EXACT) -> None:
+    def __init__(self, planes: Iterable[Tensor] = (), exactness: Exactness = Exactness.EXACT) -> None:
         super().__init__(planes)
         self.exactness = exactness
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.arrays import is_tensor, is_writable
+from kvstore_client.arrays import Tensor, is_tensor, is_writable
 
 WORK_MAX = 100_000
 """What may be spent on one pair of tensors that are interleaved. Beyond it they count as sharing memory."""
@@ -55,7 +55,7 @@ class Span(NamedTuple):
     geometry: Geometry
 
     @staticmethod
-    def of(value: Any) -> Span:
+    def of(value: Tensor) -> Span:
         """Of a tensor or an array."""
         if is_tensor(value):
             size = value.element_size()
@@ -90,7 +90,7 @@ def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
     return None
 
 
-def check_targets(layers: Iterable[Sequence[Any]], name: str) -> None:
+def check_targets(layers: Iterable[Sequence[Tensor]], name: str) -> None:
     """Raises InvalidRequest where a layer's planes cannot be fetched into: copies would not arrive in them, or not stay
     for others' sake."""
     spans: list[Span] = []
@@ -137,5 +137,5 @@ class _Shown:
         }  # fmt: skip
 
 
-def _shown(geometry: Geometry, distance: int) -> Any:
+def _shown(geometry: Geometry, distance: int) -> Tensor:
     return np.asarray(_Shown(geometry, distance))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import (
@@ -22,8 +22,8 @@ from kvstore.keys import (
 )  # fmt: skip
 from kvstore.spec import Exactness, ModelSpec, Provenance
 from kvstore.v1 import cache_pb2 as pb
-from kvstore_client.arrays import check_memory, is_array, is_tensor
-from kvstore_client.presence import Chain
+from kvstore_client.arrays import Tensor, check_memory, is_array, is_tensor
+from kvstore_client.lookup.presence import Chain
 
 EXACT = 1
 IN_CONTEXT, STANDALONE = 1, 2
@@ -76,6 +76,10 @@ class PageHashes:
         return b"" if stop % self.page_tokens else self.hashes[stop // self.page_tokens - 1]
 
 
+GivenTokens: TypeAlias = Sequence[int] | Tensor | PageHashes
+"""A list, an array, a tensor on any device, or an engine's own hashes."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Tokens, the digests of their chunks, and what else their cache depends on."""
@@ -93,7 +97,7 @@ class Prompt:
     """Whether the caller said how exact it is."""
 
     @staticmethod
-    def segment(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
+    def segment(spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
         """A document by itself; positions of ``extras`` count from its first token. Raises InvalidRequest."""
         if isinstance(tokens, PageHashes):
             raise InvalidRequest("a segment needs its tokens: PageHashes depend on what comes before it")
@@ -111,11 +115,11 @@ class Prompt:
         """Chunks of it on the wire."""
         return pb.ChainQuery(
             fingerprint=name, digests=b"".join(digests), hidden_layers=hidden_layers,
-            exactness=self.exactness, provenance=self.provenance,  # type: ignore[arg-type]
+            exactness=self.exactness, provenance=self.provenance,  # type: ignore[arg-type]  # wire numbers
         )  # fmt: skip
 
     @staticmethod
-    def of(spec: ModelSpec, tokens: Any, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
+    def of(spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
         """Tokens may be a list, an array, a tensor on any device, or PageHashes; exactness None: exact, as far as is
         known. Raises InvalidRequest naming what is wrong."""
         is_claimed, exactness = exactness is not None, exactness or Exactness.EXACT

@@ -14,11 +14,12 @@ from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import parent_digest
-from kvstore.catalog.table import ROOT_ROW, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable
 
 __all__ = [
     "NOWHERE",
     "ROOT_ROW",
+    "USE_COUNT_MAX",
     "Catalog",
     "ChunkTable",
     "Copies",

@@ -14,7 +14,9 @@ ROOT_ROW = -1
 """The parent of a chain's first chunk."""
 SPACE_COUNT_MAX = 1 << 16
 """How many namespaces rows can name."""
-SHARED_COUNT_MAX = 8
+SHARED_COUNT_MAX = 4
+USE_COUNT_MAX = 255
+"""Uses beyond that are not counted."""
 _EMPTY = b""
 
 
@@ -23,7 +25,8 @@ class ChunkTable:
 
     ``parents`` and ``child_counts`` are the chains; ``write_marks`` are the first 8 bytes of each chunk's write id,
     which a read compares; ``copies`` say which local tier has the chunk, and where, the fastest tier first; ``shared``
-    has a bit per shared tier: it had the chunk when we last knew.
+    has two bits per shared tier: it had the chunk when we last knew, and we know that from more than its word. ``uses``
+    count stores and hits.
     """
 
     def __init__(self) -> None:
@@ -34,11 +37,12 @@ class ChunkTable:
         self.token_counts = array("i")
         self.write_marks = array("Q")
         self.shared = array("B")
+        self.uses = array("B")
         self.copies: list[Copies] = []
         self._shared_count = 0
         self._columns: list[tuple[array[int], int]] = [
             (self.spaces, 0), (self.parents, ROOT_ROW), (self.child_counts, 0), (self.token_counts, 0),
-            (self.write_marks, 0), (self.shared, 0),
+            (self.write_marks, 0), (self.shared, 0), (self.uses, 0),
         ]  # fmt: skip
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
@@ -57,11 +61,12 @@ class ChunkTable:
         self.copies.remove(copies)
         self._columns = [each for each in self._columns if each[0] is not copies.column]
 
-    def new_shared_bit(self) -> int:
-        """The bit of one more shared tier."""
+    def new_shared_bits(self) -> tuple[int, int]:
+        """The bits of one more shared tier: it is said to have the chunk; it was seen to have it."""
         assert self._shared_count < SHARED_COUNT_MAX, "one byte per row says which shared tiers have it"
         self._shared_count += 1
-        return 1 << self._shared_count - 1
+        said = 1 << 2 * (self._shared_count - 1)
+        return said, said << 1
 
     def add(self, space: int, digest: bytes, parent: int, token_count: int) -> int:
         """A new row, resident nowhere. Its parent gains a child. Nothing has changed when it raises: OverflowError for
@@ -71,6 +76,7 @@ class ChunkTable:
         self.parents[row] = parent
         self.token_counts[row] = token_count
         self.shared[row] = 0
+        self.uses[row] = 0
         if self._free:
             self.digests[row] = digest
             self._free.pop()

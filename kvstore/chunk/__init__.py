@@ -9,40 +9,89 @@ of encoding and of checksum.
 
 Arena and client see ``raw`` chunks, whose strips lie where the layout says. A tier may keep a chunk ``lz4``: the same
 order and alignment, each strip shorter or as it was, and the header's table says where. ``encode_chunk`` and
-``decode_slab`` go between the two, back to the same bytes, header included.
+``decode_slab`` go between the two, back to the same bytes, header included; ``Making`` and ``decode_slabs`` do so with
+envelopes, too.
 
 Invariants: the layout follows from the spec, the kind and the token count alone; the bytes of one encoding are
 the same on every tier; no encoding is larger than raw; a strip's checksum is seeded with the chunk's identity and
-its place, so that right bytes in a wrong place fail. The parser trusts nothing. This room does no I/O.
+its place, so that right bytes in a wrong place fail. A copy outside memory may be in an envelope (``Trust``), which no
+attacker alters unseen. The parser trusts nothing. This room does no I/O.
 """
 
+from kvstore.chunk.alone import check_alone, object_lengths
 from kvstore.chunk.checksum import checksum_strips, strip_seeds, verify_slab
-from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range
-from kvstore.chunk.header import ChunkHeader, pack_header, parse_header, write_mark
-from kvstore.chunk.layout import ChunkLayout, layout_of
+from kvstore.chunk.encoding import EncodedChunk, decode_slab, encode_chunk, raw_header, slab_range, stored_run
+from kvstore.chunk.envelope import (
+    ENVELOPE_READER,
+    Sealer,
+    Sealing,
+    Trust,
+    is_sealed,
+    open_slabs,
+    sealed,
+    sealed_header_bytes,
+    shown_header,
+)
+from kvstore.chunk.header import (
+    ChunkHeader,
+    is_newer_format,
+    pack_header,
+    parse_header,
+    read_seat,
+    write_mark,
+    write_seat,
+)
+from kvstore.chunk.layout import FIXED_HEADER_BYTES, ChunkLayout, StoredStrips, layout_of
+from kvstore.chunk.making import Making, decode_slabs
 from kvstore.chunk.parts import Part, slab_parts
+from kvstore.chunk.seal import AEAD, MAC, check_available
+from kvstore.chunk.sealed_file import open_file, seal_file
 from kvstore.chunk.strips import Run, StripRun, are_right, slab_runs, strip_run
 
 __all__ = [
+    "AEAD",
+    "ENVELOPE_READER",
+    "FIXED_HEADER_BYTES",
+    "MAC",
     "ChunkHeader",
     "ChunkLayout",
     "EncodedChunk",
+    "Making",
     "Part",
     "Run",
+    "Sealer",
+    "Sealing",
+    "StoredStrips",
     "StripRun",
+    "Trust",
     "are_right",
+    "check_alone",
+    "check_available",
     "checksum_strips",
     "decode_slab",
+    "decode_slabs",
     "encode_chunk",
+    "is_newer_format",
+    "is_sealed",
     "layout_of",
+    "object_lengths",
+    "open_file",
+    "open_slabs",
     "pack_header",
     "parse_header",
     "raw_header",
+    "read_seat",
+    "seal_file",
+    "sealed",
+    "sealed_header_bytes",
+    "shown_header",
     "slab_parts",
     "slab_range",
     "slab_runs",
+    "stored_run",
     "strip_run",
     "strip_seeds",
     "verify_slab",
     "write_mark",
+    "write_seat",
 ]

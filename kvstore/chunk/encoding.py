@@ -25,6 +25,7 @@ from kvstore.chunk.checksum import CHECKSUM_BYTES, Checksums, strip_seeds, verif
 from kvstore.chunk.header import ChunkHeader, pack_header
 from kvstore.chunk.layout import PAGE_BYTES, STRIP_ALIGNMENT, ChunkLayout, place_strips
 from kvstore.chunk.planes import pack_strip, unpack_strip
+from kvstore.chunk.strips import StripRun, strip_run
 from kvstore.errors import DataLoss
 from kvstore.seams.memory import Bytes
 
@@ -47,6 +48,15 @@ def slab_range(header: ChunkHeader, layout: ChunkLayout, first_slab: int, stop_s
     else:
         start, stop = header.stored.slab_offsets[[first_slab, stop_slab]].tolist()
     return start, stop - start
+
+
+def stored_run(header: ChunkHeader, layout: ChunkLayout, slabs: range) -> StripRun:
+    """The strips of some slabs of an encoded body, as they lie there."""
+    assert header.stored is not None
+    first, stop = layout.strips_of(slabs)
+    starts = header.stored.offsets[first:stop].astype(np.int64) - int(header.stored.slab_offsets[slabs.start])
+    run = strip_run(layout, header.storage_key, header.write_id, first, stop)
+    return replace(run, starts=starts, stops=starts + header.stored.lengths[first:stop])
 
 
 def encode_chunk(

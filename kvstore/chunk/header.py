@@ -8,12 +8,14 @@ Layout, little-endian, padded with zeros to a multiple of 4 KiB:
      40  token count u32, strip count u32, E layer i32, zero u32, first position u64
      64  namespace 32, fingerprint 32, storage key 32, parent 32, chain digest 32, token digest 32
     256  tenant digest 16, rope digest 16, write id 16, envelope key id 16
-    320  zeros, header checksum 16 at 368
+    320  seat u64, zeros, header checksum 16 at 368
     384  strip table: per strip offset u64, stored bytes u32, zero u32, checksum 16
-         envelope tags, when there is an envelope
+         envelope tags, when there is an envelope: see ``envelope``
 
 The strip table says where the strips lie as they are stored, and the checksums are of what is stored. The offsets
 follow from the lengths: a reader refuses any other, and any length above the layout's.
+The seat is where a tier wrote this copy, in the tier's own numbers, 0 where it does not say. A device that writes a
+copy to another place as well makes one that outlives the first; its seat gives it away.
 The header's checksum is XXH3-128 of its bytes with the checksum field zero.
 """
 
@@ -36,6 +38,7 @@ from kvstore.chunk.layout import (
     StoredStrips,
     place_strips,
 )
+from kvstore.chunk.seal import TAG_BYTES, StripSeal
 from kvstore.errors import DataLoss
 from kvstore.keys import FORMAT_VERSION
 from kvstore.seams.memory import Bytes
@@ -51,10 +54,21 @@ _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 ENCODINGS = ("raw", "lz4")
 _FIXED = struct.Struct("<8sHHIQQ6B2xIIiIQ32s32s32s32s32s32s16s16s16s16s48x16s")
+_SEAT_AT = 320
+_SEAT_STOP = 328
 _CHECKSUM_AT = 368
 _ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("zero", "<u4"), ("checksum", "u1", 16)])
 assert _FIXED.size == FIXED_HEADER_BYTES
 assert _ENTRY.itemsize == STRIP_ENTRY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What one copy is sealed with: what opens its strips, 16 bytes for each, and how long its header is as stored."""
+
+    seal: StripSeal
+    tags: bytes
+    header_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +76,7 @@ class ChunkHeader:
     """A chunk's identity, and its strips' checksums [strips, 16].
 
     ``stored`` is where the strips lie when they are encoded; None for raw ones, which lie where the layout says.
+    ``envelope`` is that of the copy it was read from, if that has one; no packed header says it.
     """
 
     kind: CacheKind
@@ -82,10 +97,22 @@ class ChunkHeader:
     write_id: bytes
     checksums: Checksums = field(repr=False, compare=False)
     stored: StoredStrips | None = field(default=None, repr=False, compare=False)
+    envelope: Envelope | None = field(default=None, repr=False, compare=False)
 
     def checksums_of(self, first: int, stop: int) -> bytes:
-        """What strips ``first .. stop`` check to: 16 bytes each."""
+        """What strips ``first .. stop`` check to as they are stored, 16 bytes each: their tags where there are some."""
+        if self.envelope is not None:
+            return self.envelope.tags[first * TAG_BYTES : stop * TAG_BYTES]
         return self.checksums[first:stop].tobytes()
+
+    @property
+    def seal(self) -> StripSeal | None:
+        """What opens the copy's strips; None: they have no envelope."""
+        return None if self.envelope is None else self.envelope.seal
+
+    def bytes_before(self, layout: ChunkLayout) -> int:
+        """Where the body of the copy begins."""
+        return layout.header_bytes if self.envelope is None else self.envelope.header_bytes
 
 
 def write_mark(write_id: bytes) -> int:
@@ -114,6 +141,28 @@ def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
     packed.extend(bytes(layout.header_bytes - len(packed)))
     packed[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = xxhash.xxh3_128_digest(packed)
     return bytes(packed)
+
+
+def is_newer_format(data: bytes) -> bool:
+    """Whether a header, of which ``data`` are the first bytes, asks for a newer release than this. It is none that was
+    damaged: it is left alone, for those who can read it."""
+    if data[: len(MAGIC)] != MAGIC or len(data) < FIXED_HEADER_BYTES:
+        return False
+    _, _, reader, _, _, features, *_ = _FIXED.unpack_from(data)
+    return bool(reader > FORMAT_VERSION or features & ~KNOWN_FEATURES)
+
+
+def write_seat(header: Bytes, seat: int) -> None:
+    """Say in the bytes of a whole header where this copy of it is written. Its checksum is made anew."""
+    header[_SEAT_AT:_SEAT_STOP] = np.frombuffer(struct.pack("<Q", seat), np.uint8)
+    header[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = 0
+    checksum = xxhash.xxh3_128_digest(header.data)
+    header[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES] = np.frombuffer(checksum, np.uint8)
+
+
+def read_seat(header: Bytes) -> int:
+    """Where this copy of a header says it was written; 0: it does not say. Check the header first."""
+    return int.from_bytes(header[_SEAT_AT:_SEAT_STOP].tobytes(), "little")
 
 
 def _bad(reason: str) -> NoReturn:

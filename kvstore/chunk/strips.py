@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
 from kvstore.chunk.layout import ChunkLayout
+from kvstore.chunk.seal import StripSeal
 from kvstore.seams.memory import Bytes, joined
 
 PART_BYTES = 1 << 20
@@ -19,13 +20,28 @@ PART_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StripRun:
-    """Consecutive strips; ``starts`` and ``stops`` [strips] count from the first byte of the run."""
+    """Consecutive strips; ``starts`` and ``stops`` [strips] count from the first byte of the run. ``seal`` opens those
+    of a copy in an envelope, of which ``first`` is the number of the first."""
 
     key: bytes
     layers: NDArray[np.int32]
     heads: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    first: int = 0
+    seal: StripSeal | None = field(default=None, repr=False)
+
+    def are_right(self, data: Bytes, expected: bytes) -> bool:
+        """Whether the strips in ``data`` check to ``expected``, 16 bytes each. Those in an envelope are opened in their
+        place."""
+        if self.seal is None:
+            return self.checksums(data) == expected
+        spans = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
+        for number, (start, stop) in enumerate(spans):
+            tag = expected[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            if not self.seal.opens(self.first + number, data[start:stop], tag):
+                return False
+        return True
 
     def checksums(self, data: Bytes) -> bytes:
         """Of the strips in ``data``, where the run begins: 16 bytes each."""
@@ -64,13 +80,15 @@ class StripRun:
             data[self.stops[gap] : nexts[gap]] = 0
 
 
-def strip_run(layout: ChunkLayout, storage_key: bytes, write_id: bytes, first: int, stop: int) -> StripRun:
-    """Strips ``first .. stop`` of a chunk."""
+def strip_run(
+    layout: ChunkLayout, storage_key: bytes, write_id: bytes, first: int, stop: int, seal: StripSeal | None = None
+) -> StripRun:
+    """Strips ``first .. stop`` of a chunk; ``seal``: what opens them."""
     starts = layout.strip_offsets[first:stop].astype(np.int64)
     starts -= starts[0]
     return StripRun(
         strip_key(storage_key, write_id), layout.strip_layers[first:stop], layout.strip_heads[first:stop], starts,
-        starts + layout.strip_lengths[first:stop],
+        starts + layout.strip_lengths[first:stop], first, seal,
     )  # fmt: skip
 
 
@@ -79,26 +97,28 @@ Run = tuple[Bytes, StripRun]
 
 
 def slab_runs(
-    layout: ChunkLayout, storage_key: bytes, write_id: bytes, slabs: range, memory: Sequence[Bytes]
-) -> list[Run]:
-    """Raw slabs, each in its array of ``memory``, in as few runs as they lie in."""
+    layout: ChunkLayout, storage_key: bytes, write_id: bytes, slabs: range, memory: Sequence[Bytes],
+    seal: StripSeal | None = None,
+) -> list[Run]:  # fmt: skip
+    """Raw slabs, each in its array of ``memory``, in as few runs as they lie in. ``seal``: what opens them."""
     runs: list[Run] = []
     first = slabs.start
     for data in joined(memory):
         size, stop = 0, first
         while size < data.size:
             size, stop = size + layout.slabs[stop].byte_count, stop + 1
-        runs.append((data, strip_run(layout, storage_key, write_id, *layout.strips_of(range(first, stop)))))
+        runs.append((data, strip_run(layout, storage_key, write_id, *layout.strips_of(range(first, stop)), seal)))
         first = stop
     return runs
 
 
 def are_right(runs: Sequence[Run], expected: bytes) -> bool:
-    """Blocking. Whether the strips in memory check to ``expected``: 16 bytes each, in order."""
+    """Blocking. Whether the strips in memory check to ``expected``: 16 bytes each, in order. What is in an envelope is
+    opened in its place."""
     start = 0
     for data, strips in runs:
         stop = start + len(strips.starts) * CHECKSUM_BYTES
-        if strips.checksums(data) != expected[start:stop]:
+        if not strips.are_right(data, expected[start:stop]):
             return False
         start = stop
     return True

@@ -5,10 +5,13 @@ an unreadable value stops the start and names where it came from. Every value re
 ``kvstore config`` prints.
 """
 
+from kvstore.config.limits import LimitSettings
 from kvstore.config.load import LoadedSettings, load
+from kvstore.config.redis import RedisAddress, RedisSettings
+from kvstore.config.s3 import S3Settings
 from kvstore.config.settings import (
+    LEVEL_SETTINGS,
     EventSettings,
-    LimitSettings,
     NvmeSettings,
     PolicySettings,
     Settings,
@@ -17,11 +20,15 @@ from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 
 __all__ = [
     "DEFAULT_TENANT",
+    "LEVEL_SETTINGS",
     "EventSettings",
     "LimitSettings",
     "LoadedSettings",
     "NvmeSettings",
     "PolicySettings",
+    "RedisAddress",
+    "RedisSettings",
+    "S3Settings",
     "Settings",
     "TenantSettings",
     "load",

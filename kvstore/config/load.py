@@ -10,15 +10,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from kvstore.config.defaults import arena_limits, dependent_defaults, derived_defaults, device_defaults
 from kvstore.config.machine import device_room_bytes, kept_capacity_bytes, memory_limit_bytes
-from kvstore.config.settings import (
-    Settings,
-    TierSettings,
-    arena_limits,
-    dependent_defaults,
-    derived_defaults,
-    device_defaults,
-)
+from kvstore.config.redis import without_password
+from kvstore.config.settings import Settings, TierSettings
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings, check_name, check_tenants
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.units import parse_bytes, parse_duration
@@ -39,8 +34,8 @@ class LoadedSettings:
         return self.origins[name] == DEFAULT
 
     def rows(self) -> list[tuple[str, object, str]]:
-        """(setting, value, origin) for each setting, in the tree's order."""
-        return [(name, _value(self.settings, name), origin) for name, origin in self.origins.items()]
+        """(setting, value, origin) for each setting, in the tree's order. Passwords in URLs are not shown."""
+        return [(name, _shown(_value(self.settings, name)), origin) for name, origin in self.origins.items()]
 
     def of_tenant(self, name: str) -> Settings:
         """The tree as one tenant's parts see it: its own arena, device directory, sockets and tokens; limits that
@@ -73,6 +68,10 @@ def _value(node: Any, name: str) -> object:
     for part in name.split("."):
         node = node[part] if isinstance(node, Mapping) else getattr(node, part)
     return node
+
+
+def _shown(value: object) -> object:
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _sections() -> dict[str, Any]:
@@ -238,5 +237,5 @@ def _build(sources: _Sources, memory_bytes: int) -> LoadedSettings:
     names = [f"{section}.{field.name}" for section in leaves for field in fields(leaves[section])]
     origins = {name: sources.origins.get(name, DEFAULT) for name in names}
     whole = {name: leaf for name, leaf in leaves.items() if "." not in name}
-    tiers = TierSettings(nvme=leaves["tiers.nvme"])
+    tiers = TierSettings(**{name.partition(".")[2]: leaf for name, leaf in leaves.items() if name.startswith("tiers.")})
     return LoadedSettings(settings=Settings(tiers=tiers, tenants=tenants, **whole), origins=origins)

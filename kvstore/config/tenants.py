@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
+from kvstore.config.fields import Size, wrong_setting
 from kvstore.errors import InvalidRequest
 from kvstore.units import format_bytes
 
@@ -18,18 +18,24 @@ _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class TenantSettings:
-    """One tenant. The default tenant needs no section: what is said of no tenant is its own.
-
-    ``secret_file``: at least 32 characters, the same on all nodes; names the tenant's chunks outside the process.
-    ``token_file``: bearer tokens of its clients on other hosts, as remote.token_file. ``capacity_bytes`` of its arena,
-    ``nvme_capacity_bytes`` of its files on the device. ``uid``: whose processes its sockets serve (None: the server's).
-    """
+    """One tenant ([tenants.md](tenants.md)). The default tenant needs no section: what is said of no tenant is its
+    own."""
 
     secret_file: str = ""
+    """A file of mode 0600 with the secret, 32 characters or more, equal on all nodes; it names the tenant's chunks
+    outside the process. Every tenant but `default` needs one."""
+    envelope_key_file: str = ""
+    """A file of mode 0600 with the keys that copies outside memory are sealed with, one per line, equal on all nodes;
+    the first seals new copies ([trust.md](trust.md)). Empty: the key that follows from the secret."""
     token_file: str = ""
-    capacity_bytes: Annotated[int, "size"]
-    nvme_capacity_bytes: Annotated[int, "size"]
+    """The tokens of its clients on other hosts, a file as `remote.token_file`."""
+    capacity_bytes: Size
+    """Hard cap of its memory. Default: `arena.capacity_bytes`."""
+    nvme_capacity_bytes: Size
+    """Hard cap of its files on the device; 0: none. Default: what it was last; the first time
+    `tiers.nvme.capacity_bytes`."""
     uid: int | None = None
+    """The user whose processes its sockets serve; none: the server's own."""
 
 
 def check_name(name: str) -> None:
@@ -56,25 +62,25 @@ def check_tenants(
                 setting=f"{section}.secret_file",
             )
         if tenant.capacity_bytes < 8192:
-            raise _wrong(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
+            raise wrong_setting(f"{section}.capacity_bytes", tenant.capacity_bytes, "use at least 8 KiB")
         if tenant.nvme_capacity_bytes < 0:
-            raise _wrong(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
+            raise wrong_setting(f"{section}.nvme_capacity_bytes", tenant.nvme_capacity_bytes, "use 0 or more")
         if (socket_directory / name).resolve().is_relative_to(device_directory.resolve()):
-            raise _wrong(
+            raise wrong_setting(
                 section, name, "its sockets would lie in tiers.nvme.directory: give the tenant another name, or set "
                 "server.socket_directory",
             )  # fmt: skip
         path = socket_directory / name / "kvstore.sock"
         if len(str(path)) >= 100:
-            raise _wrong(
+            raise wrong_setting(
                 section, path, "a socket path has at most 99 characters: shorten the name or server.socket_directory"
             )
         if tenant.uid is None:
             continue
         if not 0 <= tenant.uid < (1 << 32) - 1:
-            raise _wrong(f"{section}.uid", tenant.uid, "use a user's number")
+            raise wrong_setting(f"{section}.uid", tenant.uid, "use a user's number")
         if tenant.uid in uids:
-            raise _wrong(
+            raise wrong_setting(
                 f"{section}.uid", tenant.uid, f"it is tenants.{uids[tenant.uid]}.uid, too, and two tenants never share "
                 "a user: give each its own",
             )  # fmt: skip
@@ -87,12 +93,8 @@ def _check_memory(tenants: Mapping[str, TenantSettings], arena_bytes: int, memor
     arenas = {DEFAULT_TENANT: arena_bytes, **{name: tenant.capacity_bytes for name, tenant in tenants.items()}}
     if tenants and sum(arenas.values()) > memory_bytes:
         largest = max(tenants, key=lambda name: tenants[name].capacity_bytes)
-        raise _wrong(
+        raise wrong_setting(
             f"tenants.{largest}.capacity_bytes", format_bytes(arenas[largest]),
             f"the arenas of all {len(arenas)} tenants come to {format_bytes(sum(arenas.values()))} and this machine "
             f"has {format_bytes(memory_bytes)}: lower it, or another's, or arena.capacity_bytes",
         )  # fmt: skip
-
-
-def _wrong(setting: str, value: object, remedy: str) -> InvalidRequest:
-    return InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvstore.arena import Region, Staging
 from kvstore.catalog import Event, Watcher
 from kvstore.controller.fetches import Fetches, Lookups, Tickets, arrivals_of
+from kvstore.controller.locating import Locates
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session, Sessions
 from kvstore.controller.stores import Claims, Commits, Fills, Joins, Reservations
@@ -19,6 +20,7 @@ from kvstore.controller.values import (
     ChainQuery,
     FetchResult,
     Fill,
+    Located,
     LookupResult,
     ModelCount,
     ReserveRequest,
@@ -28,8 +30,8 @@ from kvstore.controller.values import (
 )
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.seams import Deadline, Mapping, Pauses
-from kvstore.spec import Durability, ModelSpec
-from kvstore.tiers import LocalTier, SharedTier
+from kvstore.spec import LEVELS, Durability, ModelSpec
+from kvstore.tiers import LocalTier, SharedUse
 
 DRAIN_STEP_S = 0.01
 SWEEP_INTERVAL_S = 1.0
@@ -47,14 +49,13 @@ class Controller:
         self.sessions = Sessions(parts.limits, parts.random, parts.memory, parts.ids)
         self.tickets = Tickets(parts)
         self.lookups = Lookups(parts, self.tickets)
+        self.locates = Locates(parts)
         self.fetches = Fetches(parts, self.tickets)
         self.reservations = Reservations(parts)
         self.claims = Claims(parts, self.reservations)
         self.fills = Fills(parts, self.reservations)
         self.commits = Commits(parts, self.reservations, self.fills)
         self.joins = Joins(parts)
-        self._missing: list[str] = []
-        """Why tiers that are configured are not in use."""
         self._leaving: dict[Session, None] = {}
         """Sessions that ended and still own something."""
         self._is_draining = False
@@ -66,13 +67,13 @@ class Controller:
         cannot be read."""
         await self.parts.movement.attach(tier)
 
-    def attach_shared(self, tier: SharedTier, lookup_s_max: float) -> None:
-        """Take a tier into use that other nodes use, too. Lookups wait ``lookup_s_max`` for it. It may be away."""
-        self.parts.movement.attach_shared(tier, lookup_s_max)
+    def attach_shared(self, use: SharedUse) -> None:
+        """Take a tier into use that other nodes use, too. It may be away."""
+        self.parts.movement.attach_shared(use)
 
     def run_without(self, reason: str) -> None:
         """Serve without a tier; ``reason`` is what operators are told."""
-        self._missing.append(reason)
+        self.parts.movement.absent.append(reason)
 
     async def detach(self) -> None:
         """A clean stop of the tiers below memory, after ``run`` has ended."""
@@ -214,6 +215,11 @@ class Controller:
         self._check(*queries)
         return await self.lookups.segments(queries, deadline or self.deadline())
 
+    async def locate(self, queries: Sequence[ChainQuery], deadline: Deadline | None = None) -> Located:
+        """On which nodes and in which tiers each chain's prefix is. Moves and holds nothing."""
+        self._check(*queries)
+        return await self.locates.locate(queries, deadline or self.deadline())
+
     async def first_stored(self, query: ChainQuery, digests: Sequence[bytes]) -> int:
         """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""
         return await self.lookups.first_stored(query, digests, self.parts.long_work.begin())
@@ -280,15 +286,20 @@ class Controller:
         self.tickets.release(ticket)
 
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline | None = None) -> StoreResult:
-        """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping."""
+        """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping; InvalidRequest for
+        a level that no tier gives here."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
+        self.parts.movement.levels.check(request.durability)
         return await self.claims.reserve(session, request, deadline or self.deadline())
 
-    def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
-        """Write some shards of a store that another session began."""
-        return self.reservations.join(session, ticket, fingerprint)
+    def join(
+        self, session: Session, ticket: bytes, fingerprint: bytes, durability: Durability = Durability.NONE
+    ) -> StoreResult:
+        """Write some shards of a store that another session began. Raises as ``reserve``."""
+        self.parts.movement.levels.check(durability)
+        return self.reservations.join(session, ticket, fingerprint, durability)
 
     async def begin_fill(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
         """Start the moves of a long list. Returns the last of it, for the ``fill`` or ``commit`` that follows."""
@@ -309,19 +320,20 @@ class Controller:
         result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
             return result
-        level, reason, _ = await self.parts.movement.settle(result.rows, until.left_s)
-        return replace(result, durability=level, refusal=result.refusal or reason)
+        found = await self.parts.movement.settle(result.rows, Durability.LOCAL, until.left_s)
+        return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
-    async def settle(self, query: ChainQuery, timeout_s: float) -> Settled:
-        """What the chain's stored prefix has reached once the device is through with it, at most ``timeout_s``
-        seconds from now."""
+    async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:
+        """What the chain's stored prefix has reached once the tier of the ``wanted`` level is through with it, at most
+        ``timeout_s`` seconds from now. A level beyond the node has it sent there at once."""
         self._check(query)
         chains = self.lookups.stored(query)
         rows = [row for chain in chains for row in chain]
         if not rows:
-            return Settled(0, Durability.NONE, "nothing of it is stored any more", True)
-        level, reason, is_settled = await self.parts.movement.settle(rows, timeout_s)
-        return Settled(len(chains[0]), level, reason, is_settled)
+            why = "nothing of it is stored any more"
+            return Settled(0, Durability.NONE, why, True, dict.fromkeys(LEVELS, why))
+        found = await self.parts.movement.settle(rows, wanted, timeout_s)
+        return Settled(len(chains[0]), found.durability, found.reason, found.is_settled, found.missing)
 
     async def abort(self, session: Session, reservation_id: int, deadline: Deadline | None = None) -> None:
         """Drop a reservation. Unknown ids are fine: it ended before."""
@@ -359,21 +371,13 @@ class Controller:
             stream_count=sum(session.stream_count for session in sessions),
             watcher_count=len(spaces.events.watchers),
             staging_bytes=self.sessions.staging_bytes,
-            models=self._model_counts(),
+            models=tuple(map(ModelCount.of, parts.catalog.models.values())),
             loading_bytes=movement.loading_bytes,
             backlog_count=movement.backlog_count,
             tiers=movement.statistics(),
-            tier_problem="; ".join((*self._missing, *movement.problems)),
+            tier_problem="; ".join(movement.problems),
             counters=parts.counters.snapshot(),
         )
-
-    def _model_counts(self) -> tuple[ModelCount, ...]:
-        counts = []
-        for model in self.parts.catalog.models.values():
-            spaces = model.namespaces.values()
-            count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
-            counts.append(ModelCount(model.spec.model_id, model.fingerprint, count, held))
-        return tuple(counts)
 
     async def sweep(self, interval_s: float) -> None:
         """End what is past its time, and try again what the device refused, for ever."""
@@ -383,7 +387,7 @@ class Controller:
             for session in [each for each in self._leaving if not self.reservations.are_moving(each)]:
                 await self.close_session(session)
             self.tickets.expire()
-            self.parts.movement.retry()
+            await self.parts.movement.retry()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new stores; let those in flight finish, at most ``grace_s`` seconds."""

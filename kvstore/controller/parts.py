@@ -11,6 +11,7 @@ from kvstore.arena import Arena
 from kvstore.catalog import Catalog, Namespace
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.sessions import Leases
+from kvstore.directory import NodeDirectory
 from kvstore.movement import Movement, MovementParts
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
@@ -36,6 +37,10 @@ class Parts:
     deadline_s: float = 10.0
     """How long a call may wait, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
+    node: str = ""
+    """What other nodes call this one."""
+    directory: NodeDirectory | None = None
+    """Where they tell what they have."""
     is_write_through: bool = False
     """A commit is answered when the tiers below memory are through with the chunks."""
 

@@ -4,12 +4,14 @@ makes is a tuple: that takes a quarter of a dataclass's time."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvstore.arena import Placement
 from kvstore.catalog import Run
-from kvstore.spec import Durability, Exactness, MissReason, Provenance, StoreState, Tier
+from kvstore.catalog.spaces import Model
+from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
 
 
@@ -46,6 +48,24 @@ class LookupResult(NamedTuple):
     tail_found: int = 0
     ticket: bytes = b""
     ticket_s: float = 0.0
+
+
+class NodePrefix(NamedTuple):
+    """How many leading chunks of a chain a node has in ``tier`` or faster ones. No node: a tier that all nodes share,
+    and what it has by itself."""
+
+    node: str
+    tier: Tier
+    chunk_count: int
+
+
+class Located(NamedTuple):
+    """Where chains are: of each, rows of this node (certain), of others and of shared tiers (hints). ``node`` is this
+    one's name. ``reason``: why other nodes are not among them; empty: they are."""
+
+    node: str
+    chains: list[list[NodePrefix]]
+    reason: str
 
 
 class Arriving(Protocol):
@@ -125,6 +145,8 @@ class ReserveRequest:
     shards: int = 1
     replaces: list[bytes] | None = None
     """Digests, of an opaque namespace, whose chunks this store takes the place of."""
+    durability: Durability = Durability.NONE
+    """A level beyond the node: what is stored goes there at once."""
 
 
 class Fill(NamedTuple):
@@ -156,13 +178,15 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How durable a chain's stored prefix is: ``chunk_count`` chunks have reached ``durability``; ``reason`` says
-    why that is not more. ``is_settled``: nothing is on its way to the device any more."""
+    """How durable a chain's stored prefix is: ``chunk_count`` chunks have reached ``durability`` on the node itself;
+    ``reason`` says why that is not more. ``is_settled``: what was waited for will not change any more. ``missing``: why
+    of each level that all of them have not reached; of what lies beyond the node that counts whole chunks only."""
 
     chunk_count: int
     durability: Durability
     reason: str
     is_settled: bool
+    missing: Mapping[Durability, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +197,14 @@ class ModelCount:
     fingerprint: bytes
     chunk_count: int
     byte_count: int
+    spec: ModelSpec
+
+    @staticmethod
+    def of(model: Model) -> ModelCount:
+        """As it is now."""
+        spaces = model.namespaces.values()
+        count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
+        return ModelCount(model.spec.model_id, model.fingerprint, count, held, model.spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The hand-off: how a process on the same host gets its session and its memory, by descriptor. Both ends speak it from
-here: the server's half is ``kvstore.server.handoff``, the client's ``kvstore_client.session``, and a client on another
-host has its half in ``kvstore.remote.session``.
+here: the server's half is ``kvstore.server.handoff``, the client's ``kvstore_client.planes.shared_memory.session``, and
+a client on another host has its half in ``kvstore.remote.session``.
 
 An AF_UNIX SOCK_SEQPACKET connection; one JSON object per packet, descriptors by SCM_RIGHTS. The connection is the
 session: when either end closes it, the session's leases, reservations and staging end. The peer's uid must be the

@@ -9,17 +9,21 @@ read where the node does not have what a chain goes on with.
 - ``eviction``  what leaves a tier when it needs room, and ``room``: a place in memory for a chunk
 - ``removal``   how copies go: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
-- ``writes``    moves out of memory, to ``targets``
+- ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of what memory gave up before
 - ``loads``     moves into memory, layer by layer, from ``sources``
-- ``shared``    what shared tiers are said to have, and ``breaker``: whether they are asked
+- ``shared``    what one shared tier has, and ``breaker``: whether it is asked
+- ``shared_tiers``  all of them, and hints of what they have
+- ``demotion``  what is about to leave the node, and ``uses``: what comes back
+- ``levels``    how durable a chain is
 - ``checks``    reads again what lies there, and proves what a crash left
 - ``canary``    shows that a tier that says nothing still works
 - ``recovery``  what a tier holds, at a start and at a stop
 - ``names``     what a read of a chunk must find
 """
 
+from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.movement import Movement, MovementParts
-from kvstore.movement.shared import Whereabouts
+from kvstore.movement.shared_tiers import ChunkHint
 
-__all__ = ["Loading", "Movement", "MovementParts", "Whereabouts"]
+__all__ = ["ChunkHint", "LevelsReached", "Loading", "Movement", "MovementParts"]

@@ -21,14 +21,17 @@ class Breaker:
         self._clock = clock
         self._failures = 0
         self._closes_s = float("-inf")
+        self.reason = ""
+        """What the last call that failed said; empty once one was answered."""
 
     @property
     def is_open(self) -> bool:
         """Whether the tier is to be left alone now."""
         return self._clock.monotonic() < self._closes_s
 
-    def failed(self) -> None:
-        """A call raised Unavailable, or had no answer in time."""
+    def failed(self, reason: str = "") -> None:
+        """Count a call that raised Unavailable, or had no answer in time."""
+        self.reason = reason or self.reason
         self._failures += 1
         excess = self._failures - FAILURE_COUNT
         if excess < 0:
@@ -38,8 +41,9 @@ class Breaker:
         self._closes_s = self._clock.monotonic() + min(PAUSE_S_MIN * 2 ** min(excess, 10), PAUSE_S_MAX)
 
     def worked(self) -> None:
-        """A call was answered."""
+        """Count a call that was answered."""
         if self._failures >= FAILURE_COUNT:
             _log.info("a tier answers again", extra={"tier": self._tier})
         self._failures = 0
+        self.reason = ""
         self._closes_s = float("-inf")

@@ -23,12 +23,15 @@ class Eviction:
     """
 
     def __init__(
-        self, catalog: Catalog, copies: Copies, removal: Removal, faults: FaultPoints, counters: Counters
-    ) -> None:
+        self, catalog: Catalog, copies: Copies, removal: Removal, leaves: Callable[[int], None], faults: FaultPoints,
+        counters: Counters,
+    ) -> None:  # fmt: skip
+        """``leaves``: told of each chunk whose last local copy is about to go."""
         self._catalog = catalog
         self._table = catalog.table
         self._copies = copies
         self._removal = removal
+        self._leaves = leaves
         self._faults = faults
         self._counters = counters
 
@@ -64,7 +67,7 @@ class Eviction:
         slower = table.copies[table.copies.index(copies) + 1 :]
 
         def is_of_use(row: int) -> bool:
-            """A child goes before its parent, also where only the parent's room is of use."""
+            """Whether to take a row: a child goes before its parent, also where only the parent's room is of use."""
             parent = table.parents[row]
             return helps(copies.residency(row)) or (
                 parent != ROOT_ROW and parent in copies and helps(copies.residency(parent))
@@ -85,4 +88,6 @@ class Eviction:
         else:
             self._counters.add_of(copies.tier.name, "evicted_chunks")
             self._counters.add_of(copies.tier.name, "evicted_bytes", int(self._catalog.worth(row)[0]))
+        if not any(row in each for each in table.copies if each is not self._copies):
+            self._leaves(row)
         self._removal.drop(copies, row, MissReason.EVICTED)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvstore.errors import DataLoss, KVStoreError, Unavailable
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
-from kvstore.movement.shared import Beyond
+from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.sources import LocalSource, Source
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
@@ -36,6 +37,7 @@ LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")
 Result = TypeVar("Result")
+RoomFor = Callable[[tuple[int, ...]], Placement | None]
 
 
 @dataclass(eq=False)
@@ -82,7 +84,8 @@ class Loads:
 
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
-        beyond: Beyond, entered: Callable[[int], None], workers: Workers, faults: FaultPoints, counters: Counters,
+        shared_tiers: SharedTiers, entered: Callable[[int], None], workers: Workers, faults: FaultPoints,
+        counters: Counters,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._memory = memory
@@ -90,7 +93,7 @@ class Loads:
         self._arena = arena
         self._names = names
         self._removal = removal
-        self._beyond = beyond
+        self._shared_tiers = shared_tiers
         self._entered = entered
         self._workers = workers
         self._faults = faults
@@ -106,20 +109,22 @@ class Loads:
                 group.create_task(self._load_all(await self._queue.get()))
 
     def begin(
-        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset()
-    ) -> tuple[list[Loading | None], MissReason]:
+        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset(), *,
+        evict_unwritten: bool = True,
+    ) -> tuple[list[Loading | None], MissReason]:  # fmt: skip
         """Have these chunks brought in, ``layers`` first; rows that are in memory give None. What was lost on its way
-        from one tier comes from another. The list ends early where there is no room, or no tier that answers, and the
-        reason says which. Raises what the arena refuses."""
+        from one tier comes from another. The list ends early where there is no room (``Room.allocate``), or no tier
+        that answers, and the reason says which. Raises what the arena refuses."""
         fresh: list[Loading] = []
+        room = partial(self._room.allocate, keep=keep, evict_unwritten=evict_unwritten)
         try:
-            return self._begin(rows, keep, layers, fresh)
+            return self._begin(rows, room, layers, fresh)
         finally:  # what was begun is brought in and ends, also when the next chunk's room was refused
             if fresh:
                 self._queue.put_nowait(fresh)
 
     def _begin(
-        self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int], fresh: list[Loading]
+        self, rows: Sequence[int], room: RoomFor, layers: frozenset[int], fresh: list[Loading]
     ) -> tuple[list[Loading | None], MissReason]:
         found: list[Loading | None] = []
         for row in rows:
@@ -128,7 +133,7 @@ class Loads:
                 source = self._source(row)
                 if source is None or (loading is not None and source.name == loading.source.name):
                     return found, loading.lost if loading is not None else MissReason.UNAVAILABLE
-                loading = self._start(row, source, keep, layers)
+                loading = self._start(row, source, room, layers)
                 if loading is None:
                     return found, MissReason.OVERLOADED
                 fresh.append(loading)
@@ -140,13 +145,13 @@ class Loads:
         for rank, copies in enumerate(self._catalog.table.copies):
             if row in copies and copies.tier.stalled_s() <= STALL_S:
                 return LocalSource(copies, row, self._names.of(row), rank, self._removal)
-        return self._beyond.source(row)
+        return self._shared_tiers.source(row)
 
-    def _start(self, row: int, source: Source, keep: frozenset[int], layers: frozenset[int]) -> Loading | None:
+    def _start(self, row: int, source: Source, room: RoomFor, layers: frozenset[int]) -> Loading | None:
         if len(self._loading) >= LOAD_COUNT_MAX:
             return None
         layout = self._names.of(row).layout
-        placement = self._room.allocate(layout.piece_bytes, keep)
+        placement = room(layout.piece_bytes)
         if placement is None:
             return None
         loading = Loading(row, source, layout, placement, first=layers)
@@ -256,7 +261,7 @@ class Loads:
             loading.slab_landed(slabs)
 
     async def _finish(self, loading: Loading, stored: StoredChunk) -> None:
-        """The whole chunk is there: it is memory's from now on."""
+        """Enter a whole chunk: it is memory's from now on."""
         layout, placement, header = loading.layout, loading.placement, stored.header
         if header.encoding != "raw":
             slabs = range(len(layout.slabs))
@@ -299,10 +304,12 @@ class Loads:
             self._entered(row)
 
     async def _lose(self, loading: Loading, error: KVStoreError) -> None:
-        """It will not come. Once every read of it has ended its room is free; the copy that failed a check is gone."""
+        """Give up a chunk that will not come. Its room is free once every read of it has ended."""
         if not loading.lost:
-            corrupt = isinstance(error, DataLoss)
-            self._lost(loading, MissReason.CORRUPT if corrupt else MissReason.UNAVAILABLE, error.message)
+            why = MissReason.UNAVAILABLE
+            if isinstance(error, DataLoss):  # what an engine dropped, or others wrote anew, meanwhile is no damage
+                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT
+            self._lost(loading, why, error.message)
             await loading.source.failed(error)
 
     def _lost(self, loading: Loading, why: MissReason, reason: str) -> None:
@@ -312,7 +319,7 @@ class Loads:
         loading.changed()
 
     def _end(self, loading: Loading) -> None:
-        """No read of it is on its way any more."""
+        """Free a chunk's room: no read of it is on its way any more."""
         loading.is_done = True
         self.loading_bytes -= loading.placement.byte_count
         if self._loading.get(loading.row) is loading:

@@ -12,20 +12,25 @@ from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
+from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
+from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
 from kvstore.movement.loads import Loading, Loads
 from kvstore.movement.names import ChunkNames
+from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.recovery import adopt, held_by
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
-from kvstore.movement.shared import Beyond, SharedTarget
+from kvstore.movement.shared import REUSED, SharedTarget
+from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.targets import LocalTarget, Target
+from kvstore.movement.uses import Uses
 from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
 from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import Counters
-from kvstore.tiers import LocalTier, SharedTier, TierStatistics
+from kvstore.tiers import LocalTier, SharedUse, TierStatistics
 from kvstore.tiers.dram import DramTier
 
 _log = logging.getLogger("kvstore.movement")
@@ -61,16 +66,25 @@ class Movement:
         self.removal = Removal(catalog, parts.counters)
         self.evictions: dict[str, Eviction] = {}
         """By the name of their tier."""
-        self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
-        self.beyond = Beyond(catalog, self.names, parts.clock, parts.counters)
-        self.loads = Loads(
-            catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.beyond, self.write_down,
-            parts.workers, parts.faults, parts.counters,
-        )  # fmt: skip
         self.writes: list[Writes] = []
         """To each slower local tier, the fastest first."""
         self.shared_writes: list[Writes] = []
-        """To each shared tier. Nobody waits for these: what a shared tier has it may drop at any time."""
+        """To each shared tier."""
+        self._shared: list[SharedWrites] = []
+        self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
+        self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
+        self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters)
+        self.loads = Loads(
+            catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.shared_tiers, self._entered,
+            parts.workers, parts.faults, parts.counters,
+        )  # fmt: skip
+        self.readbacks = ReadBacks(catalog, self.memory, self.loads, self.removal, parts.counters)
+        self.uses = Uses(
+            catalog, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
+        )  # fmt: skip
+        self.absent: list[str] = []
+        """Why tiers that are configured are not in use."""
+        self.levels = Levels(catalog, self.names, parts.clock, self.writes, self._shared, self.absent)
         self.checks = Checks(
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
         )
@@ -78,7 +92,7 @@ class Movement:
 
     def _eviction(self, copies: Copies) -> Eviction:
         parts = self._parts
-        found = Eviction(parts.catalog, copies, self.removal, parts.faults, parts.counters)
+        found = Eviction(parts.catalog, copies, self.removal, self.demotions.leaves, parts.faults, parts.counters)
         self.evictions[copies.tier.name] = found
         return found
 
@@ -102,39 +116,44 @@ class Movement:
         seconds = round(parts.clock.monotonic() - started_s, 3)
         _log.info("tier attached", extra={"tier": tier.name, "chunks": count, "seconds": seconds})
 
-    def attach_shared(self, tier: SharedTier, lookup_s_max: float) -> None:
-        """Take a shared tier into use, slower than those before it. Its answers are waited for ``lookup_s_max``. From
-        now on what is not here may be elsewhere."""
-        self._counters.add_tier(tier.name, is_shared=True)
-        shared = self.beyond.add(tier, lookup_s_max)
-        self.shared_writes.append(self._writes(SharedTarget(self._catalog, shared, self.beyond)))
+    def attach_shared(self, use: SharedUse) -> None:
+        """Take a shared tier into use, slower than those before it. From now on what is not here may be elsewhere."""
+        self._counters.add_tier(use.tier.name, is_shared=True)
+        shared = self.shared_tiers.add(use)
+        target = SharedTarget(self._catalog, shared, self.names, self.shared_tiers.written, self._counters)
+        writes = self._writes(target)
+        self.shared_writes.append(writes)
+        self._shared.append(SharedWrites(shared, writes))
         self._catalog.presence.become_partial()
 
     def _writes(self, target: Target) -> Writes:
         parts = self._parts
         return Writes(
-            self._catalog, self.memory, target, self.names, self.removal, parts.clock, parts.faults, parts.counters
-        )
+            self._catalog, self.memory, target, self.names, self.removal, self.readbacks, parts.clock, parts.faults,
+            parts.counters,
+        )  # fmt: skip
 
     async def detach(self) -> None:
         """A clean stop of the tiers below memory, after ``run`` has ended."""
         self.writes.clear()
         self.shared_writes.clear()
+        self._shared.clear()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
             await copies.tier.close(held)
-        await self.beyond.close()  # last: whatever an engine does, what is ours is closed well
+        await self.shared_tiers.close()  # last: whatever an engine does, what is ours is closed well
 
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Of every tier below memory, the fastest first, the shared ones last."""
         local = (copies.tier.statistics() for copies in self._table.copies[1:])
-        return *local, *(shared.statistics() for shared in self.beyond.tiers)
+        return *local, *(shared.statistics() for shared in self.shared_tiers.tiers)
 
     @property
     def problems(self) -> list[str]:
-        """Why tiers lack chunks that they should have, one line per tier; empty while all of them take them."""
-        return [f"tiers.{writes.target.name}: {writes.reason}" for writes in self._all_writes if writes.reason]
+        """Why tiers are not in use, or lack chunks that they should have; empty when all is well."""
+        refused = (f"tiers.{writes.target.name}: {writes.reason}" for writes in self._all_writes if writes.reason)
+        return [*self.absent, *refused]
 
     @property
     def _all_writes(self) -> list[Writes]:
@@ -150,10 +169,10 @@ class Movement:
         """Room in memory of chunks on their way there."""
         return self.loads.loading_bytes
 
-    def retry(self) -> None:
-        """Try again what a tier refused, once it had some time."""
+    async def retry(self) -> None:
+        """Try again what a tier refused, once it had some time. Others are answered in between."""
         for writes in self._all_writes:
-            writes.retry()
+            await writes.retry()
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever."""
@@ -163,6 +182,9 @@ class Movement:
             group.create_task(self.loads.run())
             group.create_task(self.checks.run())
             group.create_task(self.canaries.run())
+            if self._shared:
+                group.create_task(self.uses.run())
+                group.create_task(self.demotions.run())
 
     # ------------------------------------------------------------ stores
 
@@ -182,7 +204,16 @@ class Movement:
     def write_down(self, row: int) -> None:
         """Have the other tiers take a chunk that memory has, as their settings want it."""
         for writes in self._all_writes:
-            writes.add(row)
+            writes.offer(row)
+
+    def _entered(self, row: int) -> None:
+        """A chunk came from beyond the node, where somebody had stored it: this is its second use at least."""
+        self._table.uses[row] = max(self._table.uses[row], REUSED)
+        self.write_down(row)
+
+    def demand(self, rows: Sequence[int], level: Durability) -> None:
+        """See ``Levels.demand``."""
+        self.levels.demand(rows, level)
 
     @property
     def is_making_room(self) -> bool:
@@ -195,23 +226,9 @@ class Movement:
         if moving:
             await moving[0].progress(timeout_s)
 
-    async def settle(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
-        """The level that all of these chunks have reached once a tier has them all, or every tier is through with
-        them, at most ``timeout_s`` seconds from now; why it is no higher; and whether it will stay so."""
-        if not self.writes:
-            return Durability.MEMORY, "no lower tier is configured", True
-        found: list[tuple[Durability, str, bool]] = []
-        highest = max(writes.target.durability for writes in self.writes)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(writes.settle(rows, timeout_s)) for writes in self.writes]
-            for ended in asyncio.as_completed(tasks):
-                found.append(await ended)
-                if found[-1][0] == highest:  # another tier may stall: nobody waits for it
-                    break
-            for task in tasks:
-                task.cancel()
-        level, reason, _ = max(found, key=lambda each: each[0])
-        return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
+    async def settle(self, rows: Sequence[int], wanted: Durability, timeout_s: float) -> LevelsReached:
+        """See ``Levels.settle``."""
+        return await self.levels.settle(rows, wanted, timeout_s)
 
     async def prove(self, rows: Sequence[int], timeout_s: float) -> None:
         """See ``Checks.prove_all``."""
@@ -238,6 +255,7 @@ class Movement:
         keys = [self._table.digests[row] for row in chain]
         for copies in self._table.copies:
             copies.used(keys, chain)
+        self.uses.count(chain)
 
     # ------------------------------------------------------------ copies go
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 
 QUEUE_COUNT_MAX = 65_536
@@ -21,7 +21,8 @@ class Priority(IntEnum):
 
 
 class MoveQueue:
-    """Rows that are to be moved to one tier, by priority and then by age; one move per row at a time.
+    """Rows that are to be moved to one tier, by priority and then by age; one move per row at a time. A row that is set
+    aside waits for nothing but ``resume``.
 
     Bounded: ``add`` refuses past ``QUEUE_COUNT_MAX``, and ``take`` hands out no more than ``IN_FLIGHT_BYTES_MAX`` at
     once (one move always). Runs on the event loop's thread.
@@ -30,19 +31,23 @@ class MoveQueue:
     def __init__(self, byte_count_of: Callable[[int], int]) -> None:
         self._byte_count_of = byte_count_of
         self._waiting: dict[Priority, dict[int, None]] = {priority: {} for priority in Priority}
+        self._aside: dict[int, Priority] = {}
         self._moving: dict[int, int] = {}
         self._moving_bytes = 0
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Moves that wait or are on their way."""
-        return sum(map(len, self._waiting.values())) + len(self._moving)
+        """Moves that wait, also aside, or are on their way."""
+        return sum(map(len, self._waiting.values())) + len(self._aside) + len(self._moving)
 
     def __contains__(self, row: int) -> bool:
-        return row in self._moving or any(row in each for each in self._waiting.values())
+        return row in self._moving or row in self._aside or any(row in each for each in self._waiting.values())
 
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> bool:
         """Have a row moved; one that waits is raised to ``priority``. False when the queue is full: ask again later."""
+        if row in self._aside:
+            self._aside[row] = min(priority, self._aside[row])
+            return True
         for other, rows in self._waiting.items():
             if row in rows:
                 if priority < other:
@@ -58,18 +63,41 @@ class MoveQueue:
     def cancel(self, rows: Iterable[int]) -> None:
         """Nobody wants these moved any more. Those on their way go on."""
         for row in rows:
+            self._aside.pop(row, None)
             for waiting in self._waiting.values():
                 waiting.pop(row, None)
 
-    async def take(self) -> int:
-        """The next row, as soon as its bytes may be on their way. ``done`` ends its move."""
-        while (row := self._next()) is None:
+    def set_aside(self, row: int, priority: Priority) -> None:
+        """A move has ended without having begun: it is to begin later, when it is resumed."""
+        self.done(row)
+        self.cancel([row])
+        self._aside[row] = priority
+
+    def is_aside(self, row: int) -> bool:
+        """Whether it waits to be resumed."""
+        return row in self._aside
+
+    def resume(self, rows: Iterable[int]) -> None:
+        """Those of these that are aside take their turn again, behind what waits."""
+        for row in rows:
+            priority = self._aside.pop(row, None)
+            if priority is not None:
+                self._waiting[priority][row] = None
+        self._wake.set()
+
+    def waiting(self) -> Iterator[int]:
+        """The rows that wait, in the order in which they go."""
+        return self._ordered(Priority)
+
+    async def take(self, classes: Collection[Priority] = tuple(Priority)) -> int:
+        """The next row of these classes, as soon as its bytes may be on their way. ``done`` ends its move."""
+        while (row := self._next(classes)) is None:
             self._wake.clear()
             await self._wake.wait()
         return row
 
-    def _next(self) -> int | None:
-        for row in self._ordered():
+    def _next(self, classes: Collection[Priority]) -> int | None:
+        for row in self._ordered(classes):
             byte_count = self._byte_count_of(row)
             if self._moving and self._moving_bytes + byte_count > IN_FLIGHT_BYTES_MAX:
                 return None
@@ -80,9 +108,9 @@ class MoveQueue:
             return row
         return None
 
-    def _ordered(self) -> Iterator[int]:
+    def _ordered(self, classes: Iterable[Priority]) -> Iterator[int]:
         """Those that wait and are not on their way already, in the order in which they go."""
-        return (row for waiting in self._waiting.values() for row in waiting if row not in self._moving)
+        return (row for priority in classes for row in self._waiting[priority] if row not in self._moving)
 
     def done(self, row: int) -> None:
         """A move has ended, one way or the other."""

@@ -37,6 +37,7 @@ def adopt(catalog: Catalog, copies: Copies, found: Recovered) -> int:
         if known is None:
             table.write_marks[row] = mark
             catalog.publish(row)
+            table.uses[row] = 1  # somebody stored it
         rows.append(row)
     _order(catalog, copies, rows)
     return len(rows)

@@ -38,10 +38,10 @@ class Source(Protocol):
         """Whether what was read is the chunk still. It may have gone, or was stored anew, meanwhile."""
 
     def worked(self) -> None:
-        """All of it was read."""
+        """Take note that all of it was read."""
 
     async def failed(self, error: KVStoreError) -> None:
-        """A call of it raised this."""
+        """Take note of what a call of it raised."""
 
     def late(self) -> float:
         """A call of it takes longer than readers are kept waiting. For how many seconds more they are, because the tier

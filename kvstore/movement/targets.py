@@ -1,21 +1,21 @@
-"""Where chunks in memory are written to: a local tier, whose copies the catalog knows one by one."""
+"""Where chunks are written to: a local tier, whose copies the catalog knows one by one, or a shared one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvstore.catalog import ROOT_ROW, Catalog, Copies
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability
-from kvstore.tiers import Residency
+from kvstore.tiers import Residency, UploadState
 
 CLIMB_COUNT_MAX = 512
 
 
 class Target(Protocol):
-    """What takes chunks from memory."""
+    """What takes chunks. A chunk that is *proven* there counts for a promise; one that it *has* need not be written."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,14 @@ class Target(Protocol):
         """Whether what is there is there to stay."""
 
     def admits(self, row: int) -> bool:
-        """Whether the chunk is worth its room there."""
+        """Whether the chunk may go there, and is worth its room."""
+
+    def wants(self, row: int) -> bool:
+        """Whether it goes there now, as the tier's settings say, though nobody asked for that."""
+
+    async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
+        """THERE: the tier turns out to have the chunk, which we did not know. ``others``: chunks that wait, of which it
+        may be asked, too. ``is_proof``: it is proven there then. Raises Unavailable."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
         """Raises what the tier raises."""
@@ -62,6 +69,13 @@ class LocalTarget:
 
     def admits(self, row: int) -> bool:
         return self._copies.policy.admits(self._table.digests[row], *self._catalog.worth(row))
+
+    def wants(self, row: int) -> bool:
+        return True
+
+    async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
+        """FREE: the catalog knows exactly what a local tier has, and nobody else writes there."""
+        return UploadState.FREE
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
         return await self._copies.tier.write(header, layout, pieces)

@@ -1,11 +1,13 @@
-"""Moves out of memory: every chunk that is stored is written to the slower tiers, as their settings want it. ``settle``
-waits for them and says what was reached."""
+"""Moves to slower tiers: every chunk that is stored is written to them, as their settings want it, and what somebody
+asks for at once. Chunks come from memory; one that memory gave up before is read back for it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from kvstore.arena import Placement
 from kvstore.catalog import Catalog, MappedCopies
@@ -13,36 +15,63 @@ from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.queue import MoveQueue, Priority
+from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.removal import Removal
 from kvstore.movement.targets import Target
 from kvstore.seams import Clock, FaultPoints
 from kvstore.spec import Durability
 from kvstore.telemetry import Counters
+from kvstore.tiers import UploadState
 
 LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
+BATCH_LANE_COUNT = 2
+"""Of those besides for which nobody waits: they keep no other waiting, and are read back two at a time."""
+ROWS_AT_ONCE = 4096
 RETRY_S = 10.0
+LEFT_S_MAX = 20.0
+"""What another node says for longer that it writes is written here, too: longer than any claim."""
+SOON_S, LATER_S = 0.1, 2.0
+"""After so long a chunk that is left to another node is looked for again: first after the one, then after twice as
+long as before, up to the other. Where a tier bills each request a fixed pause costs too much."""
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
 
 
+@dataclass(slots=True)
+class _Left:
+    """A chunk that is left to another node. ``since_s``: for longer than any is, where we wait for none. ``pause_s``:
+    until it is looked for the next time."""
+
+    since_s: float
+    pause_s: float
+
+
 class Writes:
-    """The chunks that one slower tier is to have, by priority and then by age."""
+    """The chunks that one slower tier is to have, by priority and then by age. One move per chunk at a time, however
+    many ask for it."""
 
     def __init__(
-        self, catalog: Catalog, memory: MappedCopies, target: Target, names: ChunkNames, removal: Removal, clock: Clock,
-        faults: FaultPoints, counters: Counters,
+        self, catalog: Catalog, memory: MappedCopies, target: Target, names: ChunkNames, removal: Removal,
+        readbacks: ReadBacks, clock: Clock, faults: FaultPoints, counters: Counters,
     ) -> None:  # fmt: skip
         self.target = target
         self._catalog = catalog
         self._memory = memory
         self._names = names
         self._removal = removal
+        self._readbacks = readbacks
         self._clock = clock
         self._faults = faults
         self._counters = counters
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
+        self._demanded: dict[int, bytes] = {}
+        """Row -> digest of chunks that somebody asked to be there: what the tier merely says of them does not do."""
         self._parked: dict[int, None] = {}
+        self._left: dict[int, _Left] = {}
+        self._due: list[tuple[float, int]] = []
+        """A heap: when which row that is left is looked for again."""
+        self._has_left = asyncio.Event()
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
         self._retry_at_s = 0.0
@@ -60,38 +89,153 @@ class Writes:
         """Whether waiting for it makes room in memory sooner or later."""
         return len(self._queue) > 0 and not self.reason
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._queue
+
+    def is_parked(self, row: int) -> bool:
+        """Whether it was refused lately, by the tier or by memory, into which it would have to be read back."""
+        return row in self._parked
+
+    def offer(self, row: int) -> None:
+        """A chunk was stored, or used: it goes if the tier's settings want it there now."""
+        if self.target.wants(row):
+            self.add(row, self._class_of(row))
+
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> None:
-        """A chunk was stored, or the tier lost its copy. One that finds the queue full is found again by ``retry``."""
+        """The tier is to have a chunk. One that finds the queue full is found again by ``retry``."""
         if not self.target.has(row) and self.target.admits(row) and not self._queue.add(row, priority):
             self._lacks_some = True
+
+    def demand(self, row: int) -> None:
+        """Somebody asked for it to be there: it goes at once, whatever the settings want, also if it was refused just
+        now."""
+        if self.target.admits(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
+            if row in self._left and not self._is_demanded(row):
+                self._left[row].pause_s = SOON_S
+                self._queue.resume([row])
+            self._demanded[row] = self._catalog.table.digests[row]
+            self._parked.pop(row, None)
+
+    def insist(self, rows: Iterable[int]) -> None:
+        """Whoever waits for these has little time left: they are left to other nodes no longer."""
+        for row in rows:
+            if row in self._queue:
+                self._left[row] = _Left(float("-inf"), SOON_S)
+                self._queue.resume([row])
+
+    def ahead(self, row: int) -> bool:
+        """Have a chunk written for which nobody waits, unless the tier refused it lately. Whether it waits now."""
+        if row not in self._parked:
+            self.add(row, Priority.BATCH)
+        return row in self._queue
 
     async def run(self) -> None:
         """Write for ever."""
         async with asyncio.TaskGroup() as group:
             for _ in range(LANE_COUNT):
-                group.create_task(self._lane())
+                group.create_task(self._lane((Priority.INTERACTIVE, Priority.STANDARD)))
+            for _ in range(BATCH_LANE_COUNT):
+                group.create_task(self._lane((Priority.BATCH,)))
+            group.create_task(self._look_again())
 
-    async def _lane(self) -> None:
+    async def _lane(self, classes: Collection[Priority]) -> None:
         while True:
-            row = await self._queue.take()
+            row = await self._queue.take(classes)
+            is_left = False
             try:
-                if self._is_wanted(row):
+                if self._is_wanted(row) and self._is_for(classes, row):
                     self._catalog.table.hold(row)
                     try:
-                        await self._write(row)
+                        is_left = not await self._move(row)
                     finally:
                         self._catalog.unhold(row)
+                        self._readbacks.give_back(row)
             finally:
-                self._queue.done(row)
+                self._ended(row, is_left=is_left)
+                if row not in self._queue:
+                    self._demanded.pop(row, None)
                 if row not in self._parked and self._is_wanted(row):
-                    self.add(row)  # it was stored anew meanwhile
+                    self.add(row, self._class_of(row))  # it was stored anew, or left memory, meanwhile
                 self._settled(row)
 
+    def _ended(self, row: int, *, is_left: bool) -> None:
+        if not is_left:
+            self._left.pop(row, None)
+            self._queue.done(row)
+            return
+        self._queue.set_aside(row, Priority.INTERACTIVE if self._is_demanded(row) else self._class_of(row))
+        left = self._left[row]
+        heappush(self._due, (self._clock.monotonic() + left.pause_s, row))
+        left.pause_s = min(2 * left.pause_s, LATER_S)
+        self._has_left.set()
+
     def _is_wanted(self, row: int) -> bool:
-        """Whether memory has a chunk that the tier lacks. It may have gone while it waited."""
-        return row in self._memory and not self.target.has(row) and self._catalog.is_visible(row)
+        """Whether the tier lacks a chunk that another tier has, or that somebody asked for. It may have gone while it
+        waited."""
+        if not self._catalog.table.digests[row] or not self._lacks(row) or not self.target.admits(row):
+            return False
+        return self._is_demanded(row) or (self._catalog.is_visible(row) and self._catalog.table.is_resident(row))
+
+    def _is_demanded(self, row: int) -> bool:
+        """The row may be another chunk's by now."""
+        return row in self._demanded and self._demanded[row] == self._catalog.table.digests[row]
+
+    def _lacks(self, row: int) -> bool:
+        return not (self.target.is_proven(row) if self._is_demanded(row) else self.target.has(row))
+
+    def _is_for(self, classes: Collection[Priority], row: int) -> bool:
+        """What has to be read back first keeps none waiting that is in memory, unless somebody asked for it."""
+        return self._class_of(row) in classes or self._is_demanded(row)
+
+    def _class_of(self, row: int) -> Priority:
+        """Of a chunk that nobody waits for. Those in memory leave it sooner or later: they go first."""
+        return Priority.STANDARD if row in self._memory else Priority.BATCH
+
+    async def _move(self, row: int) -> bool:
+        """False: it is left to another node for now."""
+        try:
+            state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))
+            if state is UploadState.TAKEN and self._may_be_left(row):
+                return False
+            if state is not UploadState.THERE:
+                await self._write(row)
+        except KVStoreError as error:
+            self._park(row, error.message)
+        except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk where it is, not the service down
+            _log.exception("a chunk could not be written", extra={"tier": self.target.name})
+            self._park(row, "an error in the service: see its log")
+        return True
+
+    def _may_be_left(self, row: int) -> bool:
+        """Whether another node that says it writes a chunk is still believed."""
+        now_s = self._clock.monotonic()
+        if row not in self._left:
+            self._left[row] = _Left(now_s, SOON_S)
+            self._counters.add_of(self.target.name, "left_chunks")
+        return now_s - self._left[row].since_s < LEFT_S_MAX
+
+    async def _look_again(self) -> None:
+        """Take up what was left to other nodes, for ever: it is there by now, or nobody writes it any more."""
+        while True:
+            await self._has_left.wait()
+            await self._clock.sleep(SOON_S)
+            now_s, due = self._clock.monotonic(), []
+            while self._due and self._due[0][0] <= now_s:
+                due.append(heappop(self._due)[1])
+            self._queue.resume(due)
+            if not self._due:
+                self._has_left.clear()
 
     async def _write(self, row: int) -> None:
+        """From memory, into which it is read back where it has to be. Raises KVStoreError when the tier refuses it."""
+        if not self._catalog.is_visible(row) or not self._catalog.table.is_resident(row):
+            return
+        if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
+            await self._write_from_memory(row)
+        else:
+            self._wait(row)
+
+    async def _write_from_memory(self, row: int) -> None:
         placement = self._memory.placement(row)
         residency = self._memory.residency(row)
         try:
@@ -102,18 +246,13 @@ class Writes:
         except DataLoss:
             if self._memory.holds(row, placement):  # else it went, and was perhaps stored anew, meanwhile
                 await self._removal.quarantine(self._memory, row, residency)
-        except KVStoreError as error:
-            self._park(row, error.message)
-        except Exception:  # noqa: BLE001 - the boundary: a bug of ours keeps this chunk in memory, not the service down
-            _log.exception("a chunk could not be written", extra={"tier": self.target.name})
-            self._park(row, "an error in the service: see its log")
 
     async def _write_held(self, row: int, placement: Placement) -> None:
         layout = self._names.of(row).layout
         header = parse_header(placement.pieces[0], layout)
         residency = await self.target.write(header, layout, placement.pieces)
         self._faults.reach(f"{self.target.name}.acknowledge")
-        if not self._memory.holds(row, placement) or self.target.has(row):
+        if not self._memory.holds(row, placement) or not self._lacks(row):
             self.target.discard(row, residency)
             return
         self.target.keep(row, residency)
@@ -123,26 +262,38 @@ class Writes:
     def _park(self, row: int, reason: str) -> None:
         """The tier did not take it: it stays what it is, in memory, and is tried again later."""
         self._counters.add_of(self.target.name, "refused_chunks")
-        self._parked[row] = None
-        self._retry_at_s = self._clock.monotonic() + RETRY_S
+        self._wait(row)
         if reason != self.reason:
             _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
 
-    def retry(self) -> None:
-        """Queue again what the tier refused, once it had some time, and what found the queue full."""
+    def _wait(self, row: int) -> None:
+        """It is tried again later."""
+        self._parked[row] = None
+        self._retry_at_s = self._clock.monotonic() + RETRY_S
+
+    async def retry(self) -> None:
+        """Queue again what the tier refused, once it had some time, and what found the queue full. Others are answered
+        in between."""
         if self._parked and self._clock.monotonic() >= self._retry_at_s:
             parked, self._parked = self._parked, {}
-            for row in parked:
-                if row in self._memory:
-                    self.add(row)
+            await self._queue_again(parked, any_of=True)
         if self._lacks_some and not len(self._queue):
             self._lacks_some = False
-            for row in self._memory.order():
-                self.add(row, Priority.BATCH)
+            await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)
+
+    async def _queue_again(self, rows: Iterable[int], *, any_of: bool) -> None:
+        """Those that another tier has and this one lacks; without ``any_of`` only what the settings want."""
+        for number, row in enumerate(rows):
+            if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+                await self._clock.sleep(0)
+            if self._is_wanted(row) and (any_of or self.target.wants(row)):
+                self.add(row, self._class_of(row))
 
     def _settled(self, row: int) -> None:
-        for waiter in self._waiters.pop(row, ()):
+        """Tell those who wait. Where it was demanded while it was on its way it goes again, and they go on waiting."""
+        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))
+        for waiter in self._waiters.pop(row, ()) if is_through else ():
             if not waiter.done():
                 waiter.set_result(None)
         self._progress.set()
@@ -162,19 +313,25 @@ class Writes:
         seconds from now; why it is no higher; and whether the tier is through."""
         table = self._catalog.table
         digests = [table.digests[row] for row in rows]
-        waiting: dict[asyncio.Future[None], int] = {}
         for row in rows:
             if row in self._memory and row not in self._parked:
                 self.add(row, Priority.INTERACTIVE)  # also where the tier had to give up its copy meanwhile
+        is_through = await self.through(rows, timeout_s)
+        return *self.level(rows, digests), is_through
+
+    async def through(self, rows: Iterable[int], timeout_s: float) -> bool:
+        """Wait until those of these that wait, or are on their way, are there or refused, at most so long. Whether all
+        of them are."""
+        waiting: dict[asyncio.Future[None], int] = {}
+        for row in rows:
             if row in self._queue:
                 future = asyncio.get_running_loop().create_future()
                 self._waiters.setdefault(row, set()).add(future)
                 waiting[future] = row
         try:
-            late = (await asyncio.wait(waiting, timeout=timeout_s))[1] if waiting else set()
+            return not (await asyncio.wait(waiting, timeout=timeout_s))[1] if waiting else True
         finally:
             self._gone(waiting)
-        return *self._level(rows, digests), not late
 
     def _gone(self, waiting: Mapping[asyncio.Future[None], int]) -> None:
         """Nobody waits any more: a tier that stalls would keep these for ever."""
@@ -185,7 +342,8 @@ class Writes:
                 if not others:
                     del self._waiters[row]
 
-    def _level(self, rows: Sequence[int], digests: list[bytes]) -> tuple[Durability, str]:
+    def level(self, rows: Sequence[int], digests: Sequence[bytes]) -> tuple[Durability, str]:
+        """The level that these chunks, of these digests, have reached now, and why it is no higher."""
         table = self._catalog.table
         level, reason = self.target.durability, ""
         for row, digest in zip(rows, digests, strict=True):

@@ -26,7 +26,7 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 
 CACHE = "kvstore.v1.CacheService"
 FORWARDED = {
-    CACHE: ("RegisterModel", "Lookup", "Store", "Release"),
+    CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
     "kvstore.v1alpha.AdminService": ("Stats",),
 }
 PROTOCOL_VERSION = 1

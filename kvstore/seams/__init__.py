@@ -13,12 +13,14 @@ from kvstore.seams.movers import MoverProcesses
 from kvstore.seams.pauses import LongWork, Pauses
 from kvstore.seams.randomness import Random, SystemRandom
 from kvstore.seams.scheduler import Lender, OwnThreads, Workers, WorkerThreads
-from kvstore.seams.secrets import TenantKeys
+from kvstore.seams.secrets import EnvelopeKey, EnvelopeRing, TenantKeys
 
 __all__ = [
     "Clock",
     "Deadline",
     "Disk",
+    "EnvelopeKey",
+    "EnvelopeRing",
     "FaultPoints",
     "Lender",
     "LongWork",

@@ -33,6 +33,7 @@ from kvstore.server.secrets import read_keys
 from kvstore.server.state import close_again, prepare
 from kvstore.server.tenant import Tenant
 from kvstore.server.tiers import TIERS, Tiers
+from kvstore.server.trust import Rings
 from kvstore.server.world import World
 from kvstore.telemetry import configure_logging, log_as
 from kvstore.units import format_bytes
@@ -62,7 +63,8 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
         movers.lend(lock)  # nobody else serves this state while one of them still writes for us
-        asyncio.run(_run(loaded, read_keys(settings.tenants), disk, movers, limit, tiers))
+        keys = read_keys(settings.tenants)
+        asyncio.run(_run(loaded, keys, Rings(keys, settings.tenants), disk, movers, limit, tiers))
         close_again(settings)
     except* KVStoreError as group:
         raise group.exceptions[0] from group
@@ -73,8 +75,8 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
 
 
 async def _run(
-    loaded: LoadedSettings, keys: dict[str, TenantKeys], disk: SystemDisk, movers: MoverProcesses, limit: int,
-    tiers: Tiers,
+    loaded: LoadedSettings, keys: dict[str, TenantKeys], rings: Rings, disk: SystemDisk, movers: MoverProcesses,
+    limit: int, tiers: Tiers,
 ) -> None:  # fmt: skip
     settings = loaded.settings
     clock = SystemClock()
@@ -84,7 +86,8 @@ async def _run(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
         prefaulting=background, movers=movers, descriptor_limit=limit,
     )  # fmt: skip
-    tenants = [Tenant(loaded.of_tenant(name), keys[name], world, tiers) for name in settings.tenant_names]
+    tenants = [Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names]
+    rings.follow()
     stopping, loop = _told_to_stop(), asyncio.get_running_loop()
     movers.watch(partial(_leave_now, tenants, "a byte mover ended: leaving, as after a crash", 1))
     _claim(tenants)
@@ -195,7 +198,8 @@ def _announce(tenants: list[Tenant], page: str, remote: str) -> None:
     path = first.sockets.grpc
     tiers = f"arena {format_bytes(first.settings.arena.capacity_bytes)}"
     for tier in first.controller.stats().tiers:
-        tiers += f", {tier.name} {format_bytes(tier.capacity_bytes)} with {tier.chunk_count:,} chunks"
+        room = f" {format_bytes(tier.capacity_bytes)} with {tier.chunk_count:,} chunks" if tier.capacity_bytes else ""
+        tiers += f", {tier.name}{room}"
     if remote:
         tiers += f", remote {remote}"
     if others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from kvstore.controller import (
     ChainQuery,
     FetchResult,
     Fill,
+    Located,
     LookupResult,
     ReserveRequest,
     Settled,
@@ -26,9 +27,10 @@ from kvstore.controller import (
 from kvstore.errors import InvalidRequest
 from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.seams import Pauses
-from kvstore.spec import EventKind, Exactness, Provenance
+from kvstore.spec import LEVELS, Durability, EventKind, Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire import spec_to_message
 from kvstore.wire.bounds import check_parts
 
 POSITION_STOP = 1 << 63
@@ -88,7 +90,23 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
         message.first_position,
         message.shards or 1,
         parse_digests(message.replaces, "replaces"),
+        parse_level(message.durability),
     )
+
+
+def parse_level(number: int) -> Durability:
+    """Raises InvalidRequest for a level that only a later release knows."""
+    try:
+        return Durability(number)
+    except ValueError:
+        raise InvalidRequest(f"durability {number} is unknown to this version") from None
+
+
+def _levels(missing: Mapping[Durability, str]) -> list[pb.LevelState]:
+    return [
+        pb.LevelState(durability=int(level), is_reached=level not in missing, reason=missing.get(level, ""))  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        for level in LEVELS
+    ]
 
 
 def parse_fills(messages: Iterable[pb.Fill]) -> Iterator[Fill]:
@@ -118,6 +136,16 @@ def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -
         response.segments.extend(pb.SegmentFound(hit_count=each.hit_count, runs=_runs(each)) for each in segments)
     if result.tail_found:
         response.tail_found = result.tail_found
+    return response
+
+
+def render_located(found: Located) -> pb.LocateResponse:
+    """The rows of each chain."""
+    response = pb.LocateResponse(node=found.node, reason=found.reason)
+    for rows in found.chains:
+        prefixes = response.chains.add().prefixes
+        for row in rows:
+            prefixes.add(node=row.node, tier=int(row.tier), chunk_count=row.chunk_count)
     return response
 
 
@@ -185,6 +213,7 @@ def render_settled(settled: Settled) -> pb.StoreResponse:
         committed_count=settled.chunk_count,
         refusal=settled.reason,
         is_settled=settled.is_settled,
+        levels=_levels(settled.missing),
     )
 
 
@@ -210,7 +239,16 @@ def render_stats(
         tenant=tenant,
         arena=_alike(admin_pb2.ArenaStats, stats),
         sessions=_alike(admin_pb2.SessionStats, stats),
-        models=[_alike(admin_pb2.ModelStats, each) for each in stats.models],
+        models=[
+            admin_pb2.ModelStats(
+                model_id=each.model_id,
+                fingerprint=each.fingerprint,
+                chunk_count=each.chunk_count,
+                byte_count=each.byte_count,
+                spec=spec_to_message(each.spec),
+            )
+            for each in stats.models
+        ],
         counters=stats.counters,
         tiers=[_alike(admin_pb2.TierStats, each) for each in stats.tiers],
         tier_problem=stats.tier_problem,

@@ -1,4 +1,4 @@
-"""Tenants' secrets, read once at the start."""
+"""Tenants' secrets, read once at the start, and their envelope keys, which may change while the service runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 from kvstore.config import DEFAULT_TENANT, TenantSettings
 from kvstore.errors import InvalidRequest
-from kvstore.seams import TenantKeys
+from kvstore.seams import EnvelopeKey, TenantKeys
 
 SECRET_BYTES_MIN = 32
 SECRET_BYTES_MAX = 4096
+KEY_FILE_BYTES_MAX = 1 << 16
+FOLLOWING = "secret_file"
+"""In the place of an envelope key: the one that follows from the tenant's secret."""
 
 
 def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
@@ -36,6 +39,36 @@ def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
                 setting=f"tenants.{name}.secret_file",
             )
     return keys
+
+
+def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[EnvelopeKey]:
+    """What a tenant's copies are sealed with, the newest first: the lines of its file, without which the key that
+    follows from its secret; none where that is the published one.
+
+    Raises: InvalidRequest naming the setting, and never a key.
+    """
+    own = [] if keys == TenantKeys() else [EnvelopeKey.following(keys)]
+    if tenant is None or not tenant.envelope_key_file:
+        return own
+    path, setting = Path(tenant.envelope_key_file).expanduser(), f"tenants.{keys.tenant}.envelope_key_file"
+    data = read_private(path, setting, KEY_FILE_BYTES_MAX + 1, "one key per line")
+    if len(data) > KEY_FILE_BYTES_MAX:
+        raise _wrong(setting, path, f"it has more than {KEY_FILE_BYTES_MAX} bytes: write one key per line")
+    found: list[EnvelopeKey] = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        text = line.partition(b"#")[0].strip()
+        if text == FOLLOWING.encode():
+            found += own
+        elif 0 < len(text) < SECRET_BYTES_MIN:
+            raise _wrong(
+                setting, path, f"line {number} has {len(text)} characters and a key has {SECRET_BYTES_MIN} or more: "
+                "write another, as openssl rand -hex 32 makes them",
+            )  # fmt: skip
+        elif text:
+            found.append(EnvelopeKey.derived(text))
+    if not found:
+        raise _wrong(setting, path, "it has no key: write one per line, as openssl rand -hex 32 makes them")
+    return found
 
 
 def _read(path: Path, setting: str) -> bytes:

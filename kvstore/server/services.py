@@ -64,6 +64,12 @@ class CacheService:
         result = await self._controller.lookup_wide(query, readers, deadline)
         return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
 
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        """Where chains are. Hints, but for this node's own."""
+        _session(self._controller, context)
+        queries = [render.parse_query(each) for each in request.queries]
+        return render.render_located(await self._controller.locate(queries, self._deadline(context)))
+
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
         session, deadline = _session(self._controller, context), self._deadline(context)
@@ -128,7 +134,9 @@ class CacheService:
             result = await self._controller.commit(session, reservation_id, last, shard, supersedes, deadline)
             return render.render_store(result)
         if step == "join":
-            return render.render_store(self._controller.join(session, request.join.ticket, request.join.fingerprint))
+            durability = render.parse_level(request.join.durability)
+            joined = self._controller.join(session, request.join.ticket, request.join.fingerprint, durability)
+            return render.render_store(joined)
         if step == "abort":
             await self._controller.abort(session, request.abort.reservation_id, deadline)
             return pb.StoreResponse(reservation_id=request.abort.reservation_id)
@@ -137,7 +145,9 @@ class CacheService:
             wait_s = min(
                 request.settle.timeout_seconds, SETTLE_S_MAX if remaining_s is None else remaining_s, SETTLE_S_MAX
             )
-            settled = await self._controller.settle(render.parse_query(request.settle.query), max(0.0, wait_s))
+            wanted = render.parse_level(request.settle.durability)
+            query = render.parse_query(request.settle.query)
+            settled = await self._controller.settle(query, max(0.0, wait_s), wanted)
             return render.render_settled(settled)
         raise InvalidRequest("a store request names one step: reserve, join, fill, commit, abort or settle")
 

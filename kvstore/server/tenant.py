@@ -16,9 +16,11 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.arena import Arena, prefault
 from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
+from kvstore.directory import NodeDirectory
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
-from kvstore.seams import TenantKeys
+from kvstore.seams import EnvelopeRing, TenantKeys
+from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
@@ -26,7 +28,7 @@ from kvstore.server.rpc import register
 from kvstore.server.services import AdminService, CacheService
 from kvstore.server.state import SocketDirectory
 from kvstore.server.tiers import Builder, Tiers
-from kvstore.server.world import World
+from kvstore.server.world import TierOwner, World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
 from kvstore.v1 import cache_pb2
@@ -43,7 +45,9 @@ class Tenant:
     """``settings`` is the tree as this tenant's parts see it; ``tiers`` are what it has below memory. In order:
     ``claim``, ``open``, then ``close_doors`` and ``detach``, or ``abandon`` wherever it ends."""
 
-    def __init__(self, settings: Settings, keys: TenantKeys, world: World, tiers: Tiers) -> None:
+    def __init__(
+        self, settings: Settings, keys: TenantKeys, ring: EnvelopeRing, world: World, tiers: Tiers
+    ) -> None:  # fmt: skip
         self.name = keys.tenant
         self.settings = settings
         self.said = self.name if settings.tenants else ""
@@ -52,12 +56,17 @@ class Tenant:
         self.uid = own.uid if own is not None else None
         self._world = world
         self._tiers = tiers
-        self._parts = _parts(settings, keys, world)
+        self._owner = TierOwner(_owner(keys), ring)
+        directory = tiers.directory(settings, world, self._owner.name)
+        self._parts = _parts(settings, keys, world, directory)
         self.controller = Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
             is_own=self.name != DEFAULT_TENANT,
         )  # fmt: skip
+        self._announcer: Announcer | None = None
+        if directory is not None:
+            self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
         self._server, self._health = _grpc_server(self.controller, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
@@ -79,6 +88,8 @@ class Tenant:
             await _report_healthy(self._health)
             self.sockets.give(self.sockets.grpc)
             self._begin(group, self.controller.run())
+            if self._announcer is not None:
+                self._begin(group, self._announcer.run())
             if self.settings.arena.prefault:
                 world = self._world
                 self._begin(group, prefault(self._parts.arena, world.prefaulting, world.clock))
@@ -96,8 +107,7 @@ class Tenant:
     async def _attach(self) -> None:
         """Take the tiers below memory into use, the fastest first. What a newer release or another tenant wrote stops
         the start; anything else that is wrong with a tier is said, and the service runs without it."""
-        keys = self._parts.keys
-        owner = "" if keys == TenantKeys() else keys.digest.hex()
+        owner = self._owner
         for builder in self._tiers.local:
             with _without(builder, self.controller):
                 tier = builder.build(self.settings, self._world, owner)
@@ -107,7 +117,7 @@ class Tenant:
             with _without(shared_builder, self.controller):
                 built = shared_builder.build(self.settings, self._world, owner)
                 if built is not None:
-                    self.controller.attach_shared(*built)
+                    self.controller.attach_shared(built)
 
     async def close_doors(self, grace_s: float) -> None:
         """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
@@ -126,6 +136,8 @@ class Tenant:
         """After the tasks ended: sessions, then a clean stop of the tiers."""
         with log_as(self.said):
             await self.controller.close_sessions()
+            if self._announcer is not None:
+                await self._announcer.close()
             await self.controller.detach()
 
     async def abandon(self) -> None:
@@ -154,7 +166,12 @@ def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
         _log.error(said)
 
 
-def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
+def _owner(keys: TenantKeys) -> str:
+    """Whose the tenant's copies are, in tiers that are marked by it."""
+    return "" if keys == TenantKeys() else keys.digest.hex()
+
+
+def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDirectory | None) -> Parts:
     arena = Arena(
         world.memory, world.faults, capacity_bytes=settings.arena.capacity_bytes,
         region_bytes=settings.arena.region_bytes,
@@ -172,6 +189,8 @@ def _parts(settings: Settings, keys: TenantKeys, world: World) -> Parts:
         counters=Counters(),
         deadline_s=settings.controller.deadline_s,
         policies=settings.policy,
+        node=settings.server.node,
+        directory=directory,
         is_write_through=settings.tiers.is_write_through,
     )
 

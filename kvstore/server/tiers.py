@@ -7,16 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from blake3 import blake3
+
+from kvstore.chunk import Trust
 from kvstore.config import NvmeSettings, Settings
 from kvstore.config.machine import CAPACITY_FILE
+from kvstore.directory import NodeDirectory
 from kvstore.errors import Unavailable
 from kvstore.seams import Clock, Disk, FaultPoints, MoverProcesses, OwnThreads, Workers, WorkerThreads
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.descriptors import Need
-from kvstore.server.world import World
-from kvstore.spec import Encoding
-from kvstore.tiers import LocalTier, SharedTier
-from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
+from kvstore.server.redis import build_redis, needs_of_redis, open_directory
+from kvstore.server.s3 import build_s3, needs_of_s3
+from kvstore.server.trust import trust_of
+from kvstore.server.world import TierOwner, World
+from kvstore.spec import encoding_of
+from kvstore.tiers import LocalTier, SharedUse
+from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
@@ -32,36 +39,40 @@ class Builder(Generic[Built]):
     """Makes one kind of tier for a tenant. ``name``: the tier's, in settings and logs. ``setting``: what to change when
     it cannot be had.
 
-    ``build`` takes the tenant's settings, the process's world, and who owns what the tier keeps ("": the default
-    tenant). It gives a tier that is not recovered yet, or None where the settings switch it off. Raises: NotOurs, which
-    ends the start; other KVStoreErrors and OSError, with which the service runs without the tier."""
+    ``build`` takes the tenant's settings, the process's world, and who owns what the tier keeps. It
+    gives a tier that is not recovered yet, or None where the settings switch it off. Raises: NotOurs, which ends the
+    start; other KVStoreErrors and OSError, with which the service runs without the tier."""
 
     name: str
     setting: str
-    build: Callable[[Settings, World, str], Built | None]
+    build: Callable[[Settings, World, TierOwner], Built | None]
     needs: Callable[[Settings], list[Need]] = lambda _: []
     """The open files that the tier may come to need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """What a tenant has below memory, the fastest first. A shared tier comes with how long a lookup may wait for it, in
-    seconds."""
+    """What a tenant has below memory, the fastest first. A shared tier comes with how it is used."""
 
     local: tuple[Builder[LocalTier], ...]
-    shared: tuple[Builder[tuple[SharedTier, float]], ...] = ()
+    shared: tuple[Builder[SharedUse], ...] = ()
+    directory: Callable[[Settings, World, str], NodeDirectory | None] = lambda *_: None
+    """Where nodes tell each other what they have, for a tenant whose tiers' owner is the third argument."""
 
     def needs(self, settings: Settings) -> list[Need]:
         """The open files that all of them may come to need."""
         return [need for each in (*self.local, *self.shared) for need in each.needs(settings)]
 
 
-def _build_nvme(settings: Settings, world: World, owner: str) -> NvmeTier | None:
+def _build_nvme(settings: Settings, world: World, owner: TierOwner) -> NvmeTier | None:
     nvme = settings.tiers.nvme
     if not nvme.capacity_bytes:
         return None
+    trust = Trust("none", owner.ring) if nvme.envelope == "none" else trust_of("nvme", nvme.envelope, owner)
+    record = settings.server.state_directory / "plain" / blake3(bytes(nvme.directory.absolute())).hexdigest(16)
+    plain = PlainCopies(trust, world.disk, record)
     try:
-        return open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner)
+        return open_nvme(nvme, world.disk, world.clock, world.faults, world.movers, owner.name, plain)
     except OSError as error:
         raise Unavailable(f"{nvme.directory}: {error.strerror}") from error
 
@@ -75,16 +86,23 @@ def _needs_of_nvme(settings: Settings) -> list[Need]:
     return [Need(files, "tiers.nvme.region_bytes", nvme.region_bytes, "one for each region file: raise it")]
 
 
-TIERS = Tiers(local=(Builder("nvme", "tiers.nvme.directory", _build_nvme, _needs_of_nvme),))
+TIERS = Tiers(
+    local=(Builder("nvme", "tiers.nvme.directory", _build_nvme, _needs_of_nvme),),
+    shared=(
+        Builder("redis", "tiers.redis.url", build_redis, needs_of_redis),
+        Builder("s3", "tiers.s3.bucket", build_s3, needs_of_s3),
+    ),
+    directory=open_directory,
+)
 """What ``kvstore serve`` has."""
 
 
 def open_nvme(
     settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: MoverProcesses | None = None,
-    owner: str = "",
+    owner: str = "", plain: PlainCopies | None = None,
 ) -> NvmeTier:  # fmt: skip
     """The tier, not recovered yet; its bytes are moved by ``movers``, or by threads of this process. ``owner`` is
-    Directory's.
+    Directory's, ``plain`` the tier's.
 
     Raises: NotOurs; Unavailable, OSError when the directory cannot be had."""
     lender = movers or OwnThreads()
@@ -107,7 +125,7 @@ def open_nvme(
         readers=_workers(movers, "nvme-read", settings.reader_count),
         writers=_workers(movers, "nvme-write", settings.writer_count),
         keepers=WorkerThreads(KEEPER_COUNT, "nvme-keep", nice=MOVER_NICE),
-        encoding=Encoding.LZ4 if settings.encoding == "lz4" else Encoding.RAW,
+        encoding=encoding_of(settings.encoding), plain=plain,
     )  # fmt: skip
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvstore.seams import Clock, Disk, FaultPoints, Memory, MoverProcesses, Random, Workers
+from kvstore.seams import Clock, Disk, EnvelopeRing, FaultPoints, Memory, MoverProcesses, Random, Workers
+
+
+@dataclass(frozen=True)
+class TierOwner:
+    """Whose it is what a tier keeps: ``name`` ("": the default tenant without a secret), and what it is sealed with."""
+
+    name: str = ""
+    ring: EnvelopeRing = field(default_factory=EnvelopeRing)
 
 
 @dataclass(frozen=True, kw_only=True)

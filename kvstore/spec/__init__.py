@@ -12,10 +12,25 @@ from kvstore.spec.model import (
     Provenance,
     RopeSpec,
 )
-from kvstore.spec.states import ChunkState, Durability, Encoding, EventKind, MissReason, StoreState, Tier
+from kvstore.spec.states import (
+    ENCODING_SETTINGS,
+    ENVELOPES,
+    LEVELS,
+    ChunkState,
+    Durability,
+    Encoding,
+    EventKind,
+    MissReason,
+    StoreState,
+    Tier,
+    encoding_of,
+)
 
 __all__ = [
     "DTYPES",
+    "ENCODING_SETTINGS",
+    "ENVELOPES",
+    "LEVELS",
     "CacheKind",
     "ChunkState",
     "Durability",
@@ -30,5 +45,6 @@ __all__ = [
     "RopeSpec",
     "StoreState",
     "Tier",
+    "encoding_of",
     "item_size",
 ]

@@ -59,6 +59,16 @@ class Encoding(IntEnum):
     LZ4 = 2
 
 
+def encoding_of(word: str) -> Encoding:
+    """What a setting names: one of ``ENCODING_SETTINGS``."""
+    return Encoding.LZ4 if word == "lz4" else Encoding.RAW
+
+
+ENCODING_SETTINGS = ("raw", "lz4")
+ENVELOPES = ("none", "mac", "aead")
+"""What proves a copy outside memory to be ours, in settings, and by their numbers in its header."""
+
+
 class StoreState(IntEnum):
     """What became of one chunk of a reservation."""
 
@@ -78,3 +88,8 @@ class Durability(IntEnum):
     LOCAL = 2
     SHARED = 3
     OBJECT = 4
+
+
+LEVELS = tuple(level for level in Durability if level)
+"""What can be reached. They are a set, not an order: SHARED says that other nodes could read it when that was said, and
+promises nothing for later; OBJECT that all of a chain is in an object store, its ancestors too."""

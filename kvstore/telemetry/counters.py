@@ -28,6 +28,7 @@ DESCRIPTIONS: dict[str, str] = {
     "promoted_bytes": "Bytes brought from slower tiers into memory",
     "promotion_failed_chunks": "Chunks that could not be brought in",
     "fetch_joined_stores": "Fetches of stores that were still in flight",
+    "read_back_chunks": "Chunks read back into memory for a slower tier that lacked them",
     "scrubbed_bytes": "Bytes that the scrub read again",
     "scrub_failures": "Copies that the scrub found damaged",
     "canary_passes": "Canaries that came back whole",
@@ -54,6 +55,10 @@ TIER_DESCRIPTIONS: dict[str, str] = {
 SHARED_DESCRIPTIONS: dict[str, str] = {
     "asked_chunks": "Chunks that a shared tier was asked for",
     "late_answers": "Answers of a shared tier that came too late",
+    "present_chunks": "Chunks not sent to a shared tier because it had them",
+    "left_chunks": "Chunks not sent to a shared tier at once because another node was sending them",
+    "touched_chunks": "Chunks used on this node of whose use a shared tier was told",
+    "undemoted_chunks": "Chunks that left the node before a shared tier that is to have them took them",
 }
 """Of each shared tier."""
 MEMORY = "dram"

@@ -1,4 +1,4 @@
-"""Where copies of chunks lie: memory, a device, later Redis and S3. A tier stores whole chunks and gives back runs of
+"""Where copies of chunks lie: memory, a device, Redis, S3. A tier stores whole chunks and gives back runs of
 their slabs; it knows no policy and records no telemetry.
 
 ``contract`` says what tiers promise: ``LocalTier`` those whose room is ours, ``SharedTier`` those of an engine that
@@ -7,6 +7,8 @@ were checked against the chunk's header (``contract.check_header`` and ``kvstore
 
 - ``dram``  extents of the arena
 - ``nvme``  region files on a device
+- ``redis``  hashes in a server that other nodes use, too
+- ``s3``  objects in a bucket that outlives the nodes
 """
 
 from kvstore.tiers.contract import (
@@ -20,8 +22,12 @@ from kvstore.tiers.contract import (
     Recovered,
     Residency,
     SharedTier,
+    SharedUse,
     StoredChunk,
     TierStatistics,
+    UploadClaims,
+    UploadState,
+    WritePolicy,
     check_header,
 )
 
@@ -36,7 +42,11 @@ __all__ = [
     "Recovered",
     "Residency",
     "SharedTier",
+    "SharedUse",
     "StoredChunk",
     "TierStatistics",
+    "UploadClaims",
+    "UploadState",
+    "WritePolicy",
     "check_header",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,7 @@ class ChunkName:
 class TierStatistics:
     """A tier's account, in bytes: ``file_bytes`` = ``allocated_bytes`` + ``free_bytes`` + ``quarantined_bytes`` +
     ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing".
-    ``is_shared``: other nodes use it, too."""
+    ``is_shared``: other nodes use it, too. ``envelope``: what proves copies there to be ours, where it is known."""
 
     name: str
     state: str
@@ -73,6 +74,7 @@ class TierStatistics:
     read_bytes: int
     written_bytes: int
     is_shared: bool = False
+    envelope: str = ""
 
     @property
     def verified_bytes(self) -> int:
@@ -239,6 +241,30 @@ class LocalTier(Protocol):
     def statistics(self) -> TierStatistics: ...
 
 
+class UploadState(Enum):
+    """Of a chunk that this node is about to write to a shared tier. THERE: it is probably there already. FREE: nobody
+    else is known to write it. TAKEN: another node says that it writes it now."""
+
+    THERE = "there"
+    FREE = "free"
+    TAKEN = "taken"
+
+
+class UploadClaims(Protocol):
+    """Where nodes tell each other what they are about to write to a shared tier, for a tier that has no place for
+    that."""
+
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float) -> Sequence[bool]:
+        """Whether each is free: claimed by this node from now on, as ``SharedTier.claim`` has it. Ends soon and raises
+        nothing: where nobody answers all of them are free."""
+
+    async def release(self, storage_keys: Sequence[bytes]) -> None:
+        """This node writes these no more. Ends soon and raises nothing: a claim ends by itself, too."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
 class SharedTier(Protocol):
     """Whole chunks in an engine that other nodes use. It may drop any of them at any time, and what it gives back was
     perhaps not written by us. Calls may run concurrently."""
@@ -259,9 +285,17 @@ class SharedTier(Protocol):
         """Whether each of these is probably there: a hint, of which only a read tells if it was right. Raises
         Unavailable, DeadlineExceeded."""
 
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        """``probe`` for a node that is about to write these: what is FREE is claimed by this node for ``claim_s``
+        seconds, so that others find it TAKEN. A claim is a hint, never a promise: it ends by itself, and a write needs
+        none. A tier that keeps no claims finds nothing TAKEN. Raises as ``probe``."""
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        """Whether chunks of this size go there at all."""
+
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
         """As for a local tier; one that is cancelled reads ``pieces`` no more once it has ended. Raises: Exhausted when
-        the engine is full; Unavailable."""
+        the engine is full; PermissionDenied where this node may only read; Unavailable."""
 
     async def open(self, name: ChunkName) -> StoredChunk | None:
         """None: it is not there. A read of what was opened that is cancelled fills its target no more once it has
@@ -270,6 +304,11 @@ class SharedTier(Protocol):
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         """What is not there is no error. Raises Unavailable."""
 
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        """These were used on this node, from a faster tier: where the engine drops what nobody uses, it is to keep
+        them. What is not there is no error, and nothing is to be done where use changes nothing. Nobody waits for it:
+        it may be done later, and fail unheard. May raise Unavailable."""
+
     def stalled_s(self) -> float:
         """As for a local tier."""
 
@@ -277,6 +316,25 @@ class SharedTier(Protocol):
         """Idempotent."""
 
     def statistics(self) -> TierStatistics: ...
+
+
+class WritePolicy(StrEnum):
+    """When a chunk is written to a shared tier. BACK: at once; REUSE: at its second use; DEMOTE: when it is about to
+    leave its last local tier; NEVER: not by itself. A store that asks for the tier's level goes at once, always."""
+
+    BACK = "back"
+    REUSE = "reuse"
+    DEMOTE = "demote"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedUse:
+    """A shared tier, and how this node uses it: a lookup waits ``lookup_s_max`` seconds for it."""
+
+    tier: SharedTier
+    lookup_s_max: float
+    write: WritePolicy = WritePolicy.BACK
 
 
 class NotOurs(Unavailable):

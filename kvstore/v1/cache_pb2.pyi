@@ -337,6 +337,38 @@ class LookupResponse(_message.Message):
     tail_found: int
     def __init__(self, hit_count: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ChunkRun, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[PartialTail, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., ticket_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[SegmentFound, _Mapping]]] = ..., tail_lengths: _Optional[bytes] = ..., tail_found: _Optional[int] = ...) -> None: ...
 
+class LocateRequest(_message.Message):
+    __slots__ = ("queries",)
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    queries: _containers.RepeatedCompositeFieldContainer[ChainQuery]
+    def __init__(self, queries: _Optional[_Iterable[_Union[ChainQuery, _Mapping]]] = ...) -> None: ...
+
+class NodePrefix(_message.Message):
+    __slots__ = ("node", "tier", "chunk_count")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    tier: Tier
+    chunk_count: int
+    def __init__(self, node: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., chunk_count: _Optional[int] = ...) -> None: ...
+
+class LocatedChain(_message.Message):
+    __slots__ = ("prefixes",)
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[NodePrefix]
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[NodePrefix, _Mapping]]] = ...) -> None: ...
+
+class LocateResponse(_message.Message):
+    __slots__ = ("chains", "node", "reason")
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    chains: _containers.RepeatedCompositeFieldContainer[LocatedChain]
+    node: str
+    reason: str
+    def __init__(self, chains: _Optional[_Iterable[_Union[LocatedChain, _Mapping]]] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class FetchRequest(_message.Message):
     __slots__ = ("query", "layers", "ticket")
     QUERY_FIELD_NUMBER: _ClassVar[int]
@@ -460,28 +492,32 @@ class WatchResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., epoch: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[ChunkEvent, _Mapping]]] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards", "replaces")
+    __slots__ = ("query", "token_digests", "tail_token_count", "first_position", "shards", "replaces", "durability")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TAIL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     token_digests: bytes
     tail_token_count: int
     first_position: int
     shards: int
     replaces: bytes
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ..., shards: _Optional[int] = ..., replaces: _Optional[bytes] = ...) -> None: ...
+    durability: Durability
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., token_digests: _Optional[bytes] = ..., tail_token_count: _Optional[int] = ..., first_position: _Optional[int] = ..., shards: _Optional[int] = ..., replaces: _Optional[bytes] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("ticket", "fingerprint")
+    __slots__ = ("ticket", "fingerprint", "durability")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     fingerprint: bytes
-    def __init__(self, ticket: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    durability: Durability
+    def __init__(self, ticket: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
 
 class Fill(_message.Message):
     __slots__ = ("chunk", "strip_first", "strip_count", "staging_id", "staging_offset")
@@ -524,12 +560,14 @@ class Abort(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("query", "timeout_seconds")
+    __slots__ = ("query", "timeout_seconds", "durability")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     query: ChainQuery
     timeout_seconds: float
-    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    durability: Durability
+    def __init__(self, query: _Optional[_Union[ChainQuery, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
     __slots__ = ("reserve", "fill", "commit", "abort", "settle", "join")
@@ -555,8 +593,18 @@ class TailsBeside(_message.Message):
     lengths: bytes
     def __init__(self, chunk: _Optional[int] = ..., lengths: _Optional[bytes] = ...) -> None: ...
 
+class LevelState(_message.Message):
+    __slots__ = ("durability", "is_reached", "reason")
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    IS_REACHED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    durability: Durability
+    is_reached: bool
+    reason: str
+    def __init__(self, durability: _Optional[_Union[Durability, str]] = ..., is_reached: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class StoreResponse(_message.Message):
-    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled", "ticket", "tails")
+    __slots__ = ("reservation_id", "states", "durability", "committed_count", "refusal", "is_settled", "ticket", "tails", "levels")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +613,7 @@ class StoreResponse(_message.Message):
     IS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     states: _containers.RepeatedScalarFieldContainer[StoreState]
     durability: Durability
@@ -573,4 +622,5 @@ class StoreResponse(_message.Message):
     is_settled: bool
     ticket: bytes
     tails: _containers.RepeatedCompositeFieldContainer[TailsBeside]
-    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., tails: _Optional[_Iterable[_Union[TailsBeside, _Mapping]]] = ...) -> None: ...
+    levels: _containers.RepeatedCompositeFieldContainer[LevelState]
+    def __init__(self, reservation_id: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StoreState, str]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., committed_count: _Optional[int] = ..., refusal: _Optional[str] = ..., is_settled: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., tails: _Optional[_Iterable[_Union[TailsBeside, _Mapping]]] = ..., levels: _Optional[_Iterable[_Union[LevelState, _Mapping]]] = ...) -> None: ...

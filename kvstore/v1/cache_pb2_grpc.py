@@ -49,6 +49,11 @@ class CacheServiceStub:
                 request_serializer=kvstore_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_cache__pb2.StoreResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvstore.v1.CacheService/Locate',
+                request_serializer=kvstore_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/kvstore.v1.CacheService/Fetch',
                 request_serializer=kvstore_dot_v1_dot_cache__pb2.FetchRequest.SerializeToString,
@@ -85,6 +90,13 @@ class CacheServiceServicer:
 
     def Store(self, request, context):
         """One step of a store: reserve, fill, commit or abort.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """On which nodes and in which tiers chains' prefixes are, for whoever chooses a node. Moves and holds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +141,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Store,
                     request_deserializer=kvstore_dot_v1_dot_cache__pb2.StoreRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_cache__pb2.StoreResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=kvstore_dot_v1_dot_cache__pb2.LocateRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__pb2.LocateResponse.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
@@ -227,6 +244,33 @@ class CacheService:
             '/kvstore.v1.CacheService/Store',
             kvstore_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
             kvstore_dot_v1_dot_cache__pb2.StoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.CacheService/Locate',
+            kvstore_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

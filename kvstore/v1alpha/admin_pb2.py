@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvstore.v1 import cache_pb2 as kvstore_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/v1alpha/admin.proto\x12\x0fkvstore.v1alpha\"\x0e\n\x0cStatsRequest\"\xc1\x01\n\nArenaStats\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x18\n\x10prefaulted_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cregion_count\x18\x06 \x01(\r\x12\x13\n\x0b\x63hunk_count\x18\x07 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x08 \x01(\x04\"\xc5\x01\n\x0cSessionStats\x12\x15\n\rsession_count\x18\x01 \x01(\r\x12\x19\n\x11reservation_count\x18\x02 \x01(\r\x12\x13\n\x0blease_count\x18\x03 \x01(\r\x12\x15\n\rstaging_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstream_count\x18\x05 \x01(\r\x12\x14\n\x0cticket_count\x18\x06 \x01(\r\x12\x14\n\x0cticket_bytes\x18\x07 \x01(\x04\x12\x15\n\rwatcher_count\x18\x08 \x01(\r\"\\\n\nModelStats\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x04\x12\x12\n\nbyte_count\x18\x04 \x01(\x04\"\x9f\x02\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nfile_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x61llocated_bytes\x18\x05 \x01(\x04\x12\x12\n\nfree_bytes\x18\x06 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eoverhead_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63hunk_count\x18\t \x01(\x04\x12\x12\n\nread_bytes\x18\n \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0b \x01(\x04\x12\x16\n\x0everified_bytes\x18\x0c \x01(\x04\x12\x11\n\tis_shared\x18\r \x01(\x08\"\xe6\x03\n\rStatsResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x12\n\nserver_pid\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12*\n\x05\x61rena\x18\x05 \x01(\x0b\x32\x1b.kvstore.v1alpha.ArenaStats\x12/\n\x08sessions\x18\x06 \x01(\x0b\x32\x1d.kvstore.v1alpha.SessionStats\x12+\n\x06models\x18\x07 \x03(\x0b\x32\x1b.kvstore.v1alpha.ModelStats\x12>\n\x08\x63ounters\x18\x08 \x03(\x0b\x32,.kvstore.v1alpha.StatsResponse.CountersEntry\x12)\n\x05tiers\x18\t \x03(\x0b\x32\x1a.kvstore.v1alpha.TierStats\x12\x14\n\x0ctier_problem\x18\n \x01(\t\x12\x1b\n\x13\x62\x61\x63klog_chunk_count\x18\x0b \x01(\x04\x12\x15\n\rloading_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x64\x65scriptor_count\x18\r \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32V\n\x0c\x41\x64minService\x12\x46\n\x05Stats\x12\x1d.kvstore.v1alpha.StatsRequest\x1a\x1e.kvstore.v1alpha.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/v1alpha/admin.proto\x12\x0fkvstore.v1alpha\x1a\x16kvstore/v1/cache.proto\"\x0e\n\x0cStatsRequest\"\xc1\x01\n\nArenaStats\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x18\n\x10prefaulted_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cregion_count\x18\x06 \x01(\r\x12\x13\n\x0b\x63hunk_count\x18\x07 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x08 \x01(\x04\"\xc5\x01\n\x0cSessionStats\x12\x15\n\rsession_count\x18\x01 \x01(\r\x12\x19\n\x11reservation_count\x18\x02 \x01(\r\x12\x13\n\x0blease_count\x18\x03 \x01(\r\x12\x15\n\rstaging_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstream_count\x18\x05 \x01(\r\x12\x14\n\x0cticket_count\x18\x06 \x01(\r\x12\x14\n\x0cticket_bytes\x18\x07 \x01(\x04\x12\x15\n\rwatcher_count\x18\x08 \x01(\r\"\x81\x01\n\nModelStats\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x04\x12\x12\n\nbyte_count\x18\x04 \x01(\x04\x12#\n\x04spec\x18\x05 \x01(\x0b\x32\x15.kvstore.v1.ModelSpec\"\xb1\x02\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nfile_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x61llocated_bytes\x18\x05 \x01(\x04\x12\x12\n\nfree_bytes\x18\x06 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eoverhead_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63hunk_count\x18\t \x01(\x04\x12\x12\n\nread_bytes\x18\n \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0b \x01(\x04\x12\x16\n\x0everified_bytes\x18\x0c \x01(\x04\x12\x11\n\tis_shared\x18\r \x01(\x08\x12\x10\n\x08\x65nvelope\x18\x0e \x01(\t\"\xe6\x03\n\rStatsResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x12\n\nserver_pid\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12*\n\x05\x61rena\x18\x05 \x01(\x0b\x32\x1b.kvstore.v1alpha.ArenaStats\x12/\n\x08sessions\x18\x06 \x01(\x0b\x32\x1d.kvstore.v1alpha.SessionStats\x12+\n\x06models\x18\x07 \x03(\x0b\x32\x1b.kvstore.v1alpha.ModelStats\x12>\n\x08\x63ounters\x18\x08 \x03(\x0b\x32,.kvstore.v1alpha.StatsResponse.CountersEntry\x12)\n\x05tiers\x18\t \x03(\x0b\x32\x1a.kvstore.v1alpha.TierStats\x12\x14\n\x0ctier_problem\x18\n \x01(\t\x12\x1b\n\x13\x62\x61\x63klog_chunk_count\x18\x0b \x01(\x04\x12\x15\n\rloading_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x64\x65scriptor_count\x18\r \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32V\n\x0c\x41\x64minService\x12\x46\n\x05Stats\x12\x1d.kvstore.v1alpha.StatsRequest\x1a\x1e.kvstore.v1alpha.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATSRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_STATSREQUEST']._serialized_start=48
-  _globals['_STATSREQUEST']._serialized_end=62
-  _globals['_ARENASTATS']._serialized_start=65
-  _globals['_ARENASTATS']._serialized_end=258
-  _globals['_SESSIONSTATS']._serialized_start=261
-  _globals['_SESSIONSTATS']._serialized_end=458
-  _globals['_MODELSTATS']._serialized_start=460
-  _globals['_MODELSTATS']._serialized_end=552
-  _globals['_TIERSTATS']._serialized_start=555
-  _globals['_TIERSTATS']._serialized_end=842
-  _globals['_STATSRESPONSE']._serialized_start=845
-  _globals['_STATSRESPONSE']._serialized_end=1331
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1284
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1331
-  _globals['_ADMINSERVICE']._serialized_start=1333
-  _globals['_ADMINSERVICE']._serialized_end=1419
+  _globals['_STATSREQUEST']._serialized_start=72
+  _globals['_STATSREQUEST']._serialized_end=86
+  _globals['_ARENASTATS']._serialized_start=89
+  _globals['_ARENASTATS']._serialized_end=282
+  _globals['_SESSIONSTATS']._serialized_start=285
+  _globals['_SESSIONSTATS']._serialized_end=482
+  _globals['_MODELSTATS']._serialized_start=485
+  _globals['_MODELSTATS']._serialized_end=614
+  _globals['_TIERSTATS']._serialized_start=617
+  _globals['_TIERSTATS']._serialized_end=922
+  _globals['_STATSRESPONSE']._serialized_start=925
+  _globals['_STATSRESPONSE']._serialized_end=1411
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1364
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1411
+  _globals['_ADMINSERVICE']._serialized_start=1413
+  _globals['_ADMINSERVICE']._serialized_end=1499
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ REPLACES_MAX = 1024
 RUNS_MAX = 1 << 15
 """Runs in a message with data: slabs of 128 bytes in the largest one."""
 IDS_MAX = 1 << 14
+NODE_NAME_MAX = 128
 REPLY_BYTES_MAX = 64 * MIB
 
 
@@ -68,6 +69,7 @@ _REQUESTS: Mapping[str, Limit] = {
     "ChainQuery.digests": _digests(CHAIN_CHUNKS_MAX),
     "ChainQuery.hidden_layers": Limit(count=LAYERS_MAX),
     "LookupRequest.segments": Limit(count=SEGMENTS_MAX),
+    "LocateRequest.queries": Limit(count=SEGMENTS_MAX),
     "LookupRequest.tail_digests": _digests(TAILS_ASKED_MAX),
     "FetchRequest.layers": Limit(count=LAYERS_MAX),
     "FetchRequest.ticket": Limit(size=64),
@@ -99,6 +101,11 @@ _REPLIES: Mapping[str, Limit] = {
     "RegisterModelResponse.fingerprint": Limit(size=64),
     "PartialTail.digest": _digests(1),
     "SegmentFound.runs": Limit(count=CHAIN_CHUNKS_MAX),
+    "NodePrefix.node": Limit(size=NODE_NAME_MAX),
+    "LocatedChain.prefixes": Limit(count=1 << 16),
+    "LocateResponse.chains": Limit(count=SEGMENTS_MAX),
+    "LocateResponse.node": Limit(size=NODE_NAME_MAX),
+    "LocateResponse.reason": Limit(size=4096),
     "LookupResponse.runs": Limit(count=CHAIN_CHUNKS_MAX),
     "LookupResponse.tails": Limit(count=64),
     "LookupResponse.tail_lengths": Limit(size=LENGTHS_BYTES),
@@ -121,6 +128,8 @@ _REPLIES: Mapping[str, Limit] = {
     "StoreResponse.tails": Limit(count=TAILS_BESIDE_MAX),
     "TailsBeside.lengths": Limit(size=LENGTHS_BYTES),
     "StoreResponse.ticket": Limit(size=64),
+    "StoreResponse.levels": Limit(count=8),
+    "LevelState.reason": Limit(size=4096),
     "ConnectResponse.secret": Limit(size=64),
     "FetchBytesResponse.lost": Limit(count=PARTS_MAX),
     "FetchBytesResponse.runs": Limit(count=RUNS_MAX),
@@ -133,6 +142,7 @@ _OPERATORS: Mapping[str, Limit] = {
     "ModelStats.fingerprint": Limit(size=64),
     "TierStats.name": Limit(size=64),
     "TierStats.state": Limit(size=64),
+    "TierStats.envelope": Limit(size=64),
     "StatsResponse.version": Limit(size=64),
     "StatsResponse.tenant": Limit(size=64),
     "StatsResponse.models": Limit(count=1 << 16),
@@ -150,6 +160,7 @@ FIELD_LIMITS: Mapping[str, Limit] = {
 MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1.RegisterModelRequest": MIB,
     "kvstore.v1.LookupRequest": 8 * MIB,
+    "kvstore.v1.LocateRequest": 5 * MIB,
     "kvstore.v1.StoreRequest": 16 * MIB,
     "kvstore.v1.FetchRequest": 5 * MIB,
     "kvstore.v1.ReleaseRequest": 2 * MIB,

@@ -8,18 +8,18 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore import __version__
 from kvstore.config import LoadedSettings, load
 from kvstore.errors import InvalidRequest, KVStoreError
 
 app = typer.Typer(
-    help="A memory for LLM inference: KV caches kept beside any engine.",
+    help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,8 +27,18 @@ app = typer.Typer(
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-SocketOption = Annotated[str | None, typer.Option("--socket", help="The sidecar's socket (default: the user's).")]
-TenantOption = Annotated[str, typer.Option("--tenant", help="One of the sidecar's tenants.")]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address", "--socket",
+        help="The sidecar: unix:///PATH, its socket's path, or HOST:PORT with the token in $KVSTORE_TOKEN "
+        "(default: $KVSTORE_SOCKET, else this user's).",
+    ),
+]  # fmt: skip
+TenantOption = Annotated[str, typer.Option("--tenant", help="One of the sidecar's tenants; by unix socket only.")]
+TlsOption = Annotated[
+    str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
+]
 
 
 def _load(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
@@ -68,23 +78,25 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     if as_json:
         print(json.dumps({name: {"value": str(value), "origin": origin} for name, value, origin in rows}, indent=2))
         return
-    table = Table("setting", "value", "from")
+    table = Table(*(Column(name, overflow="fold") for name in ("setting", "value", "from")))
     for name, value, origin in rows:
         table.add_row(name, str(value), origin, style=None if origin == "default" else "bold")
     Console().print(table)
 
 
 @app.command()
-def status(socket: SocketOption = None, tenant: TenantOption = "", as_json: JsonOption = False) -> None:
-    """What the sidecar holds and has done: for the default tenant, with a line for each other, or for one of them."""
-    from kvstore_client import connect
-
+def status(
+    address: AddressOption = None, tenant: TenantOption = "", tls: TlsOption = "", as_json: JsonOption = False
+) -> None:
+    """Show what the sidecar holds and has done: the default tenant, with a line for each other, or one of them."""
     from kvstore_ops import tenants
+    from kvstore_ops.door import door_of
     from kvstore_ops.status import as_dict, render
 
-    with connect(tenants.address_of(socket, tenant)) as client:
+    door = door_of(address, tenant, tls)
+    with door.open() as client:
         stats = client.stats()
-    others = {} if tenant else tenants.ask(socket, tenants.names_beside(socket))
+    others = {} if tenant else tenants.ask(tenants.beside(door))
     if as_json:
         found = {name: {"problem": each} if isinstance(each, str) else as_dict(each) for name, each in others.items()}
         print(json.dumps({**as_dict(stats), "tenants": found}, indent=2))
@@ -96,19 +108,46 @@ def status(socket: SocketOption = None, tenant: TenantOption = "", as_json: Json
 
 @app.command()
 def watch(
-    socket: SocketOption = None,
+    address: AddressOption = None,
     tenant: TenantOption = "",
+    tls: TlsOption = "",
     count: Annotated[int, typer.Option(help="End after so many events; 0: go on until interrupted.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Print chunks as they are stored, removed and moved."""
-    from kvstore_client import connect
-
-    from kvstore_ops.tenants import address_of
+    from kvstore_ops.door import door_of
     from kvstore_ops.watch import follow
 
-    with connect(address_of(socket, tenant)) as client, client.watch() as events:
+    with door_of(address, tenant, tls).open() as client, client.watch() as events:
         follow(events, count, as_json=as_json)
+
+
+@app.command()
+def locate(
+    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
+    prompt: Annotated[
+        Path, typer.Option("--prompt", help="JSON token ids, one context or a list; text with --tokenizer.")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")] = "",
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show where a prompt's prefix is: on which nodes, in which tiers, how far.
+
+    Example: kvstore locate --model my-model --prompt prompt.json
+    """
+    from kvstore_ops import locate as located
+    from kvstore_ops.door import door_of
+
+    contexts = located.read_tokens(prompt, tokenizer)
+    with door_of(address, tenant, tls).open() as client:
+        found = client.locate_each(located.model_named(client, model), contexts)
+    if as_json:
+        print(json.dumps([located.as_dict(*each) for each in zip(found, map(len, contexts), strict=True)], indent=2))
+        return
+    Console().print(located.render(found, list(map(len, contexts))))
 
 
 def _benchmarks() -> list[str]:
@@ -117,7 +156,7 @@ def _benchmarks() -> list[str]:
     return sorted(
         module.name.replace("_", "-")
         for module in pkgutil.iter_modules(bench.__path__)
-        if module.name not in bench.SHARED
+        if module.name not in bench.SHARED | bench.BESIDE
     )
 
 
@@ -126,24 +165,29 @@ def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'all'; 'list' names them.")],
     quick: Annotated[bool, typer.Option("--quick", help="Same definitions, fewer bytes: within 45 s.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="A few seconds: proves that it runs.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results here, with commit and machine.")
+    ] = None,
 ) -> None:
-    """Measure, beside the limit measured in the same run. The last line is JSON."""
+    """Measure a figure beside its limit, in the same run. The last line is JSON."""
+    from kvstore_ops.bench import BESIDE
+    from kvstore_ops.bench.origin import origin
+
     known = _benchmarks()
     if name == "list":
-        print("\n".join(known))
+        print("\n".join([*known, *BESIDE]))
         return
-    if name != "all" and name not in known:
-        raise InvalidRequest(f"no benchmark {name!r}; known: {', '.join(known)}")
+    if name != "all" and name not in [*known, *BESIDE]:
+        raise InvalidRequest(f"no benchmark {name!r}; known: {', '.join([*known, *BESIDE])}")
     scale = "tiny" if tiny else "quick" if quick else "full"
-    results: list[dict[str, Any]] = []
+    told, results = origin(scale), []
     for each in known if name == "all" else [name]:
         module = importlib.import_module(f"kvstore_ops.bench.{each.replace('-', '_')}")
         result = module.run(scale).as_dict()
         results.append(result)
         print(json.dumps(result), flush=True)
     if json_path:
-        json_path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps({**told, "results": results}, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -185,8 +229,45 @@ def profile(
 
 
 @app.command()
+def scan(
+    config: ConfigOption = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all bytes, not headers alone.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete what is named; says what it would, without --yes.")
+    ] = False,
+    tenant: Annotated[str, typer.Option(help="Only this tenant's: its name, or the first digits of its digest.")] = "",
+    model: Annotated[str, typer.Option(help="Only this model's: the first digits, as the table has them.")] = "",
+    older_than: Annotated[str, typer.Option("--older-than", help="Only what was written before, like '30 d'.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Whether --delete only says what it would.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what lies in the bucket of tiers.s3: whose it is, how old, and how much is damaged. Delete it on demand."""
+    from kvstore.seams import SystemClock
+    from kvstore.units import parse_duration
+    from kvstore_ops import scan as scanning
+
+    if delete and not (tenant or model or older_than):
+        raise InvalidRequest("--delete needs to know what: give --tenant, --model or --older-than (0 s: everything)")
+    wanted = scanning.Wanted(
+        tenant=tenant, model=model.lower(), older_than_s=parse_duration(older_than) if older_than else 0.0
+    )
+    settings, now_s, is_real = _load(config).settings, SystemClock().wall(), delete and not dry_run
+    found = scanning.with_progress(
+        lambda tell: scanning.scan(settings, wanted, verify=verify, delete=is_real, now_s=now_s, progress=tell)
+    )
+    if as_json:
+        print(json.dumps({**found.as_dict(), "verified": verify, "dry_run": delete and dry_run}, indent=2))
+        return
+    Console().print(scanning.render(found, now_s, is_verified=verify))
+    if is_real:
+        print(f"deleted: {found.deleted_count:,} objects")
+    elif delete:
+        print(f"would delete {found.object_count - found.newer_count:,} objects: say --yes")
+
+
+@app.command()
 def demo() -> None:
-    """A repeated prompt in front of a real model, cold and warm."""
+    """Show a repeated prompt in front of a real model, cold and warm."""
     from kvstore_ops.demo import main as run
 
     raise typer.Exit(run())

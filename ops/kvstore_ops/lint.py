@@ -4,7 +4,8 @@ and that a public name of the service means one thing.
 Seams: outside ``kvstore/seams`` and its twins no clock, no randomness, no bare thread, no stray task; what users run
 imports no twin. Hostile bytes: nowhere a reader that can run code. Imports point one way and in no circle, and no room
 uses what is another's own. Tiers: what the service asks of one is in its contract, and a residency is a number that
-only its tier reads. A line may carry ``# seam: <reason>`` where a rule must yield.
+only its tier reads. Planes: the client's rooms ask none what it is. A line may carry
+``# seam: <reason>`` where a rule must yield.
 
     python -m kvstore_ops.lint
 """
@@ -44,7 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"server"}),
     frozenset({"controller"}),
     frozenset({"movement", "planning"}),
-    frozenset({"catalog", "tiers"}),
+    frozenset({"catalog", "directory", "tiers"}),
     frozenset({"arena", "chunk", "handoff", "keys", "presence", "wire", "telemetry"}),
     frozenset({"config"}),
     frozenset({"policy"}),
@@ -59,6 +60,7 @@ SAME_LAYER = {
     ("units", "errors"),
 }
 NVME_MAY_BE_NAMED = ("kvstore/tiers/nvme/", "kvstore/server/tiers.py")
+PLANES = "clients/kvstore_client/planes/"
 CLIENT_MAY_IMPORT = {
     *("spec", "keys", "chunk", "planning", "presence", "handoff", "wire", "errors", "units", "seams"),
     *("v1", "v1alpha"),
@@ -97,6 +99,8 @@ def check_source(path: str, text: str) -> list[Finding]:
         found += _impure(path, tree)
     if path.startswith(("kvstore/", "clients/")):
         found += _imports(path, tree)
+    if path.startswith("clients/") and not path.startswith(PLANES):
+        found += _planes(path, tree)
     if path.startswith(("kvstore/", "clients/", "kernels/")) and not path.startswith("kvstore/simulated/"):
         found += _simulated(path, tree)
     if path.startswith("kvstore/"):
@@ -183,6 +187,15 @@ def _reaching(path: str, tree: ast.AST) -> Iterator[Finding]:
             whole = ast.unparse(node.value.value)
             if whole.rpartition(".")[2] in ("controller", "_controller"):
                 yield Finding(path, node.lineno, f"{ast.unparse(node)} reaches through the controller: ask it")
+
+
+def _planes(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """What differs by the plane a session, a prefix or a store answers itself."""
+    known = {name.rpartition(".")[2] for _, name in _named(tree) if name.startswith("kvstore_client.planes")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "type", "issubclass"):
+            if named := sorted(known & {word for each in node.args[1:] for word in _words(each)}):
+                yield Finding(path, node.lineno, f"asks whether it is a {named[0]}: a plane answers that itself")
 
 
 def _room(module: str) -> str:

@@ -63,7 +63,12 @@ def _tier(tier: admin_pb2.TierStats) -> Table:
     drawn = Table(f"{tier.name} ({tier.state}{shared})", "")
     if tier.is_shared:
         room = f" of {format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
-        drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room} in {tier.chunk_count:,} chunks")
+        if tier.chunk_count or room:  # a bucket does not tell: ``kvstore scan`` counts
+            drawn.add_row("holds", f"{format_bytes(tier.allocated_bytes)}{room} in {tier.chunk_count:,} chunks")
+        if tier.envelope == "none":
+            drawn.add_row("envelope", Text("none: nothing protects copies there", style="yellow"))
+        elif tier.envelope:
+            drawn.add_row("envelope", tier.envelope)
         drawn.add_row("written from here", format_bytes(tier.written_bytes))
         drawn.add_row("read from here", format_bytes(tier.read_bytes))
         return drawn

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kvstore_client import connect
-from kvstore_client.remote.place import default_socket
 from rich.table import Table
 
 from kvstore.errors import KVStoreError
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
-
-SOCKET = "kvstore.sock"
-DEFAULT = "default"
+from kvstore_ops.door import Door
 
 
-def address_of(socket: str | None, tenant: str = "") -> str:
-    """Where a tenant is served by the sidecar whose default socket is ``socket`` (None: the user's)."""
-    path = default_socket() if socket is None else Path(socket)
-    return f"unix://{path if tenant in ('', DEFAULT) else path.parent / tenant / path.name}"
+def beside(door: Door) -> dict[str, Door]:
+    """The other tenants' doors by name, beside the default tenant's ``door``. None are seen over TCP."""
+    if door.socket is None:
+        return {}
+    names = sorted(each.parent.name for each in door.socket.parent.glob(f"*/{door.socket.name}"))
+    return {name: door.of_tenant(name) for name in names}
 
 
-def names_beside(socket: str | None) -> list[str]:
-    """The tenants beside the default one."""
-    path = default_socket() if socket is None else Path(socket)
-    return sorted(each.parent.name for each in path.parent.glob(f"*/{SOCKET}"))
-
-
-def ask(socket: str | None, tenants: list[str]) -> dict[str, admin_pb2.StatsResponse | str]:
-    """The statistics of each, or why there are none: it may be another user's."""
+def ask(doors: dict[str, Door]) -> dict[str, admin_pb2.StatsResponse | str]:
+    """The statistics of each tenant, or why there are none: it may be another user's."""
     found: dict[str, admin_pb2.StatsResponse | str] = {}
-    for tenant in tenants:
+    for tenant, door in doors.items():
         try:
-            with connect(address_of(socket, tenant)) as client:
+            with door.open() as client:
                 found[tenant] = client.stats()
         except KVStoreError as error:
             found[tenant] = error.message

@@ -41,7 +41,7 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("[arena]\nregion_bytes = 5000\n", ["arena.region_bytes", "4096"]),
         ("[controller]\ndeadline_s = 0\n", ["controller.deadline_s"]),
         ("[policy]\neviction = 'fifo'\n", ["policy.eviction", "lru"]),
-        ("[tiers.redos]\n", ["tiers.redos", "tiers.nvme"]),
+        ("[tiers.redos]\n", ["tiers.redos", "did you mean 'tiers."]),
         ("[[[", ["TOML"]),
     ],
 )
@@ -118,3 +118,25 @@ def test_derived_defaults_follow_what_they_derive_from() -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"absent\.toml: cannot be read"):
         load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket", "a/b"),
+        ("prefix", "/kvstore"),
+        ("prefix", "a//b"),
+        ("endpoint_url", "localhost:9000"),
+        ("proxy", "http://user:secret-word@proxy"),
+        ("addressing", "host"),
+        ("write", "through"),
+        ("reader_count", "0"),
+        ("range_bytes", "1"),
+        ("day_bytes_max", "-1"),
+    ],
+)
+def test_a_mistake_about_the_bucket_is_named_and_no_secret_is(name: str, value: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load(None, {f"KVSTORE__TIERS__S3__{name.upper()}": value})
+    assert f"tiers.s3.{name}" in caught.value.message
+    assert "secret-word" not in caught.value.message

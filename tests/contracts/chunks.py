@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from kvstore_client.value import namespace_spec
+from kvstore_client.opaque.value import namespace_spec
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, layout_of, pack_header, strip_seeds, write_mark
 from kvstore.errors import DataLoss

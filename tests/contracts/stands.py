@@ -12,15 +12,25 @@ from typing import Any
 import numpy as np
 
 from kvstore.arena import Arena
-from kvstore.chunk import parse_header
-from kvstore.seams import Clock, Disk, FaultPoints, SystemClock, SystemDisk, Workers, WorkerThreads
+from kvstore.chunk import Trust, parse_header
+from kvstore.seams import (
+    Clock,
+    Disk,
+    EnvelopeKey,
+    EnvelopeRing,
+    FaultPoints,
+    SystemClock,
+    SystemDisk,
+    Workers,
+    WorkerThreads,
+)
 from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SeededWorkers, SimulatedDisk, simulate
 from kvstore.spec import Encoding
 from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
+from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
-from kvstore.tiers.nvme.recovery import Gathered, ScannedSlot, read_slot
+from kvstore.tiers.nvme.recovery import Gathered, LockedSlot, ScannedSlot, read_slot
 from tests.contracts.evictors import OldestFirst
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
 from tests.fakes import FilesSettings, FilesTier, Switch
@@ -170,15 +180,15 @@ class DramStand(Stand):
 def nvme_tier(
     disk: Disk, home: Path, clock: Clock, readers: Workers, writers: Workers, *, capacity_bytes: int = CAPACITY_BYTES,
     region_bytes: int = REGION_BYTES, encoding: Encoding = Encoding.RAW, faults: FaultPoints | None = None,
-    keepers: Workers | None = None,
+    keepers: Workers | None = None, trust: Trust | None = None,
 ) -> NvmeTier:  # fmt: skip
-    """An NVMe tier, not recovered yet."""
+    """An NVMe tier, not recovered yet. Its record of copies without an envelope lies beside its directory."""
     faults = faults or FaultPoints()
     directory, io = Directory(home, disk, faults), PosixIO(disk)
     regions = Regions(home, disk, io, faults, capacity_bytes=capacity_bytes, region_bytes=region_bytes)
     return NvmeTier(
         directory, regions, disk=disk, io=io, readers=readers, writers=writers, keepers=keepers or readers, clock=clock,
-        faults=faults, encoding=encoding,
+        faults=faults, encoding=encoding, plain=PlainCopies(trust, disk, home.parent / "plain" / home.name),
     )  # fmt: skip
 
 
@@ -186,8 +196,8 @@ def scan(tier: NvmeTier) -> Iterator[ScannedSlot]:
     """Every copy there is, by what the device itself holds. One that cannot be read is left out."""
     for region in tier.regions.by_number.values():
         for slot in range(region.slot_count):
-            with suppress(OSError):
-                found = read_slot(tier._io, region, slot)
+            with suppress(OSError, LockedSlot):  # what the stand made unreadable is nobody's chunk
+                found = read_slot(tier._io, tier._trust, region, slot)
                 if found is not None:
                     yield found
 
@@ -195,7 +205,7 @@ def scan(tier: NvmeTier) -> Iterator[ScannedSlot]:
 async def columns_of(tier: NvmeTier) -> IndexColumns:
     """What a catalog would leave as the snapshot: here all that the slots in use hold."""
     doomed = set(tier.erasures.doomed)
-    gathered = Gathered(Newest(tier._directory))
+    gathered = Gathered(Newest(tier._directory), tier._plain)
     for found in scan(tier):
         region, slot = tier.regions.find(found.residency)
         if slot not in {*region.free, *region.quarantined, *region.unerased} and found.residency not in doomed:
@@ -206,6 +216,7 @@ async def columns_of(tier: NvmeTier) -> IndexColumns:
 class NvmeStand(Stand):
     can_fail = is_durable = True
     encoding = Encoding.RAW
+    trust = Trust()
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.disk = SimulatedDisk(SEED)
@@ -214,7 +225,7 @@ class NvmeStand(Stand):
     def build(self) -> NvmeTier:
         return nvme_tier(
             self.disk, HOME, LoopClock(), SeededWorkers(SEED), SeededWorkers(SEED + 1),
-            capacity_bytes=self.capacity_bytes, encoding=self.encoding,
+            capacity_bytes=self.capacity_bytes, encoding=self.encoding, trust=self.trust,
         )  # fmt: skip
 
     async def held(self) -> Recovered:
@@ -242,8 +253,23 @@ class NvmeStand(Stand):
         self.disk.mend()
 
 
+KEYS = EnvelopeRing([EnvelopeKey.derived(b"the key of all stands")])
+
+
 class Lz4Stand(NvmeStand):
     encoding = Encoding.LZ4
+
+
+class MacStand(NvmeStand):
+    trust = Trust("mac", KEYS)
+
+
+class AeadStand(NvmeStand):
+    trust = Trust("aead", KEYS)
+
+
+class SealedLz4Stand(Lz4Stand):
+    trust = Trust("aead", KEYS)
 
 
 class _FailingDisk(SystemDisk):
@@ -320,6 +346,9 @@ STANDS: dict[str, Any] = {
     "dram": lambda _, **options: DramStand(**options),
     "nvme": lambda _, **options: NvmeStand(**options),
     "nvme lz4": lambda _, **options: Lz4Stand(**options),
+    "nvme mac": lambda _, **options: MacStand(**options),
+    "nvme aead": lambda _, **options: AeadStand(**options),
+    "nvme lz4 aead": lambda _, **options: SealedLz4Stand(**options),
     "nvme on files": lambda home, **options: SystemStand(home, **options),
     "files": lambda home, **options: FilesStand(home, **options),
     "latency": lambda home, **options: LatencyStand(home, **options),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from kvstore.chunk import making
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.simulated import LoopClock, SeededRandom, SeededWorkers, simulate
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import ChunkName, SharedTier
+from kvstore.tiers import ChunkName, SharedTier, UploadState
 from tests.contracts.chunks import LARGE, SMALL, Chunk, balance, chunk, layouts
+from tests.contracts.redis_stand import EncodedRedisStand, OtherRedisStand, RedisStand
+from tests.contracts.s3_stand import EncodedS3Stand, S3Stand
 from tests.contracts.wrappers import Faulty, Latency, SharedUnder, Throttle
 from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch, Switches
 from tests.fakes.engine import ENGINES
@@ -28,6 +32,13 @@ class Stand:
     """An engine, and any number of nodes that use it."""
 
     evicts = False
+    replaces = True
+    """A second write of a chunk takes the place of the first."""
+    keeps_claims = True
+    is_timed = True
+    """Its clock is a simulated one, which tells the time exactly."""
+    cannot: ClassVar[dict[str, str]] = {}
+    """Tests that it cannot have, and why."""
 
     def __init__(self, home: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:
         home.mkdir(parents=True)
@@ -91,6 +102,8 @@ class FullStand(EngineStand):
 
 
 class ObjectStand(Stand):
+    keeps_claims = False
+
     def node(self) -> SharedTier:
         self.fake = ObjectTier(
             ObjectSettings(
@@ -129,13 +142,18 @@ class FaultyStand(EngineStand):
 
 STANDS: dict[str, Any] = {
     "engine": EngineStand, "full engine": FullStand, "objects": ObjectStand, "latency": LatencyStand,
-    "throttle": ThrottleStand, "faulty": FaultyStand,
+    "throttle": ThrottleStand, "faulty": FaultyStand, "redis": RedisStand,
+    "another redis": OtherRedisStand, "redis lz4": EncodedRedisStand, "s3": S3Stand, "s3 lz4": EncodedS3Stand,
 }  # fmt: skip
 
 
 @pytest.fixture(params=STANDS)
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Stand]:
-    return lambda **options: STANDS[request.param](tmp_path / "shared", **options)
+def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stand]:
+    monkeypatch.setattr(making, "SAVES_MIN", -1.0)
+    made = STANDS[request.param]
+    if reason := made.cannot.get(request.node.originalname):
+        pytest.skip(reason)
+    return lambda **options: made(tmp_path / "shared", **options)
 
 
 @pytest.fixture
@@ -202,6 +220,31 @@ def test_what_is_not_there_is_a_miss(stand: Stand) -> None:
     stand.run(scenario)
 
 
+def test_what_one_node_is_about_to_write_others_find_taken_for_a_while(stand: Stand) -> None:
+    there, claimed = chunk(1).header.storage_key, chunk(2).header.storage_key
+    taken = UploadState.TAKEN if stand.keeps_claims else UploadState.FREE
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        for _ in range(2):  # one's own claim is made anew
+            found = await stand.tier.claim([there, claimed], 2.0, TIMEOUT_S)
+            assert list(found) == [UploadState.THERE, UploadState.FREE]
+        assert list(await stand.other.claim([claimed, there], 60.0, TIMEOUT_S)) == [taken, UploadState.THERE]
+        assert list(await stand.other.probe([claimed], TIMEOUT_S)) == [False]
+        assert await stand.other.open(chunk(2).name) is None
+        async with asyncio.timeout(20.0):
+            while await stand.other.claim([claimed], 60.0, TIMEOUT_S) != [UploadState.FREE]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # the engine tells nobody that a claim has ended
+        assert list(await stand.tier.claim([claimed], 60.0, TIMEOUT_S)) == [taken]
+        await write(stand.tier, chunk(2))  # a claim forbids nothing
+        for node in (stand.tier, stand.other):
+            assert list(await node.claim([claimed], 60.0, TIMEOUT_S)) == [UploadState.THERE]
+        assert list(await stand.tier.claim([], 60.0, TIMEOUT_S)) == []
+        balance(stand.tier)  # type: ignore[arg-type]
+
+    stand.run(scenario)
+
+
 def test_what_the_engine_drops_is_a_miss_and_what_is_open_is_whole_or_lost(stand: Stand) -> None:
     async def scenario() -> None:
         await write(stand.tier, chunk(1))
@@ -240,6 +283,11 @@ def test_a_replacement_is_never_mixed_with_what_it_replaces(stand: Stand) -> Non
         else:
             assert (target[1] == first.pieces[2]).all()
         stored.close()
+        if not stand.replaces:
+            assert await found(stand.tier, first, second.any_write), "it was written once"
+            with pytest.raises(DataLoss):
+                await stand.tier.open(second.name)
+            return
         assert await found(stand.tier, second)
         with pytest.raises(DataLoss):
             await stand.tier.open(first.name)
@@ -304,15 +352,50 @@ def test_an_engine_that_is_away_is_unavailable_and_comes_back(stand: Stand) -> N
         target = [np.empty(slab.byte_count, np.uint8) for slab in SMALL.slabs]
         for call in (
             write(stand.tier, chunk(2)), stand.tier.open(chunk(1).name), stand.tier.probe([key], TIMEOUT_S),
+            stand.tier.claim([key], 60.0, TIMEOUT_S),
             stand.tier.remove([key]), stored.read(range(2), target), stored.check(range(2)),
         ):  # fmt: skip
             with pytest.raises(Unavailable):
                 await call
+        with suppress(Unavailable):
+            await stand.tier.touch([key])
         stand.switches.turn_off()
         await stored.check(range(2))
         stored.close()
         assert await found(stand.tier, chunk(1))
         assert not await found(stand.tier, chunk(2))
+
+    stand.run(scenario)
+
+
+def test_a_use_that_it_is_told_of_changes_nothing_but_what_it_drops(stand: Stand) -> None:
+    async def scenario() -> None:
+        keys = [chunk(number).header.storage_key for number in range(3)]
+        await stand.tier.touch(keys)  # nothing is there: no error
+        await stand.tier.touch([])
+        for number in range(3):
+            await write(stand.tier, chunk(number))
+        await stand.other.touch([*keys, chunk(9).header.storage_key])
+        assert list(await stand.tier.probe([*keys, chunk(9).header.storage_key], TIMEOUT_S)) == [True] * 3 + [False]
+        for number in range(3):
+            assert await found(stand.tier, chunk(number))
+        balance(stand.tier)  # type: ignore[arg-type]
+
+    stand.run(scenario)
+
+
+def test_what_is_used_elsewhere_is_not_dropped_first(make: Callable[..., Stand]) -> None:
+    stand = make(capacity_bytes=4 * SMALL.total_bytes)
+    if not stand.evicts:
+        pytest.skip("this engine drops nothing")
+
+    async def scenario() -> None:
+        for number in range(4):
+            await write(stand.tier, chunk(number))
+        for number in range(4, 10):
+            await stand.other.touch([chunk(0).header.storage_key])
+            await write(stand.tier, chunk(number))
+        assert [number for number in range(10) if await found(stand.tier, chunk(number))] == [0, 7, 8, 9]
 
     stand.run(scenario)
 
@@ -325,7 +408,10 @@ def test_an_engine_that_stalls_says_for_how_long_and_a_probe_ends(stand: Stand) 
         opening = asyncio.ensure_future(stand.tier.open(chunk(1).name))
         with pytest.raises(DeadlineExceeded):
             await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
-        assert 0.9 < stand.tier.stalled_s() < 1.5
+        with pytest.raises(DeadlineExceeded):
+            await stand.tier.claim([chunk(2).header.storage_key], 60.0, 0.1)
+        assert stand.tier.stalled_s() > 0.9
+        assert stand.tier.stalled_s() < 1.5 or not stand.is_timed
         stand.switches.turn_off()
         stored = await opening
         assert stored is not None

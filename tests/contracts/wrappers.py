@@ -25,6 +25,7 @@ from kvstore.tiers import (
     SharedTier,
     StoredChunk,
     TierStatistics,
+    UploadState,
 )
 from kvstore.tiers.contract import host_memory
 
@@ -170,6 +171,13 @@ class SharedUnder(_Under):
         await self._weather.before("probe", 0)
         return await self.tier.probe(storage_keys, timeout_s)
 
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        await self._weather.before("claim", 0)
+        return await self.tier.claim(storage_keys, claim_s, timeout_s)
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        return self.tier.takes(layout)
+
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
         await self._weather.before("write", layout.total_bytes)
         await self.tier.write(header, layout, pieces)
@@ -178,6 +186,10 @@ class SharedUnder(_Under):
         await self._weather.before("open", name.layout.header_bytes)
         stored = await self.tier.open(name)
         return None if stored is None else ChunkUnder(stored, self._weather, name.layout)
+
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        await self._weather.before("touch", 0)
+        await self.tier.touch(storage_keys)
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         await self._weather.before("remove", 0)

@@ -17,7 +17,7 @@ from kvstore.controller import ChainQuery, Controller, Fill, Parts, ReserveReque
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.seams import Clock, FaultPoints, TenantKeys, Workers
 from kvstore.simulated import BytearrayMemory, InlineWorkers, ManualClock, SeededRandom
-from kvstore.spec import Exactness, ModelSpec, StoreState
+from kvstore.spec import Durability, Exactness, ModelSpec, StoreState
 from kvstore.telemetry import Counters
 from tests.specs import small_spec
 
@@ -61,10 +61,13 @@ class Service:
     def query(self, *path: int, **options: Any) -> ChainQuery:
         return ChainQuery(self.model, keys.chain_digests(self.tokens(*path), CHUNK), **options)
 
-    async def reserve(self, session: Session, *path: int, shards: int = 1, **options: Any) -> StoreResult:
+    async def reserve(
+        self, session: Session, *path: int, shards: int = 1, durability: Durability = Durability.NONE, **options: Any
+    ) -> StoreResult:
         tokens = self.tokens(*path)
         digests = [keys.token_digest(tokens[at : at + CHUNK]) for at in range(0, tokens.size, CHUNK)]
-        request = ReserveRequest(self.query(*path, **options), digests, shards=shards)
+        query = self.query(*path, **options)
+        request = ReserveRequest(query, digests, shards=shards, durability=durability)
         return await self.controller.reserve(session, request)
 
     def body(self, digest: bytes) -> Any:

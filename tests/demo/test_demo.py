@@ -9,9 +9,10 @@ from pathlib import Path
 
 from kvstore_client import connect
 from kvstore_ops.demo import reuse
+from kvstore_ops.demo.nodes import QUIET, settings_of, shared_redis, show_places, wait_shared
 from kvstore_ops.demo.scene import Outcome
 from kvstore_ops.demo.show import picture, table
-from kvstore_ops.demo.stage import QUIET, device_bytes, verdict
+from kvstore_ops.demo.stage import ANOTHER_NODE, device_bytes, verdict
 from kvstore_ops.demo.text import prompt_tokens
 from kvstore_ops.sidecar import Sidecar
 from rich.console import Console
@@ -32,6 +33,10 @@ RESTARTED = replace(
     device_bytes=50_331_648,
 )  # fmt: skip
 
+ELSEWHERE = replace(
+    WARM, name=ANOTHER_NODE, pid=4, sidecar_pid=10, tier="redis", ttft_s=0.4, prefill_s=0.39, fetch_s=0.2
+)
+
 
 def judged(*later: Outcome) -> tuple[int, str]:
     console = Console(width=200, file=io.StringIO(), record=True)
@@ -39,10 +44,16 @@ def judged(*later: Outcome) -> tuple[int, str]:
 
 
 def test_the_promise_is_checked() -> None:
-    assert judged(WARM, RESTARTED) == (0, "")
-    for kept in (WARM, RESTARTED):
+    assert judged(WARM, RESTARTED, ELSEWHERE) == (0, "")
+    for kept in (WARM, RESTARTED, ELSEWHERE):
         assert judged(replace(kept, tokens=[1, 3]))[0] == 1
         assert judged(replace(kept, reused_token_count=0))[0] == 1
+
+
+def test_a_node_that_did_not_get_it_from_redis_is_named() -> None:
+    code, said = judged(WARM, replace(ELSEWHERE, tier="dram"))
+    assert code == 1
+    assert "came from dram, not from Redis" in said
 
 
 def test_what_the_device_did_not_do_is_said() -> None:
@@ -53,11 +64,11 @@ def test_what_the_device_did_not_do_is_said() -> None:
 
 def test_the_table_compares_with_the_fairer_cold(tmp_path: Path) -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(table([COLD, WARM, RESTARTED], "somebody"))
+    console.print(table([COLD, WARM, RESTARTED, ELSEWHERE], "somebody"))
     text = console.export_text()
-    for expected in ("20.0x", "10.0x", "4,096", "arena", "device", "50 MB", "yes", "somebody"):
+    for expected in ("20.0x", "10.0x", "4,096", "12.5x", "arena", "device", "Redis", "50 MB", "yes", "somebody"):
         assert expected in text
-    picture([COLD, WARM, RESTARTED], tmp_path / "demo.png")
+    picture([COLD, WARM, RESTARTED, ELSEWHERE], tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -76,6 +87,23 @@ def test_the_device_account_counts_what_the_sidecar_reads() -> None:
         after, who = device_bytes(sidecar)
         assert who == source
         assert fetched.byte_count <= after - before < fetched.byte_count + (1 << 20)
+
+
+def test_another_node_gets_the_prompt_from_redis_and_both_are_located() -> None:
+    spec, tokens = small_spec(), tokens_of(160)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    with shared_redis() as url:
+        first, second = (Sidecar("--capacity", "32 MiB", environment=settings_of(name, url)) for name in ("a", "b"))
+        with first, second:
+            with connect(first.address) as client:
+                client.store(spec, tokens, random_cache(spec, 160)).wait(10.0)
+            wait_shared(first)
+            with connect(second.address) as client:
+                assert client.fetch(spec, tokens).tier is Tier.REDIS
+            show_places(second, tokens, console)
+    said = console.export_text()
+    for place in ("a ", "b (asked)", "(all nodes)", "redis", "dram"):
+        assert place in said
 
 
 def test_the_text_is_real_and_its_beginnings_differ() -> None:

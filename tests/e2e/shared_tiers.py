@@ -16,9 +16,9 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.config import Settings, load
 from kvstore.server import serve
 from kvstore.server.tiers import TIERS, Builder, Tiers
-from kvstore.server.world import World
+from kvstore.server.world import TierOwner, World
 from kvstore.spec import Tier
-from kvstore.tiers import SharedTier
+from kvstore.tiers import SharedUse, WritePolicy
 from tests.e2e.third_tier import FLAGS
 from tests.fakes import ObjectSettings, ObjectTier, Switches
 
@@ -30,10 +30,18 @@ KINDS = {"redis": Tier.REDIS, "s3": Tier.S3}
 
 
 class Shared:
-    """What the servers share: for each tier a directory, and what it is to do wrong."""
+    """What the servers share: for each tier a directory, what it is to do wrong, and when it is written to."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **write: str) -> None:
+        """``write``: by the name of a tier, for servers that start from now on."""
         self.directory = directory
+        for name, policy in write.items():
+            (directory / f"{name}.write").write_text(policy)
+
+    def write(self, name: str) -> WritePolicy:
+        """When one tier is written to."""
+        path = self.directory / f"{name}.write"
+        return WritePolicy(path.read_text()) if path.exists() else WritePolicy.BACK
 
     def settings(self, name: str) -> ObjectSettings:
         """Of one tier."""
@@ -79,9 +87,9 @@ class SharingSidecar(Sidecar):
         )  # fmt: skip
 
 
-def build(shared: Shared, name: str, _settings: Settings, _world: World, _owner: str) -> tuple[SharedTier, float]:
+def build(shared: Shared, name: str, _settings: Settings, _world: World, _owner: TierOwner) -> SharedUse:
     """A node's way to one of them."""
-    return ObjectTier(shared.settings(name)), LOOKUP_S
+    return SharedUse(tier=ObjectTier(shared.settings(name)), lookup_s_max=LOOKUP_S, write=shared.write(name))
 
 
 def main(arguments: list[str]) -> int:

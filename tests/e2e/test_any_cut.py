@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import Client, Paged, connect
-from kvstore_client.writer import StoreWriter
+from kvstore_client.store.writer import StoreWriter
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.spec import DTYPES, LayerKind, LayerSpec, ModelSpec

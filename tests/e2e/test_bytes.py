@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from kvstore_client import Client, Durability, connect
-from kvstore_client.opaque import PUTS_AT_ONCE
-from kvstore_client.remote import fetching
-from kvstore_client.value import CHUNK_BYTES, HEAD, flat
+from kvstore_client.opaque.calls import PUTS_AT_ONCE
+from kvstore_client.opaque.value import CHUNK_BYTES, HEAD, flat
+from kvstore_client.planes.stream import prefix as fetching
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -136,7 +136,7 @@ def test_more_values_at_once_than_a_session_may_reserve(plane: str) -> None:
         with connect(sidecar.address) as client:
             keys, go = [f"{number}" for number in range(2 * PUTS_AT_ONCE)], threading.Event()
             client.put_bytes("many", "first", b"x").wait(20)
-            client._committer.submit(go.wait, 30.0)  # a device that is slow just now
+            client._context.committer.submit(go.wait, 30.0)  # a device that is slow just now
             waking = threading.Timer(1.0, go.set)
             waking.start()
             assert client.put_each("many", keys, [key.encode() for key in keys]) == [True] * len(keys)
@@ -172,12 +172,23 @@ def test_a_value_that_finds_no_room_is_not_there_at_all() -> None:
         assert client.put_each("n", ["large", "little"], [noise(40 << 20), b"y"]) == [False, True]
 
 
+def test_leases_on_their_way_back_keep_no_value_away() -> None:
+    environment = {**os.environ, "KVSTORE__LIMITS__LEASED_BYTES_MAX": "6 MiB"}  # one chunk, and not two
+    with Sidecar("--capacity", "32 MiB", environment=environment) as sidecar, connect(sidecar.address) as client:
+        for number in range(2):
+            client.put_bytes("n", str(number), noise(3 << 20, number)).wait(10)
+        is_late = threading.Event()
+        client.connect_now().returns.soon(lambda: is_late.wait(1.0))  # ahead of them
+        for number in range(2):
+            assert bytes(client.get_bytes("n", str(number))) == noise(3 << 20, number).tobytes()
+
+
 def test_a_value_whose_place_is_anothers_under_its_copy_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is revoked for its age, and the arena filled anew, when the copy is about to begin."""
     environment = {**os.environ, "KVSTORE__LIMITS__LEASE_AGE_S_MAX": "0"}
     with Sidecar("--capacity", "16 MiB", environment=environment) as sidecar:
         with connect(sidecar.address) as client, connect(sidecar.address) as other:
-            halves = client._copier.halves
+            halves = client._context.copier.halves
 
             def late(copy: Any, work: Any) -> Any:
                 assert other.put_bytes("n", "large", noise(14_000_000, 1)).wait(20) is Durability.MEMORY
@@ -190,7 +201,7 @@ def test_a_value_whose_place_is_anothers_under_its_copy_is_a_miss(monkeypatch: p
                 assert client.put_bytes("n", "key", noise(3_000_000, 100)).wait(20) is Durability.MEMORY
                 assert get()
                 with monkeypatch.context() as patch:
-                    patch.setattr(client._copier, "halves", late)
+                    patch.setattr(client._context.copier, "halves", late)
                     assert not get()
             assert client.stats().counters["leases_revoked"] >= 2
 
@@ -333,7 +344,7 @@ def test_routers_and_attention_caches_do_not_meet_opaque_values(client: Client) 
     session = client.connect_now()
     spec = small_spec(model_id="no bytes")
     store(client, 16, 77, spec)
-    _, name = client._ready(spec)
+    _, name = client._context.ready(spec)
     digest = chain_digests(tokens_of(16, 77), 16)[0]
     reserve = pb.Reserve(
         query=pb.ChainQuery(fingerprint=name, digests=bytes(32)[:31] + b"x"), token_digests=bytes(32), replaces=digest

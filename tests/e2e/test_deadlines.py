@@ -31,7 +31,7 @@ from kvstore_client import (
     connect,
     connect_async,
 )
-from kvstore_client.watching import AsyncWatch
+from kvstore_client.lookup.watch import AsyncWatch
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
@@ -55,8 +55,8 @@ Case = Callable[[Client], Act]
 HOLDERS = (Client, AsyncClient, LayerStream, Transfer, StoreWriter, Receipt, Watch, AsyncWatch)
 """What has methods that may wait."""
 VALUES = {
-    "TLS", "ChunkEvent", "ChunkMatch", "Extra", "FetchedKV", "Gate", "LayerSpec", "Match", "ModelSpec", "PageHashes",
-    "Paged", "Recompute", "RopeSpec", "SegmentMatch",
+    "TLS", "ChunkEvent", "ChunkMatch", "Extra", "FetchedKV", "Gate", "LayerSpec", "Location", "Match", "ModelSpec",
+    "PageHashes", "Paged", "PrefixAt", "Recompute", "RopeSpec", "SegmentMatch",
 }  # fmt: skip
 """Facts, and the gate over this user's own files: they wait for nobody."""
 WAITING_SPECIALS = {
@@ -142,6 +142,8 @@ def client_calls() -> dict[str, Case]:
     return {
         "connect_now": lambda c: c.connect_now,
         "lookup": lambda c: lambda: c.lookup(SPEC, TOKENS, hold=True),
+        "locate": lambda c: lambda: c.locate(SPEC, TOKENS),
+        "locate_each": lambda c: lambda: c.locate_each(SPEC, [TOKENS, TOKENS]),
         "peek": lambda c: lambda: c.peek(SPEC, TOKENS),
         "release_ticket": lambda c: (lambda ticket: lambda: c.release_ticket(ticket))(ticket_of(c)),
         "fetch": lambda c: lambda: c.fetch(SPEC, TOKENS),
@@ -183,6 +185,8 @@ def async_calls() -> dict[str, Case]:
     return {
         "call": on_loop(lambda a: lambda: a.call(a.client.stats)),
         "lookup": on_loop(lambda a: lambda: a.lookup(SPEC, TOKENS, hold=True)),
+        "locate": on_loop(lambda a: lambda: a.locate(SPEC, TOKENS)),
+        "locate_each": on_loop(lambda a: lambda: a.locate_each(SPEC, [TOKENS])),
         "fetch": on_loop(lambda a: lambda: a.fetch(SPEC, TOKENS)),
         "fetch_layers": on_loop(lambda a: lambda: drained(a.fetch_layers(SPEC, TOKENS))),
         "store": on_loop(lambda a: lambda: a.store(SPEC, fresh(), CACHE)),
@@ -267,6 +271,8 @@ def receipt_calls() -> dict[str, Case]:
         "is_done": lambda c: plain("is_done")(pending(c)),
         "stored_token_count": lambda c: plain("stored_token_count")(stored(c)),
         "reason": lambda c: plain("reason")(stored(c)),
+        "reached": lambda c: plain("reached")(stored(c)),
+        "missing": lambda c: plain("missing")(stored(c)),
     }
 
 

@@ -30,11 +30,13 @@ NO_ARRAYS = {
     "spec", "layers", "heads", "hidden_layers", "extras", "exactness", "verify", "durability", "segments", "hold",
     "readers", "ticket", "shards", "shard", "layer", "token_start", "runner", "step_tokens", "senders", "recompute",
     "logit_count", "namespace", "key", "keys", "replace", "timeout_s", "timeout", "dtype", "address", "kinds",
-    "models", "after", "tenant", "self", "options", "args", "function", "receipt",
+    "models", "after", "tenant", "self", "options", "args", "function", "receipt", "contexts",
 }  # fmt: skip
-"""What is a name, a number or a flag. An argument that is neither here nor behind a door makes the test below fail."""
+"""What is a name, a number or a flag; each of ``contexts`` goes by the door of ``tokens``. An argument that is neither
+here nor behind a door makes the test below fail."""
 TOKENS = [
-    "lookup", "peek", "fetch", "fetch_layers", "store", "start_store", "start_fetch_prefix", "start_fetch_segment",
+    "locate", "lookup", "peek", "fetch", "fetch_layers", "store", "start_store", "start_fetch_prefix",
+    "start_fetch_segment",
     "store_segment", "fetch_segment", "fetch_segment_layers", "find_segments", "fetch_projected", "partial_prefill",
 ]  # fmt: skip
 """Methods whose ``tokens`` are given as every kind of array below."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -52,12 +53,13 @@ class Rig:
 
     def __init__(self, address: str) -> None:
         self.client, self.other = connect(address, timeout_s=WAIT_S), connect(address)
-        self.client._copier.close()
-        self.client._committer.close()
+        context = self.client._context
+        context.copier.close()
+        context.committer.close()
         self.threads = Seen(WorkerThreads(2, "test-copy"))
         self.copies = FaultyWorkers(self.threads)
         self.commits = FaultyWorkers(WorkerThreads(1, "test-commit"))
-        self.client._copier, self.client._committer = Copier(self.copies), self.commits
+        self.client._context = replace(context, copier=Copier(self.copies), committer=self.commits)
 
     def fresh(self) -> tuple[Any, list[Any]]:
         """A prompt that nobody stored, and its cache."""
@@ -238,7 +240,7 @@ def test_a_copy_that_hangs_is_never_a_miss_for_who_gave_the_memory(rig: Rig) -> 
     if rig.client.plane == "remote":
         pytest.skip("by the remote plane the caller's own thread copies")
     tokens, kv = rig.stored()
-    rig.client._timeout_s = 0.2
+    rig.client._context = replace(rig.client._context, timeout_s=0.2)
     rig.copies.fail(lost)
     assert rig.client.fetch(SPEC, tokens).token_count == 0, "memory of ours is thrown away"
     rig.copies.fail(lost)
@@ -251,10 +253,10 @@ def test_staging_under_a_copy_that_hangs_is_used_no_more(rig: Rig) -> None:
         pytest.skip("there is no staging by the remote plane")
     session = rig.client.connect_now()
     tokens, kv = rig.fresh()
-    rig.client._timeout_s = 0.2
+    rig.client._context = replace(rig.client._context, timeout_s=0.2)
     rig.copies.fail(lost)
     assert put_once(rig.client, tokens, kv) == (Durability.NONE, 0)
-    rig.client._timeout_s = WAIT_S
+    rig.client._context = replace(rig.client._context, timeout_s=WAIT_S)
     assert not session.is_usable
     assert put_once(rig.client, tokens, kv) == (Durability.MEMORY, COUNT)
     rig.assert_right(tokens, kv, whole=True)

@@ -19,7 +19,7 @@ from kvstore_client import connect
 from tests.e2e.test_given_back import SPEC, TOKENS
 client = connect(sys.argv[1])
 client.fetch(SPEC, TOKENS)
-client._connection._lock.acquire()  # as by a thread that connects just now
+client._context.connection._lock.acquire()  # as by a thread that connects just now
 child = os.fork()
 if child == 0:
     faulthandler.dump_traceback_later(8.0, exit=True)  # a child that hangs is not waited for
@@ -38,7 +38,7 @@ from tests.e2e.test_given_back import CACHE, SPEC, TOKENS, fresh
 client, go = connect(sys.argv[1]), threading.Event()
 client.fetch(SPEC, TOKENS)
 session, watch, tokens = client.connect_now(), client.watch(), fresh()
-client._committer.submit(go.wait, 60.0)
+client._context.committer.submit(go.wait, 60.0)
 receipt = client.store(SPEC, tokens, CACHE)
 child = os.fork()
 if child == 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import Client, connect
-from kvstore_client.session import Session
+from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.handoff.messages import RegionsAnswer
@@ -205,7 +205,7 @@ def test_what_is_dropped_while_the_sidecar_stands_still_is_given_back_later(plan
 def test_a_client_is_closed_in_time_whatever_it_has_to_commit(plane: str) -> None:
     with Sidecar("--capacity", "8 MiB", plane=plane) as sidecar:
         client, go = connect(sidecar.address, timeout_s=1.0), threading.Event()
-        client._committer.submit(go.wait, 30.0)
+        client._context.committer.submit(go.wait, 30.0)
         receipts = [client.store(SPEC, fresh(), CACHE) for _ in range(20)]
         os.kill(sidecar.pid, signal.SIGSTOP)
         try:
@@ -278,7 +278,7 @@ print("good", flush=True)
 def test_an_answer_that_comes_after_the_end_keeps_no_descriptor(local_sidecar: Sidecar) -> None:
     with connect(local_sidecar.address) as client:
         session = client.connect_now()
-        assert isinstance(session, Session)
+        assert isinstance(session, MappedSession)
         session.close()
         reading, writing = os.pipe()
         session.take(RegionsAnswer(()), [reading])

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 from kvstore_client import Client, Exactness, connect
-from kvstore_client.prefix import AnyPrefix, open_prefix
+from kvstore_client.copying import Copier
+from kvstore_client.fetch.open import open_prefix
+from kvstore_client.fetch.target import DenseTarget
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Prefix
 from kvstore_client.prompt import EXACTNESSES, Prompt
-from kvstore_client.wanted import Wanted
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.seams import FaultPoints
 from kvstore.spec import MissReason
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -28,20 +32,21 @@ def client(sidecar: Sidecar) -> Iterator[Client]:
         yield connected
 
 
-def opened(client: Client, asked: Any = SPEC, *, exactness: int = 1) -> AnyPrefix:
+def opened(client: Client, asked: Any = SPEC, *, exactness: int = 1) -> Prefix:
     """The prefix of ``TOKENS`` as SPEC's, of a server that was asked for another model's, or other chunks."""
-    session, name = client._ready(asked)
+    session, name = client._context.ready(asked)
     prompt = Prompt.of(SPEC, TOKENS, (), Exactness.EXACT)
     return open_prefix(session, Wanted.of(SPEC, None, None, (), False), name, prompt.digests, exactness, 10.0)
 
 
-def good_tokens(prefix: AnyPrefix) -> int:
+def good_tokens(prefix: Prefix) -> int:
     """How many are left when all has come that will."""
-    if prefix.is_arriving:
-        while not isinstance(prefix.receive(), type(None)):  # type: ignore[union-attr]  # of the remote plane
-            pass
-    good = prefix.settle(set())
+    copier, bad = Copier(), set[int]()
+    target = DenseTarget(prefix.wanted, None, prefix.token_count)
+    prefix.copy_all(target, copier, FaultPoints(), bad, 10.0)
+    good = prefix.settle(bad)
     prefix.close()
+    copier.close()
     return good
 
 
@@ -67,7 +72,7 @@ def test_a_chunk_of_other_tokens_is_a_miss(client: Client, monkeypatch: pytest.M
     """The server answers with the chunks of another prompt of the same model."""
     other = tokens_of(40, 4)
     client.store(SPEC, other, random_cache(SPEC, 40, 4)).wait(10)
-    session, name = client._ready(SPEC)
+    session, name = client._context.ready(SPEC)
     wanted = Wanted.of(SPEC, None, None, (), False)
     mine, others = (Prompt.of(SPEC, each, (), Exactness.EXACT).digests for each in (TOKENS, other))
     prefix = open_prefix(session, wanted, name, _Answered(others, mine), 1, 10.0)  # type: ignore[arg-type]
@@ -116,7 +121,7 @@ def test_extents_that_do_not_hold_a_chunk_are_a_miss(local_sidecar: Sidecar, cha
     """Of memory behind a chunk's own nothing is taken for its bytes."""
     with connect(local_sidecar.address) as client:
         client.store(SPEC, TOKENS, random_cache(SPEC, 40, 1)).wait(10)
-        session, _ = client._ready(SPEC)
+        session, _ = client._context.ready(SPEC)
         fetch = session.cache.Fetch
 
         class Stream:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import connect
-from kvstore_client.session import Session
+from kvstore_client.planes.shared_memory.session import MappedSession
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, Unavailable
@@ -89,7 +89,7 @@ def test_layers_whose_memory_goes_with_the_session_are_lost(monkeypatch: pytest.
         with connect(sidecar.address) as client:
             stream = client.fetch_layers(SPEC, tokens)
             assert (stream.token_count, stream.tier) == (64, Tier.NVME)
-            monkeypatch.setattr(Session, "region", gone)
+            monkeypatch.setattr(MappedSession, "region", gone)
             with pytest.raises(DataLoss):
                 list(stream)
 

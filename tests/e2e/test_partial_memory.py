@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from kvstore_client import Client, Recompute, connect, target
+from kvstore_client import Client, Recompute, connect
 from kvstore_client.arrays import destination
 from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.fetch import target
 from kvstore_client.recompute import merged, recompute
 from kvstore_ops.bench.memory import merged_bytes
 from kvstore_ops.sidecar import Sidecar

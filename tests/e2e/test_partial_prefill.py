@@ -13,8 +13,8 @@ import pytest
 import torch
 from kvstore_client import Client, Exactness, LayerStream, ModelSpec, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of
+from kvstore_client.fetch.target import DenseTarget
 from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
-from kvstore_client.target import Target
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, InvalidRequest
@@ -184,13 +184,13 @@ def test_hidden_states_are_waited_for_where_they_are_needed(
 ) -> None:
     """Layer 0 is computed while E of layer 1 is still on its way; here it waits for that."""
     tokens, was_computed, seen = prompt(70, 350), Event(), []
-    finish, copy_hidden = RECEIVER.finish, Target.copy_hidden
+    finish, copy_hidden = RECEIVER.finish, DenseTarget.copy_hidden
 
     def finishing(layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         was_computed.set()
         return finish(layer, hidden, attention)
 
-    def copying(target: Target, layer: int, *rest: Any) -> None:
+    def copying(target: DenseTarget, layer: int, *rest: Any) -> None:
         seen.append(was_computed.wait(5.0))
         copy_hidden(target, layer, *rest)
 
@@ -198,7 +198,7 @@ def test_hidden_states_are_waited_for_where_they_are_needed(
         theirs = keep(client, SENDER, tokens[:64], 1)
         expected = recompute(RECEIVER, tokens, [given(theirs, 0, 64, 1, SENDER.spec)], SIBLINGS[3])
         monkeypatch.setattr(RECEIVER, "finish", finishing)
-        monkeypatch.setattr(Target, "copy_hidden", copying)
+        monkeypatch.setattr(DenseTarget, "copy_hidden", copying)
         found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
         assert seen == [True]
         same(found, expected)
@@ -213,7 +213,7 @@ def test_hidden_states_that_do_not_come_cost_time_not_answers(
     tokens = prompt(70, 351)
     with connect(local_sidecar.address) as client:
         keep(client, SENDER, tokens[:64], 1)
-        monkeypatch.setattr(Target, "copy_hidden", lost)
+        monkeypatch.setattr(DenseTarget, "copy_hidden", lost)
         found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
         in_full(found, tokens)
         assert "lost under the copy" in found.plan.reason

@@ -68,7 +68,10 @@ class Peer:
     """A remote client made of a channel, that does what no proper client would."""
 
     def __init__(self, sidecar: Sidecar, token: str = TOKEN) -> None:
-        options = (("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1))
+        options = (
+            ("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.http2.bdp_probe", 0),  # else a slow machine's client reads whole streams ahead
+        )  # fmt: skip
         self.channel = grpc.insecure_channel(sidecar.tcp_address, options)
         self.bearer = (("authorization", f"Bearer {token}"),)
         self.stream = self.call("unary_stream", "Connect", rpb.ConnectRequest(version=1).SerializeToString())
@@ -349,14 +352,14 @@ client = connect(sys.argv[1])
 tokens, kv = large_cache(8)
 point = sys.argv[2]
 if point == "store.stream":
-    import kvstore_client.remote.storing as storing
-    build, count = storing.RemoteStore._build, []
+    import kvstore_client.planes.stream.store as storing
+    build, count = storing.StreamUpload._build, []
     def dying(self, pieces):
         count.append(1)
         if len(count) == 4:
             os._exit(9)
         return build(self, pieces)
-    storing.RemoteStore._build = dying
+    storing.StreamUpload._build = dying
 client.faults.arm(point, lambda: os._exit(9))
 client.store(large_spec(), tokens, kv).wait()
 client.fetch(large_spec(), tokens)

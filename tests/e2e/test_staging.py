@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvstore_client import Durability, connect
-from kvstore_client.staging import StagingPool
+from kvstore_client.planes.shared_memory.staging import StagingPool
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Exhausted, Unavailable
@@ -128,12 +128,12 @@ def test_an_interrupt_while_staging_is_asked_for_leaves_no_answer_for_the_next(
 
     with connect(local_sidecar.address) as client:
         client.lookup(spec, tokens_of(COUNT))
-        session: Any = client._connection.session()
+        session: Any = client._context.connection.session()
         with monkeypatch.context() as patch:
             patch.setattr(session._arrived, "wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.create_staging(4096)
-        session = client._connection.session()
+        session = client._context.connection.session()
         _, memory = session.create_staging(1 << 20)
         memory.back(0, 1 << 20)  # raises where less came
         assert client.store(spec, tokens_of(COUNT), random_cache(spec, COUNT)).wait() is not Durability.NONE

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import MissReason, Paged, connect
-from kvstore_client.transfer import Transfer
+from kvstore_client.fetch.transfer import Transfer
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import Client, connect, reading
-from kvstore_client.encoder import MAGIC as ENCODER_MAGIC
-from kvstore_client.encoder import PREFACE, unpacked
-from kvstore_client.value import CHUNK_BYTES, HEAD, MAGIC, UNIT_BYTES, Key, namespace_spec
+from kvstore_client import Client, connect
+from kvstore_client.opaque import reader as reading
+from kvstore_client.opaque.encoder import MAGIC as ENCODER_MAGIC
+from kvstore_client.opaque.encoder import PREFACE, unpacked
+from kvstore_client.opaque.value import CHUNK_BYTES, HEAD, MAGIC, UNIT_BYTES, Key, namespace_spec
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.chunk import layout_of
@@ -121,3 +122,11 @@ def test_an_encoder_items_preface_is_believed_as_far_as_its_bytes_go(dtype: byte
     value = np.frombuffer(PREFACE.pack(ENCODER_MAGIC, dtype, tokens, hidden) + bytes(6), np.uint8)
     found = unpacked(value if tokens * hidden else value[: PREFACE.size])
     assert (None if found is None else tuple(found.shape)) == ((3, 1) if (tokens, hidden) == (3, 1) else None)
+
+
+def test_the_chunks_of_two_versions_of_a_value_have_no_name_in_common_but_the_first() -> None:
+    """A reader that has the first chunk of one version finds no part of another, whenever that is stored."""
+    key = Key.of("k")
+    one, other = key.chain(b"1" * 8, 4), key.chain(b"2" * 8, 4)
+    assert set(one) & set(other) == {key.first}
+    assert not set(one) & set(Key.of("other").chain(b"1" * 8, 4))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from kvstore_client import Client, Durability, ModelSpec, Paged, Receipt, connect
 from kvstore_client.copying import copy
-from kvstore_client.gathering import Pile, Strips, strip_range
-from kvstore_client.staging import Run
+from kvstore_client.planes.store import StagingRun
+from kvstore_client.store.gathering import Pile, StripRange, strip_range
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.chunk import layout_of
@@ -317,11 +317,11 @@ def test_what_so_many_ranks_stored_any_other_number_reads(client: Client, stored
 @pytest.mark.parametrize("heads", [range(1), range(1, 3), range(3, 4), range(4)], ids=str)
 def test_strips_are_gathered_in_their_own_room(heads: range) -> None:
     spec = small_spec(layers=(LayerSpec(kv_heads=4, k_dim=8, v_dim=8),) * 2)
-    layout, strips = layout_of(spec, spec.kind, STEP), Strips(0, 1, heads.start, heads.stop)
+    layout, strips = layout_of(spec, spec.kind, STEP), StripRange(0, 1, heads.start, heads.stop)
     first, count = strip_range(layout, strips)
     size = int(layout.strip_offsets[first + count - 1] + layout.strip_lengths[first] - layout.strip_offsets[first])
     staging = np.full(1 << 16, 0xDB, np.uint8)
-    pile = Pile(strips, layout, Run(1, 4096, size, staging))
+    pile = Pile(strips, layout, StagingRun(1, 4096, size, staging))
     for part in pile.parts:
         assert part.array.shape == (1, len(heads), STEP, 8)
         part.array[...] = 0

@@ -14,7 +14,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.config import Settings, load
 from kvstore.server import serve
 from kvstore.server.tiers import TIERS, Builder, Tiers
-from kvstore.server.world import World
+from kvstore.server.world import TierOwner, World
 from kvstore.spec import Tier
 from kvstore.tiers import LocalTier
 from tests.fakes import FilesSettings, FilesTier, Switches
@@ -30,7 +30,7 @@ FLAGS = {
 }
 
 
-def build_files(settings: Settings, _world: World, _owner: str) -> LocalTier:
+def build_files(settings: Settings, _world: World, _owner: TierOwner) -> LocalTier:
     """Its settings follow from where the server keeps its state."""
     home = settings.server.state_directory
     return FilesTier(

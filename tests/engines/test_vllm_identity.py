@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvstore_client.encoder import namespace_of
 from kvstore_client.engines.vllm.identity import IGNORED, OF_ITEMS, Adapters, geometry_of, identity_of, spec_of
 from kvstore_client.engines.vllm.settings import EncoderSettings, Settings
+from kvstore_client.opaque.encoder import namespace_of
 from transformers import LlamaConfig
 
 from kvstore.errors import InvalidRequest

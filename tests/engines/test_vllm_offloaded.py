@@ -69,7 +69,7 @@ def test_after_a_load_that_came_too_late_nothing_is_written(sidecar: Sidecar, mo
         assert values.store(keys, list(rows)) == [True] * len(keys)
         target = np.zeros_like(rows)
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore_client.reading.np", SimpleNamespace(copyto=slow))
+            patched.setattr("kvstore_client.opaque.reader.np", SimpleNamespace(copyto=slow))
             assert values.load(keys, list(target)) == [False] * len(keys)
             assert 0 < len(begun) < len(keys)  # those that had begun are waited for, and no others
             target[:] = 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from kvstore.chunk import ChunkHeader, ChunkLayout
 from kvstore.errors import DeadlineExceeded, Exhausted
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import Buffer, ChunkName, TierStatistics
+from kvstore.tiers import Buffer, ChunkName, TierStatistics, UploadState
 from kvstore.tiers.contract import host_memory
 from tests.fakes.chunk import FakeChunk, opened
 from tests.fakes.switches import Switch, Switches
@@ -35,10 +35,23 @@ class Engine:
 
     values: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     """Storage key -> header and slabs, the least recently used first."""
+    touches: Counter[bytes] = field(default_factory=Counter)
+    """How often nodes told of each key's use."""
+    claims: dict[bytes, tuple[object, float]] = field(default_factory=dict)
+    """Storage key -> which node is about to write it, and until when it says so."""
 
     @property
     def held_bytes(self) -> int:
         return sum(map(len, self.values.values()))
+
+    def claimed(self, key: bytes, who: object, claim_s: float) -> UploadState:
+        """By a node that is about to write it."""
+        now_s = asyncio.get_running_loop().time()
+        holder, until_s = self.claims.get(key, (who, 0.0))
+        if holder is not who and now_s < until_s:
+            return UploadState.TAKEN
+        self.claims[key] = (who, now_s + claim_s)
+        return UploadState.FREE
 
     def drop(self, count: int) -> None:
         """As an engine does that needs its memory for others."""
@@ -65,6 +78,16 @@ class EngineTier:
 
     async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
         return await probed(self.switches, storage_keys, timeout_s, self.engine.values.__contains__)
+
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        there = await self.probe(storage_keys, timeout_s)
+        return [
+            UploadState.THERE if is_there else self.engine.claimed(key, self, claim_s)
+            for key, is_there in zip(storage_keys, there, strict=True)
+        ]
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        return True
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
         value = b"".join(piece.tobytes() for piece in host_memory(pieces))
@@ -99,6 +122,13 @@ class EngineTier:
         await self.switches.before("remove")
         for key in storage_keys:
             self.engine.values.pop(key, None)
+
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        await self.switches.before("touch")
+        for key in storage_keys:
+            self.engine.touches[key] += 1
+            if key in self.engine.values:
+                self.engine.values.move_to_end(key)
 
     def stalled_s(self) -> float:
         return self.switches.stalled_s()

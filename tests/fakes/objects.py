@@ -15,7 +15,7 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Workers, WorkerThreads
 from kvstore.seams.jobs import done
 from kvstore.spec import Durability, Tier
-from kvstore.tiers import Buffer, ChunkName, TierStatistics
+from kvstore.tiers import Buffer, ChunkName, TierStatistics, UploadState
 from kvstore.tiers.contract import host_memory
 from tests.fakes.chunk import FakeChunk, opened
 from tests.fakes.engine import account, probed
@@ -39,10 +39,9 @@ class ObjectSettings:
 class ObjectTier:
     """One node's way to the objects: a file for each chunk, named by its storage key, put there whole."""
 
-    durability = Durability.OBJECT
-
     def __init__(self, settings: ObjectSettings, workers: Workers | None = None) -> None:
         self.name, self.kind = settings.name, settings.kind
+        self.durability = Durability.SHARED if settings.kind is Tier.REDIS else Durability.OBJECT
         self.switches = Switches(settings.switches)
         self._directory = settings.directory
         self._capacity_bytes = settings.capacity_bytes
@@ -61,6 +60,14 @@ class ObjectTier:
 
     async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
         return await probed(self.switches, storage_keys, timeout_s, lambda key: self.path(key).exists())
+
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        """It keeps no claims."""
+        there = await self.probe(storage_keys, timeout_s)
+        return [UploadState.THERE if each else UploadState.FREE for each in there]
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        return True
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
         await self.switches.before("write")
@@ -95,6 +102,10 @@ class ObjectTier:
         await self.switches.before("remove")
         for key in storage_keys:
             await self._run(self.path(key).unlink, True)
+
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        """It drops nothing: use changes nothing."""
+        await self.switches.before("touch")
 
     def drop_all(self) -> None:
         """What an operator may do at any time."""

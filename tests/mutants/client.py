@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-GATHERING = "clients/kvstore_client/gathering.py"
+GATHERING = "clients/kvstore_client/store/gathering.py"
 KNOWN = "clients/kvstore_client/segments/known.py"
 COPYING = "clients/kvstore_client/copying.py"
-FETCHING = "clients/kvstore_client/fetching.py"
+FETCHED = "clients/kvstore_client/fetch/fetched.py"
 T_THREADS = "tests/e2e/test_failing_threads.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
-PREFIX = "clients/kvstore_client/prefix.py"
+PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 PRESENCE = "kvstore/presence.py"
-SESSION = "clients/kvstore_client/session.py"
-TARGET = "clients/kvstore_client/target.py"
-VALUE = "clients/kvstore_client/value.py"
+SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
+TARGET = "clients/kvstore_client/fetch/target.py"
+VALUE = "clients/kvstore_client/opaque/value.py"
 WORKER = "clients/kvstore_client/engines/vllm/worker.py"
 T_FAILURES = "tests/e2e/test_failures.py"
 T_TABLE = "tests/presence/test_table.py"
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "copy-that-hangs-is-a-miss",
-        FETCHING,
+        FETCHED,
         "        if not target.is_callers:\n",
         "        if True:\n",
         "an engine computes into its pages what a late copy then writes over",
@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "table-of-a-dead-sidecar",
-        "clients/kvstore_client/presence.py",
+        "clients/kvstore_client/lookup/presence.py",
         "        if found is not None and self._is_open():",
         "        if found is not None:",
         "a sidecar that ended still says what it has",
@@ -174,7 +174,7 @@ MUTANTS = [
     ),
     Mutant(
         "layer-of-a-lost-chunk",
-        "clients/kvstore_client/fetching.py",
+        "clients/kvstore_client/fetch/stream.py",
         'if self.good_token_count < self.token_count:\n                    raise DataLoss(f"a chunk was lost',
         'if False:\n                    raise DataLoss(f"a chunk was lost',
         "a stream shows a layer whose bytes are the next chunk's by now",
@@ -182,7 +182,7 @@ MUTANTS = [
     ),
     Mutant(
         "header-of-another-model",
-        "clients/kvstore_client/prefix.py",
+        "clients/kvstore_client/planes/shared_memory/prefix.py",
         "        if header.chain_digest != digests[entry.index] or header.fingerprint !="
         " fingerprint(spec, kind, layer):\n",
         "        if header.chain_digest != digests[entry.index]:\n",
@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         "header-of-another-exactness",
-        "clients/kvstore_client/prefix.py",
+        "clients/kvstore_client/planes/shared_memory/prefix.py",
         "        if header.exactness is not self.exactness:\n",
         "        if False:\n",
         "what is derived is handed out as exact",
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "extents-of-another-size",
-        "clients/kvstore_client/prefix.py",
+        "clients/kvstore_client/planes/shared_memory/prefix.py",
         "        if not _hold(extents, layout):\n",
         "        if False:\n",
         "slabs are read from memory that is another chunk's",
@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     Mutant(
         "fetched-as-derived-and-forgotten",
-        "clients/kvstore_client/fetching.py",
+        "clients/kvstore_client/fetch/fetched.py",
         "    if prefix.exactness is not Exactness.EXACT:\n",
         "    if False:\n",
         "nobody knows any more that tensors were fetched as derived",
@@ -231,7 +231,7 @@ MUTANTS = [
     ),
     Mutant(
         "value-of-any-length",
-        "clients/kvstore_client/value.py",
+        "clients/kvstore_client/opaque/value.py",
         "        if magic != MAGIC or (size <= room) != is_whole or not (is_whole or room =="
         " CHUNK_BYTES - HEAD.size):\n",
         "        if magic != MAGIC:\n",
@@ -240,10 +240,12 @@ MUTANTS = [
     ),
     Mutant(
         "parts-of-two-values",
-        "clients/kvstore_client/value.py",
+        "clients/kvstore_client/opaque/value.py",
         '        rest = (self.first + version + struct.pack("<Q", number) for number in numbers)\n',
         '        rest = (self.first + struct.pack("<Q", number) for number in numbers)\n',
         "a value is half an older one",
-        ("tests/e2e/test_bytes.py::test_writers_of_one_key_and_its_readers_meet_whole_values_only",),
+        (
+            "tests/e2e/test_value_heads.py::test_the_chunks_of_two_versions_of_a_value_have_no_name_in_common_but_the_first",
+        ),
     ),
 ]

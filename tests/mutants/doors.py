@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "first-problem-only",
         "kvstore/controller/controller.py",
-        '"; ".join((*self._missing, *movement.problems))',
-        'next(iter((*self._missing, *movement.problems)), "")',
+        '"; ".join(movement.problems)',
+        'next(iter(movement.problems), "")',
         "of two tiers that are off operators hear of one",
         (f"{T_TIERS}::test_any_number_of_tiers_is_taken_into_use_in_their_order",),
     ),

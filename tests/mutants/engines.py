@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-OPAQUE = "clients/kvstore_client/opaque.py"
-READING = "clients/kvstore_client/reading.py"
+OPAQUE = "clients/kvstore_client/opaque/calls.py"
+READING = "clients/kvstore_client/opaque/reader.py"
 SGLANG = "clients/kvstore_client/engines/sglang.py"
 SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
 JOBS = "kvstore/seams/scheduler.py"
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "targets-that-share-memory",
         OPAQUE,
-        "        check_apart([span for span, _ in spans], [name for _, name in spans])\n",
+        "    check_apart([span for span, _ in spans], [name for _, name in spans])\n",
         "",
         "a page is fetched over another one",
         (f"{T_BYTES}::test_targets_that_share_memory_are_refused[local]",),
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "puts-without-a-limit",
         OPAQUE,
-        "            if len(receipts) >= PUTS_AT_ONCE:\n",
-        "            if False:\n",
+        "        if len(receipts) >= PUTS_AT_ONCE:\n",
+        "        if False:\n",
         "a call with many pages passes what a session may reserve, and most of them are not kept",
         (f"{T_BYTES}::test_more_values_at_once_than_a_session_may_reserve[local]",),
     ),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 AIO = "clients/kvstore_client/aio.py"
-CALLS = "clients/kvstore_client/calls.py"
+CALLS = "clients/kvstore_client/planes/session.py"
 CLIENT = "clients/kvstore_client/client.py"
 CONNECTION = "clients/kvstore_client/connection.py"
 KNOWN = "clients/kvstore_client/segments/known.py"
-RECEIPT = "clients/kvstore_client/receipt.py"
-SESSION = "clients/kvstore_client/session.py"
-WRITER = "clients/kvstore_client/writer.py"
+RECEIPT = "clients/kvstore_client/store/receipt.py"
+SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
+WRITER = "clients/kvstore_client/store/writer.py"
 GATE = "clients/kvstore_client/gate/gate.py"
 USES = "tests/e2e/test_given_back.py::test_a_fork_that_uses_what_is_its_parents_is_told_so[local]"
 DROPS = "tests/e2e/test_given_back.py::test_a_fork_gives_back_nothing_of_its_parents[local]"
@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "remote-session-ended-by-a-fork",
-        "clients/kvstore_client/remote/session.py",
+        "clients/kvstore_client/planes/stream/session.py",
         "        if self.ended.is_set() or self.pid != os.getpid():\n",
         "        if self.ended.is_set():\n",
         "a forked child ends its parent's session",

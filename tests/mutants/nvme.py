@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 CONTRACT = "kvstore/tiers/contract.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
 IO = "kvstore/tiers/nvme/io.py"
+OUTGOING = "kvstore/tiers/nvme/outgoing.py"
 READING = "kvstore/tiers/nvme/reading.py"
 RECOVERY = "kvstore/tiers/nvme/recovery.py"
 REGIONS = "kvstore/tiers/nvme/regions.py"
@@ -55,9 +56,9 @@ MUTANTS = [
     ),
     Mutant(
         "decoded-and-bad-and-served",
-        READING,
-        "        if not decode_slab(header, layout, slab, buffer[start : start + size], into, seeds):\n",
-        "        if decode_slab(header, layout, slab, buffer[start : start + size], into, seeds) is None:\n",
+        "kvstore/chunk/making.py",
+        "        if not decode_slab(header, layout, slab, stored[start : start + size], into, seeds):\n",
+        "        if decode_slab(header, layout, slab, stored[start : start + size], into, seeds) is None:\n",
         "a compressed slab that failed its check is served",
         (f"{T_CONTRACT}::test_one_bad_slab_leaves_the_others",),
     ),
@@ -75,8 +76,8 @@ MUTANTS = [
     Mutant(
         "damaged-snapshot-believed",
         DIRECTORY,
-        "return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None",
-        "return _unpack(packed)",
+        "open_file(ring, _INDEX_ABOUT, packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None\n",
+        "open_file(ring, _INDEX_ABOUT, packed)\n",
         "a catalog is made of what rotted, or of another time",
         (
             f"{T_DIRECTORY}::test_a_snapshot_of_another_time_is_not_believed",
@@ -214,7 +215,7 @@ MUTANTS = [
     Mutant(
         "unread-slots-are-used",
         RECOVERY,
-        "            region.unread.update(refused)\n",
+        "            region.unread.update(slots.refused, slots.locked)\n",
         "            pass\n",
         "one read error at a start, and an acknowledged chunk is overwritten",
         (f"{T_UNSEEN}::test_a_header_that_one_scan_cannot_read_is_read_at_the_next_start",),
@@ -246,8 +247,8 @@ MUTANTS = [
     Mutant(
         "files-renamed-before-they-are-synced",
         "kvstore/tiers/nvme/directory.py",
-        "            self._disk.sync(descriptor)\n        finally:",
-        "            pass\n        finally:",
+        "        disk.sync(descriptor)\n    finally:",
+        "        pass\n    finally:",
         "after a power cut the format file is empty, and the directory anybody's",
         ("tests/tiers/test_nvme_recovered.py::test_a_clean_stop_outlives_a_power_cut",),
     ),
@@ -288,7 +289,7 @@ MUTANTS = [
     Mutant(
         "regions-of-chunks-nobody-knows",
         "kvstore/tiers/nvme/slots.py",
-        "self.encodings[slot] << 56 | self.number << 32",
+        "self.encodings[slot] << FLAGS_SHIFT | self.number << 32",
         "self.number << 32",
         "nothing of another size ever makes room: what lies in a region is named by numbers that nobody knows",
         (f"{T_CONTRACT}::test_chunks_of_another_size_make_room",),
@@ -296,8 +297,8 @@ MUTANTS = [
     Mutant(
         "encodings-forgotten-by-a-start",
         REGIONS,
-        "            np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> 56 & ENCODING_MASK\n",
-        "            pass\n",
+        "np.uint8)[used] = residencies[first:stop] >> FLAGS_SHIFT & FLAGS_MASK\n",
+        "np.uint8)[:0] = 0\n",
         "what an earlier process stored is never given up for a chunk of another size",
         (f"{T_CONTRACT}::test_what_a_start_found_makes_room",),
     ),
@@ -308,5 +309,29 @@ MUTANTS = [
         "",
         "what was removed for ever lies there after a clean stop, for the scan of a later crash to find",
         (f"{T_CONTRACT}::test_what_was_erased_never_comes_back",),
+    ),
+    Mutant(
+        "stray-copies-scanned",
+        RECOVERY,
+        "    if header is None or not is_seated(data, region, slot):\n",
+        "    if header is None:\n",
+        "a stray copy of a value that was replaced comes back after a crash",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back", f"{T_NEWEST}::test_a_value_says_where_it_was_written"),
+    ),
+    Mutant(
+        "stray-copies-read",
+        READING,
+        "    if not is_seated(page, region, slot):\n",
+        "    if False:\n",
+        "a copy that was written to another place is served from a snapshot",
+        (f"{T_NEWEST}::test_a_value_says_where_it_was_written",),
+    ),
+    Mutant(
+        "values-without-a-seat",
+        OUTGOING,
+        "(seated(runs, self.layout.header_bytes, seat) if self.may_be_replaced else runs,)",
+        "(runs,)",
+        "a stray copy cannot be told from the value",
+        (f"{T_NEWEST}::test_an_older_value_never_comes_back", f"{T_NEWEST}::test_a_value_says_where_it_was_written"),
     ),
 ]

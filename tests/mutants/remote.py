@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CLIENT = "clients/kvstore_client/remote/fetching.py"
+CLIENT = "clients/kvstore_client/planes/stream/prefix.py"
+LANDING = "clients/kvstore_client/planes/stream/landing.py"
+STRIPS = "clients/kvstore_client/planes/stream/strips.py"
 DATA = "kvstore/wire/data.py"
 DOOR = "kvstore/remote/door.py"
 RECEIVING = "kvstore/remote/receiving.py"
@@ -17,7 +19,7 @@ T_JOINS = "tests/e2e/test_joins.py"
 MUTANTS = [
     Mutant(
         "received-and-unchecked",
-        CLIENT,
+        STRIPS,
         '        return b"".join(found) == self.chunk.checksums[start * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]\n',
         "        return True\n",
         "bytes that changed on their way are handed out",
@@ -41,15 +43,15 @@ MUTANTS = [
     ),
     Mutant(
         "received-with-strips-left-out",
-        CLIENT,
-        "        if place.first != first or place.stop > stop:\n",
+        LANDING,
+        "        if extent.first != first or extent.stop > stop:\n",
         "        if place.stop > stop:\n",
         "a chunk counts as whole of which a message was lost",
         (f"{T_REMOTE}::test_a_confused_server_is_a_miss",),
     ),
     Mutant(
         "received-in-part-and-whole",
-        CLIENT,
+        LANDING,
         "                self._prefix.cut(chunk, lost)\n",
         "                pass\n",
         "what never came is handed out as whatever lay in memory",

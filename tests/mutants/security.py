@@ -12,7 +12,6 @@ SECRETS = "kvstore/server/secrets.py"
 TOKENS = "kvstore/remote/tokens.py"
 BOUNDARY = "kvstore/remote/boundary.py"
 DOOR = "kvstore/remote/door.py"
-SETTINGS = "kvstore/config/settings.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
 DESCRIPTORS = "kvstore/server/descriptors.py"
@@ -178,15 +177,15 @@ MUTANTS = [
     ),
     Mutant(
         "listening-in-the-open",
-        SETTINGS,
-        '            _require(is_local or bool(certificate and key), "remote.address", self.address, remedy)\n',
+        "kvstore/config/remote.py",
+        '            check_setting(is_local or bool(certificate and key), "remote.address", self.address, remedy)\n',
         "",
         "tokens and caches cross the network for everybody to read",
         (f"{T_REMOTE}::test_a_start_that_would_be_unsafe_is_refused",),
     ),
     Mutant(
         "token-in-the-open",
-        "clients/kvstore_client/remote/place.py",
+        "clients/kvstore_client/planes/place.py",
         "    if not tls and not is_loopback(host):\n",
         "    if False:\n",
         "a client sends its token over a network that anybody may read",

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+LEVELS = "kvstore/movement/levels.py"
 SHARED = "kvstore/movement/shared.py"
+SHARED_TIERS = "kvstore/movement/shared_tiers.py"
 SOURCES = "kvstore/movement/sources.py"
 LOADS = "kvstore/movement/loads.py"
 FETCH = "kvstore/controller/fetches/fetch.py"
 LOOKUP = "kvstore/controller/fetches/lookup.py"
 TESTS = "tests/tiers/test_shared.py"
+FAILING = "tests/tiers/test_shared_failing.py"
+MEANWHILE = "tests/tiers/test_shared_meanwhile.py"
+STORED = "tests/tiers/test_shared_writes.py"
+USES = "tests/tiers/test_shared_uses.py"
+CLAIMS = "tests/tiers/test_claims.py"
+LEVEL_TESTS = "tests/tiers/test_levels.py"
 WRITES = "kvstore/movement/writes.py"
 ODD = "tests/tiers/test_shared_odd.py"
 
@@ -20,7 +28,7 @@ MUTANTS = [
         "    return not space.may_be_replaced\n",
         "    return True\n",
         "another node finds a value that was replaced",
-        (f"{TESTS}::test_values_that_may_be_replaced_stay_on_their_node",),
+        (f"{STORED}::test_values_that_may_be_replaced_stay_on_their_node",),
     ),
     Mutant(
         "loaded-beside-a-store-in-flight",
@@ -28,7 +36,7 @@ MUTANTS = [
         "    return known_mark is None and table.digests[row] not in space.pending\n",
         "    return known_mark is None\n",
         "a load publishes a chunk that a store is about to publish",
-        (f"{TESTS}::test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone",),
+        (f"{MEANWHILE}::test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone",),
     ),
     Mutant(
         "entered-without-what-it-hangs-on",
@@ -36,7 +44,7 @@ MUTANTS = [
         "        if not loading.source.is_current(header) or not self._is_reached(row):\n",
         "        if not loading.source.is_current(header):\n",
         "memory fills with chunks that no prefix reaches",
-        (f"{TESTS}::test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone",),
+        (f"{FAILING}::test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone",),
     ),
     Mutant(
         "loaded-over-what-was-stored-meanwhile",
@@ -44,7 +52,7 @@ MUTANTS = [
         "        return known_mark == mark == table.write_marks[row]\n",
         "        return True\n",
         "what a shared tier had takes the place of what the node has",
-        (f"{TESTS}::test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read",),
+        (f"{MEANWHILE}::test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read",),
     ),
     Mutant(
         "a-stalled-tier-is-asked-on",
@@ -52,7 +60,7 @@ MUTANTS = [
         "        return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S\n",
         "        return not self.breaker.is_open\n",
         "every reader waits for an engine that answers nobody",
-        (f"{TESTS}::test_an_engine_that_stalls_is_not_asked_on",),
+        (f"{FAILING}::test_an_engine_that_stalls_is_not_asked_on",),
     ),
     Mutant(
         "a-tier-that-fails-is-asked-on",
@@ -60,7 +68,7 @@ MUTANTS = [
         "        return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S\n",
         "        return self.tier.stalled_s() <= STALL_S\n",
         "every lookup waits for a tier that is away",
-        (f"{TESTS}::test_an_outage_is_gone_without_and_ends_by_itself",),
+        (f"{FAILING}::test_an_outage_is_gone_without_and_ends_by_itself",),
     ),
     Mutant(
         "readers-wait-as-long-as-a-tier-stalls",
@@ -68,7 +76,7 @@ MUTANTS = [
         "        if loading.source.patience_s is None:\n",
         "        if True:\n",
         "a fetch takes its whole deadline when an engine stalls",
-        (f"{TESTS}::test_nobody_waits_for_an_engine_that_stalls",),
+        (f"{FAILING}::test_nobody_waits_for_an_engine_that_stalls",),
     ),
     Mutant(
         "departures-shown-as-misses",
@@ -84,13 +92,13 @@ MUTANTS = [
         "        self.shared[row] = 0\n",
         "",
         "a chunk is never written to a shared tier, for the row's last chunk was",
-        (f"{TESTS}::test_a_row_that_is_used_again_has_no_hints",),
+        (f"{STORED}::test_a_row_that_is_used_again_has_no_hints",),
     ),
     Mutant(
         "nowhere-although-it-was-written",
         SHARED,
-        "        self._beyond.written(row)\n",
-        "        pass\n",
+        "        self.shared.bad.pop(self._names.of(row).storage_key, None)\n        self._written(row)\n",
+        "",
         "a chunk that was stored and left within seconds is a miss",
         (f"{TESTS}::test_what_was_nowhere_a_moment_ago_comes_back_once_it_was_stored",),
     ),
@@ -100,7 +108,7 @@ MUTANTS = [
         "            loading = None if row in self._memory else self._loading.get(row)\n",
         "            loading = self._loading.get(row)\n",
         "a tier that stalls keeps readers from a chunk in memory",
-        (f"{TESTS}::test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now",),
+        (f"{MEANWHILE}::test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now",),
     ),
     Mutant(
         "a-hung-load-hides-what-other-tiers-have",
@@ -108,15 +116,15 @@ MUTANTS = [
         "                if source is None or (loading is not None and source.name == loading.source.name):\n",
         "                if source is None or loading is not None:\n",
         "a tier that stalls keeps readers from the next one",
-        (f"{TESTS}::test_a_load_that_hangs_keeps_nobody_from_a_slower_tier",),
+        (f"{MEANWHILE}::test_a_load_that_hangs_keeps_nobody_from_a_slower_tier",),
     ),
     Mutant(
         "shared-tiers-take-all-the-time-there-is",
-        SHARED,
+        SHARED_TIERS,
         "        await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)\n",
         "        await self._ask_all(unheard, self._clock.monotonic() + timeout_s)\n",
         "a caller in a hurry goes before it is told what the node has",
-        (f"{TESTS}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
+        (f"{FAILING}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
     ),
     Mutant(
         "an-answer-of-another-length",
@@ -128,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-header-that-is-believed",
-        SHARED,
+        SHARED_TIERS,
         "        elif not self._names.fits(self._row, found.header):\n",
         "        elif False:\n",
         "the device's next start finds a chunk under another name than its own",
@@ -144,7 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-busy-tier-is-given-up",
-        SHARED,
+        SHARED_TIERS,
         "        if more_s >= REARM_S_MIN:\n",
         "        if False:\n",
         "a large fetch from a healthy tier ends after two seconds",
@@ -161,14 +169,14 @@ MUTANTS = [
     Mutant(
         "an-engine-condemns-what-memory-has",
         SHARED,
-        '            raise Unavailable(f"tiers.{self.name} did not take a chunk: {error}") from error\n',
+        "            raise Unavailable(reason) from error\n",
         "            raise\n",
         "a chunk that was acknowledged is given up because an engine calls it damaged",
         (f"{ODD}::test_a_write_that_is_refused_oddly_costs_the_node_nothing",),
     ),
     Mutant(
         "a-close-that-raises",
-        SHARED,
+        SHARED_TIERS,
         "    except Exception as error:  # noqa: BLE001 - the boundary: the engine is not ours\n",
         "    except KVStoreError as error:\n",
         "a stop ends with the error of an engine",
@@ -176,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-close-that-never-ends",
-        SHARED,
+        SHARED_TIERS,
         "        async with asyncio.timeout(CLOSE_S_MAX):\n",
         "        async with asyncio.timeout(None):\n",
         "a stop takes as long as it may because of an engine",
@@ -196,7 +204,7 @@ MUTANTS = [
         "        return above is not None and not above.lost\n",
         "        return above is not None\n",
         "memory fills with chunks that no prefix reaches",
-        (f"{TESTS}::test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone",),
+        (f"{FAILING}::test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone",),
     ),
     Mutant(
         "a-ticket-for-what-left",
@@ -205,6 +213,14 @@ MUTANTS = [
         "        if False:\n",
         "a ticket is given for a chunk that it does not hold",
         (f"{ODD}::test_a_ticket_is_for_what_is_here_when_it_is_given",),
+    ),
+    Mutant(
+        "what-left-the-node-behind-a-gap",
+        SHARED_TIERS,
+        "                if hint is None or not hint.is_there or (not key and digest not in space.index):\n",
+        "                if hint is None or not hint.is_there:\n",
+        "a lookup counts a chunk that nobody has by then",
+        (f"{ODD}::test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit",),
     ),
     Mutant(
         "a-chain-that-turns-back",
@@ -223,14 +239,6 @@ MUTANTS = [
         (f"{ODD}::test_a_session_that_ends_while_its_fetch_asks_leases_nothing",),
     ),
     Mutant(
-        "a-root-is-hung-below-its-child",
-        "kvstore/catalog/catalog.py",
-        "            if not self.table.token_counts[row] and parent != ROOT_DIGEST:  # a child named it, no store\n",
-        "            if self.table.parents[row] == ROOT_ROW and parent != ROOT_DIGEST:\n",
-        "two chains that cross leave rows that hold one another",
-        (f"{ODD}::test_chains_that_cross_leave_no_rows",),
-    ),
-    Mutant(
         "no-namespace-for-a-fetch",
         FETCH,
         "        except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch\n",
@@ -240,7 +248,7 @@ MUTANTS = [
     ),
     Mutant(
         "chunks-of-many-parts-are-all-named",
-        SHARED,
+        SHARED_TIERS,
         "        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:\n",
         "        for digest in digests[:PROBE_COUNT_MAX]:\n",
         "a fetch of many hidden layers holds up everybody",
@@ -249,8 +257,8 @@ MUTANTS = [
     Mutant(
         "short-chunks-are-shared",
         SHARED,
-        "        return is_for_others(space) and self._catalog.table.token_counts[row] == space.spec.chunk_tokens\n",
-        "        return is_for_others(space) and not space.is_tail(self._catalog.table.token_counts[row])\n",
+        "        is_whole = self._catalog.table.token_counts[row] == space.spec.chunk_tokens\n",
+        "        is_whole = not space.is_tail(self._catalog.table.token_counts[row])\n",
         "another node finds the end of a document damaged, each time",
         (f"{ODD}::test_short_chunks_stay_on_their_node",),
     ),
@@ -264,10 +272,242 @@ MUTANTS = [
     ),
     Mutant(
         "a-tier-that-was-wrong-hides-the-others",
-        SHARED,
-        "        return not heard.is_there and heard.shared is not None and heard.shared.rank < shared.rank\n",
+        SHARED_TIERS,
+        "        return not hint.is_there and hint.shared is not None and hint.shared.rank < shared.rank\n",
         "        return False\n",
         "one damaged copy keeps every node from the good one",
         (f"{TESTS}::test_a_tier_that_was_wrong_hides_no_slower_one_and_is_mended",),
+    ),
+    Mutant(
+        "promised-without-being-asked-for",
+        LEVELS,
+        "                if not is_there:\n",
+        "                if False:\n",
+        "a receipt says SHARED of what the engine dropped",
+        (f"{LEVEL_TESTS}::test_shared_was_readable_when_it_was_said",),
+    ),
+    Mutant(
+        "an-object-without-its-ancestors",
+        LEVELS,
+        "        return [*self._above(found), *found]\n",
+        "        return found\n",
+        "a receipt says OBJECT of what no start can reach",
+        (f"{LEVEL_TESTS}::test_object_is_not_reached_while_an_ancestor_is_missing",),
+    ),
+    Mutant(
+        "a-tiers-word-is-a-promise",
+        SHARED,
+        "        return bool(self._column[row] & self._seen)\n",
+        "        return bool(self._column[row] & self._said)\n",
+        "a receipt says OBJECT of what is damaged there",
+        (f"{LEVEL_TESTS}::test_what_a_tier_merely_says_is_no_promise_until_it_was_read",),
+    ),
+    Mutant(
+        "adopted-unread",
+        SHARED,
+        "            if not await self._is_whole(row):\n",
+        "            if False:\n",
+        "a receipt says OBJECT of what is damaged there",
+        (f"{LEVEL_TESTS}::test_what_a_tier_merely_says_is_no_promise_until_it_was_read",),
+    ),
+    Mutant(
+        "damaged-and-never-written-anew",
+        SHARED,
+        "        if key in shared.bad:\n",
+        "        if False:\n",
+        "a damaged copy keeps its place for ever",
+        (f"{FAILING}::test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store",),
+    ),
+    Mutant(
+        "every-node-sends-it",
+        WRITES,
+        "            state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))\n",
+        "            state = UploadState.FREE\n",
+        "a hundred nodes send the same prompt",
+        (f"{STORED}::test_many_nodes_that_meet_one_prompt_send_it_once",),
+    ),
+    Mutant(
+        "two-nodes-send-it-at-once",
+        WRITES,
+        "            if state is UploadState.TAKEN and self._may_be_left(row):\n",
+        "            if False:\n",
+        "nodes that store the same at the same moment all send it",
+        (f"{CLAIMS}::test_a_herd_that_stores_one_prompt_at_once_sends_each_chunk_once",),
+    ),
+    Mutant(
+        "a-claim-is-believed-for-ever",
+        WRITES,
+        "        return now_s - self._left[row].since_s < LEFT_S_MAX\n",
+        "        return True\n",
+        "what somebody wrote in a claim's place keeps a chunk from ever being sent",
+        (f"{CLAIMS}::test_a_claim_that_never_ends_delays_a_chunk_and_no_other",),
+    ),
+    Mutant(
+        "a-look-ten-times-a-second",
+        WRITES,
+        "        left.pause_s = min(2 * left.pause_s, LATER_S)\n",
+        "",
+        "what another node writes costs hundreds of requests that are billed",
+        (f"{CLAIMS}::test_what_is_left_is_looked_for_less_and_less_often",),
+    ),
+    Mutant(
+        "asked-for-and-left",
+        WRITES,
+        "                self._left[row].pause_s = SOON_S\n                self._queue.resume([row])\n",
+        "                pass\n",
+        "a store that asks for a level waits out a pause that was for nobody",
+        (f"{CLAIMS}::test_what_is_asked_for_while_it_is_left_is_looked_for_at_once",),
+    ),
+    Mutant(
+        "gone-is-damaged",
+        "kvstore/movement/loads.py",
+        '                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT\n',
+        "                why = MissReason.CORRUPT\n",
+        "what an engine drops while it is read looks like damage",
+        (f"{CLAIMS}::test_what_goes_while_it_is_read_is_a_miss_and_no_damage",),
+    ),
+    Mutant(
+        "what-is-claimed-is-looked-for",
+        "kvstore/tiers/s3/tier.py",
+        "        there = set(compress(own, await self.probe(own, timeout_s)))\n",
+        "        there = set(compress(keys, await self.probe(keys, timeout_s)))\n",
+        "each look for what another node uploads is a request that is billed",
+        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
+    ),
+    Mutant(
+        "what-is-there-stays-claimed",
+        "kvstore/tiers/s3/tier.py",
+        "        await claims.release(list(there))\n",
+        "",
+        "nodes wait for a chunk that is in the bucket until the claim of who looked for it ends",
+        (f"{CLAIMS}::test_uploads_to_s3_are_claimed_in_redis_while_it_answers",),
+    ),
+    Mutant(
+        "an-upload-stays-claimed",
+        "kvstore/tiers/s3/tier.py",
+        "                await self._claims.release([header.storage_key])\n",
+        "                pass\n",
+        "nodes wait for a chunk that is in the bucket until the claim of who put it there ends",
+        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
+    ),
+    Mutant(
+        "a-level-waits-for-a-claim",
+        LEVELS,
+        "                shared.writes.insist(chunks)\n",
+        "                pass\n",
+        "a store that asked for a level fails because another node's claim outlives its deadline",
+        (f"{CLAIMS}::test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends",),
+    ),
+    Mutant(
+        "left-and-told-done",
+        WRITES,
+        "        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))\n",
+        "        is_through = not self._is_demanded(row) or row not in self._queue or self._queue.is_aside(row)\n",
+        "a store that asked for a level is told at once that it was not reached",
+        (f"{CLAIMS}::test_a_herd_that_asks_for_shared_has_it_proven_by_each_node",),
+    ),
+    Mutant(
+        "a-model-that-nobody-registered",
+        SHARED,
+        "        if space.model_spec is None:  # an earlier life's: its size is not known before it is registered\n",
+        "        if False:\n",
+        "where chunks are demoted the device takes none once it has to give up an earlier life's",
+        (f"{STORED}::test_what_an_earlier_life_stored_of_a_model_that_nobody_registered_leaves_like_any_other",),
+    ),
+    Mutant(
+        "a-level-waits-for-the-device",
+        LEVELS,
+        "        is_waited_for = asked is None or bool(beyond[wanted].reason and beyond[wanted].is_settled)\n",
+        "        is_waited_for = True\n",
+        "a device that stalls delays what is in the object store",
+        (f"{LEVEL_TESTS}::test_a_device_that_stalls_delays_no_level_beyond_it",),
+    ),
+    Mutant(
+        "another-chunks-row-is-sent",
+        WRITES,
+        "not self._lacks(row) or not self.target.admits(row):\n",
+        "not self._lacks(row):\n",
+        "a value that may be replaced goes to other nodes",
+        (f"{STORED}::test_a_row_of_another_chunk_is_not_sent_in_the_place_of_one_that_went",),
+    ),
+    Mutant(
+        "values-asked-beyond-the-node",
+        "kvstore/controller/stores/claim.py",
+        "        if request.durability > Durability.LOCAL and any(space.may_be_replaced for space in spaces):\n",
+        "        if False:\n",
+        "a store waits for a level that its value never reaches",
+        (f"{STORED}::test_no_store_of_values_can_ask_for_a_level_beyond_the_node",),
+    ),
+    Mutant(
+        "a-level-of-no-tier",
+        "kvstore/controller/controller.py",
+        "        self.parts.movement.levels.check(request.durability)\n",
+        "",
+        "a store asks for a level that nothing gives",
+        (f"{LEVEL_TESTS}::test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it",),
+    ),
+    Mutant(
+        "reading-back-pushes-out-last-copies",
+        "kvstore/movement/readbacks.py",
+        "evict_unwritten=is_urgent)\n",
+        "evict_unwritten=True)\n",
+        "acknowledged chunks go for a move that nobody waits for",
+        (f"{STORED}::test_reading_back_makes_nothing_go_that_no_slower_tier_has",),
+    ),
+    Mutant(
+        "read-back-for-good",
+        "kvstore/movement/readbacks.py",
+        "            self._lent.add(row)\n",
+        "            pass\n",
+        "moves between slower tiers push out what readers use",
+        (f"{STORED}::test_what_an_earlier_life_stored_has_come_back_with_its_first_use",),
+    ),
+    Mutant(
+        "undemoted-in-silence",
+        "kvstore/movement/eviction.py",
+        "            self._leaves(row)\n",
+        "            pass\n",
+        "nobody hears that chunks leave before a tier took them",
+        (f"{STORED}::test_making_room_waits_for_no_shared_tier_and_what_goes_undemoted_is_counted",),
+    ),
+    Mutant(
+        "told-of-every-use",
+        "kvstore/movement/uses.py",
+        "            fresh = set(chain) - self._touched\n",
+        "            fresh = set(chain)\n",
+        "an engine is told of each use of a hot prompt",
+        (f"{USES}::test_an_engine_is_told_of_one_chunk_once_a_minute",),
+    ),
+    Mutant(
+        "never-told",
+        "kvstore/movement/uses.py",
+        "            self._waiting |= fresh\n",
+        "            pass\n",
+        "engines drop the beginnings of hot prompts",
+        (f"{USES}::test_what_every_node_has_itself_stays_in_the_engine",),
+    ),
+    Mutant(
+        "the-old-level-is-the-highest",
+        LEVELS,
+        "        return Durability.MEMORY if Durability.LOCAL in self.missing else Durability.LOCAL\n",
+        "        return max(set(Durability) - self.missing.keys())\n",
+        "a client of an earlier release takes SHARED for more than the device",
+        (f"{LEVEL_TESTS}::test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own",),
+    ),
+    Mutant(
+        "values-asked-beyond-the-node-by-a-client",
+        "clients/kvstore_client/opaque/calls.py",
+        "    if durability is not None and durability > Durability.LOCAL:\n",
+        "    if False:\n",
+        "a value is copied before its store is refused",
+        ("tests/e2e/test_levels.py::test_values_stay_on_their_node",),
+    ),
+    Mutant(
+        "what-found-the-queue-full-is-forgotten",
+        WRITES,
+        "            self._lacks_some = True\n",
+        "            pass\n",
+        "an outage leaves chunks out of a tier for ever",
+        (f"{STORED}::test_what_found_the_queue_full_is_found_again_also_once_memory_let_it_go",),
     ),
 ]

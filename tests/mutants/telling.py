@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 
 TAILS = "kvstore/catalog/tails.py"
 PRESENCE = "kvstore/presence.py"
-LOOKING = "clients/kvstore_client/presence.py"
+LOOKING = "clients/kvstore_client/lookup/presence.py"
 NEWEST = "kvstore/tiers/nvme/newest.py"
 PUBLISHING = "kvstore/server/publishing.py"
 DERIVED = "clients/kvstore_client/derived.py"

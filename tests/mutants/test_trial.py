@@ -73,7 +73,7 @@ def test_each_mutant_has_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    outcomes = asyncio.run(try_all(tmp_path, list(EXPECTED), 2, lambda line: None))
+    outcomes = asyncio.run(try_all(tmp_path, list(EXPECTED), 2, lambda line: None, ()))
     assert {each.mutant.name: each.verdict for each in outcomes} == {
         each.name: verdict for each, verdict in EXPECTED.items()
     }

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from tests.mutants.mutant import Mutant
-from tests.mutants.workplace import RUN_TIMEOUT_S, Run, Workplace, known_files
+from tests.mutants.workplace import IMPORTED, RUN_TIMEOUT_S, Run, Workplace, known_files
 
 BASELINE_TIMEOUT_S = 1800
 _TIME_IS_UP = "Timeout (>"
@@ -41,13 +41,19 @@ class Outcome:
 
 
 async def try_all(
-    tree: Path, mutants: Sequence[Mutant], jobs: int, tell: Callable[[str], None]
+    tree: Path, mutants: Sequence[Mutant], jobs: int, tell: Callable[[str], None], imported: Sequence[str] = IMPORTED
 ) -> list[Outcome]:  # fmt: skip
-    """Each mutant's outcome, in the list's order. Whatever ends this, no copy and no process stays."""
+    """Each mutant's outcome, in the list's order. Whatever ends this, no copy and no process stays. ``imported``: what
+    the runs of pytest need not import each for itself."""
     files = known_files(tree)
     with ExitStack() as stack:
-        places = [stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")) for _ in range(jobs)]
-        workplaces = [Workplace(tree, files, Path(place)) for place in places]
+        places = [
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True))
+            for _ in range(jobs)
+        ]
+        workplaces = [Workplace(tree, files, Path(place), imported) for place in places]
+        for each in workplaces:
+            stack.callback(each.close)
         await workplaces[0].check()
         failing = await _failing(workplaces, mutants, tell)
         found: dict[str, Outcome] = {}

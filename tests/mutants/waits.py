@@ -5,18 +5,18 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 AIO = "clients/kvstore_client/aio.py"
-CALLS = "clients/kvstore_client/calls.py"
-CLIENT = "clients/kvstore_client/client.py"
+CALLS = "clients/kvstore_client/planes/session.py"
+CONTEXT = "clients/kvstore_client/context.py"
 CONNECTION = "clients/kvstore_client/connection.py"
-FEED = "clients/kvstore_client/feed.py"
-PREFIX = "clients/kvstore_client/prefix.py"
+FEED = "clients/kvstore_client/lookup/feed.py"
+PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
 PRESENCE = "kvstore/presence.py"
-RETURNS = "clients/kvstore_client/returns.py"
-SESSION = "clients/kvstore_client/session.py"
-STORING = "clients/kvstore_client/storing.py"
-TRANSFER = "clients/kvstore_client/transfer.py"
-WATCHING = "clients/kvstore_client/watching.py"
-WRITER = "clients/kvstore_client/writer.py"
+RETURNS = "clients/kvstore_client/planes/returns.py"
+SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
+STORING = "clients/kvstore_client/store/store.py"
+TRANSFER = "clients/kvstore_client/fetch/transfer.py"
+WATCHING = "clients/kvstore_client/lookup/watch.py"
+WRITER = "clients/kvstore_client/store/writer.py"
 T_ASYNC = "tests/e2e/test_async.py"
 T_BACK = "tests/e2e/test_given_back.py"
 T_DEADLINES = "tests/e2e/test_deadlines.py"
@@ -60,8 +60,8 @@ MUTANTS = [
     ),
     Mutant(
         "close-waits-for-every-commit",
-        CLIENT,
-        "            self._connection.close()  # what still waits for the sidecar ends now\n",
+        CONTEXT,
+        "            self.connection.close()  # what still waits for the sidecar ends now\n",
         "            pass\n",
         "an engine that stops waits for each of its stores in turn",
         (f"{T_BACK}::test_a_client_is_closed_in_time_whatever_it_has_to_commit[local]",),

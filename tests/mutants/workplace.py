@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,20 @@ TEST_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 240
 """For all of a mutant's tests, should a test not even end when its time is up."""
 PACKAGES = (".", "clients", "kernels", "ops")
+IMPORTED = (
+    "numpy",
+    "xxhash",
+    "blake3",
+    "lz4.frame",
+    "grpc",
+    "google.protobuf.message",
+    "hypothesis",
+    "pytest",
+    "torch",
+)
+"""What most tests import, and no tree has: once for all runs."""
+PLUGINS_LEFT_OUT = ("cacheprovider", "anyio", "xdist")
+"""What takes time to load, hundreds of times, and is not needed."""
 _OLD_S = 1_000_000_000
 """When mutants were written, by their files' dates: no compiled file is of that time, and none stays valid."""
 
@@ -42,8 +57,10 @@ class Run:
 class Workplace:
     """One copy. ``place`` holds it and whatever its tests leave behind."""
 
-    def __init__(self, tree: Path, files: Sequence[str], place: Path) -> None:
+    def __init__(self, tree: Path, files: Sequence[str], place: Path, imported: Sequence[str] = IMPORTED) -> None:
         self._place = place
+        self._imported = imported
+        self._warm: asyncio.subprocess.Process | None = None
         self._written = 0
         self.root = place / "tree"
         for name in files:
@@ -78,31 +95,51 @@ class Workplace:
 
     async def check(self) -> None:
         """Raises RuntimeError when Python would take the packages from elsewhere: no mutant would be noticed."""
-        run = await self._run(["-c", "import kvstore; print(kvstore.__file__)"], TEST_TIMEOUT_S)
+        told = "import kvstore; raise SystemExit(kvstore.__file__)"
+        (self.root / "conftest_of_trial.py").write_text(told, encoding="utf-8")
+        run = await self._run(["-p", "conftest_of_trial"], TEST_TIMEOUT_S)
+        (self.root / "conftest_of_trial.py").unlink()
         if not run.output.startswith(str(self.root)):
             raise RuntimeError(f"the copy's packages are not what Python imports there: {run.output}")
 
     async def test(self, tests: Sequence[str], *, limit_s: float, stop_at_first: bool) -> Run:
         """Run tests here."""
-        options = ["-rfEs", "--tb=no", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
-        return await self._run(["-m", "pytest", *options, *(["-x"] if stop_at_first else []), *tests], limit_s)
+        without = [option for name in PLUGINS_LEFT_OUT for option in ("-p", f"no:{name}")]
+        options = ["-rfEs", "--tb=no", *without, f"--timeout={TEST_TIMEOUT_S}"]
+        return await self._run([*options, *(["-x"] if stop_at_first else []), *tests], limit_s)
 
     async def _run(self, arguments: Sequence[str], limit_s: float) -> Run:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, cwd=self.root, env=self._environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert process.stdout is not None
+        """Pytest, in a child of the warm process."""
+        warm = self._warm or await self._start()
+        assert warm.stdin is not None
+        assert warm.stdout is not None
+        output = self._place / "output"
+        output.write_bytes(b"")
+        order = {"directory": str(self.root), "environment": self._environment, "arguments": list(arguments)}
+        warm.stdin.write(json.dumps(order | {"output": str(output)}).encode() + b"\n")
+        child = int(await warm.stdout.readline())
+        ended = asyncio.ensure_future(warm.stdout.readline())
         try:
-            async with asyncio.timeout(limit_s):
-                output = await process.stdout.read()
-                return Run(await process.wait(), output.decode(errors="replace"))
-        except TimeoutError:
-            return Run(None, "")
+            await asyncio.wait((ended,), timeout=limit_s)
+            status = int(ended.result()) if ended.done() else None
+            return Run(status, "" if status is None else output.read_text(encoding="utf-8", errors="replace"))
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # sidecars, too, that a test left behind
-            await process.wait()
+                os.killpg(child, signal.SIGKILL)  # sidecars, too, that a test left behind
+            await ended
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._warm = await asyncio.create_subprocess_exec(
+            sys.executable, str(Path(__file__).with_name("warm.py")), *self._imported, cwd=self._place,
+            env=self._environment, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return self._warm
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._warm is not None and self._warm.returncode is None:
+            self._warm.kill()
+        self._warm = None
 
 
 def known_files(tree: Path) -> list[str]:

@@ -46,6 +46,9 @@ BAD = {
     "imports kvstore.seams: planning is pure": "kvstore/planning/x.py|from kvstore import seams\n",
     "imports kvstore.seams.clock: planning is pure": "kvstore/planning/x.py|from kvstore.seams.clock import Clock\n",
     "calls open: planning is pure": "kvstore/planning/x.py|open('profile')\n",
+    "is a MappedSession": "clients/kvstore_client/x.py|"
+    "from kvstore_client.planes.shared_memory.session import MappedSession\nisinstance(x, MappedSession | None)\n",
+    "a plane answers": "clients/kvstore_client/x.py|from kvstore_client import planes\nisinstance(x, planes.Session)\n",
     "at most 60": "kvstore/x.py|def f():\n" + "    x = 1\n" * 61,
 }
 
@@ -73,6 +76,8 @@ def test_what_is_allowed_is_not_found() -> None:
     assert lint.check_source("kvstore/planning/x.py", "import json\nfrom kvstore.spec import ModelSpec\n") == []
     assert lint.check_source("clients/kvstore_client/x.py", "from kvstore.planning import decide\n") == []
     assert lint.check_source("kvstore/server/x.py", "from kvstore import __version__, controller\n") == []
+    plane = "from kvstore_client.planes.place import Place\nisinstance(x, Place)\n"
+    assert lint.check_source("clients/kvstore_client/planes/x.py", plane) == []
     assert lint.check_source("kvstore/server/x.py", "group.create_task(f())\n") == []
     assert lint.check_source("ops/x.py", "np.load('x', allow_pickle=False)\n") == []
     assert lint.check_source("kvstore/x.py", "def f():\n" + "    x = 1\n" * 59) == []

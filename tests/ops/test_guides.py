@@ -18,22 +18,14 @@ from tests.conftest import ROOT
 SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
     "bytes.md": ["LOCAL", "[True, False]", "True"],
+    "cluster.md": ["SHARED", "True", "no tier of this level is configured: set tiers.s3.bucket", "1024"],
+    "engines.md": ["2000"],
     "kept-e.md": ["LOCAL", "256 196608", "256 (4, 256, 16)", "(256, 64)"],
+    "reuse.md": ["[range(3, 303)]", "0 300", "512 DERIVED", "9"],
     "sglang.md": [],
-    "transformers.md": ["0 LOCAL", "512 NONE", "512 DERIVED", "9"],
+    "transformers.md": ["0 LOCAL", "512 NONE"],
+    "../README.md": ["LOCAL", "1000"],
 }
-README_SAID = ["LOCAL", "1000", "2000", "[range(3, 303)]", "0 300"]
-GIVEN = """
-import torch
-from kvstore_client import connect
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, bos_token_id=None)).eval()
-client, input_ids, tokens = connect(), torch.randint(3, 256, (1, 300)), torch.randint(3, 256, (1030,))
-ids_with_one_more_token = torch.cat((tokens, tokens[:1]))[None]
-"""
-"""What the README's two short examples take for granted."""
 
 
 def free_port() -> str:
@@ -61,15 +53,6 @@ def ran(blocks: list[str], environment: dict[str, str], place: Path) -> list[str
     return said
 
 
-def test_the_readme_runs_as_written(tmp_path: Path) -> None:
-    blocks = blocks_of((ROOT / "README.md").read_text())
-    whole = [block for block in blocks if "connect(" in block]
-    short = [block for block in blocks if "connect(" not in block]
-    assert (len(whole), len(short)) == (3, 2)
-    said = ran([*whole, GIVEN + "".join(short)], dict(os.environ), tmp_path)
-    assert said[: len(README_SAID)] == README_SAID
-
-
 @pytest.mark.parametrize("page", SAID)
 def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
     ports = {"5557": free_port(), "5558": free_port()}  # the page's own may be taken here
@@ -86,7 +69,7 @@ def test_a_guide_runs_as_written(page: str, tmp_path: Path) -> None:
 
 WORDS = {
     "profile.md": ("\nprofile sibling.json\n", "\nplot    sibling.png\n"),
-    "remote.md": ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n"),
+    "remote.md": ("\nremote\nMEMORY\n(8, 1000, 128)\n", "\nremote 1\n", "kvstore 0."),
     "tenants.md": ("\nLOCAL\n1000\nCOLD\nremote 1000\nremote 0\n", "\n│ default ", "\n│ red ", '"tenant": "red"'),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from kvstore_client.presence import Answer, answer_of
+from kvstore_client.lookup.presence import Answer, answer_of
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.catalog.spaces import parent_digest

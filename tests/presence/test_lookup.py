@@ -341,7 +341,7 @@ def test_a_table_that_cannot_be_had_leaves_calls(sidecar: Sidecar, monkeypatch: 
     with connect(sidecar.address) as client:
         session = client.connect_now()
         eventually(lambda: session.presence.is_there)
-        monkeypatch.setattr("kvstore_client.presence.SharedMap", refuse)
+        monkeypatch.setattr("kvstore_client.lookup.presence.SharedMap", refuse)
         session.presence._words = None
         client.store(spec, tokens, random_cache(spec, len(tokens))).wait()
         assert client.lookup(spec, tokens).prefix_token_count == 2 * STEP

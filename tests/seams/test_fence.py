@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import connect, prefix
+from kvstore_client import connect
+from kvstore_client.planes.shared_memory import prefix
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore import presence

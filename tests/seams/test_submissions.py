@@ -25,6 +25,7 @@ JOBS = "tests/seams/test_jobs.py::test_a_refusal_is_how_the_job_ended"
 THREADS = "tests/seams/test_jobs.py::test_a_call_that_found_no_thread_never_runs"
 STORES = "tests/controller/test_moves.py::test_each_job_of_a_store_in_turn_fails_and_nothing_wrong_is_served"
 DEVICE = "tests/tiers/test_failing_movers.py::test_each_job_of_a_life_fails_in_turn"
+SHARED = "tests/tiers/test_shared_jobs.py::test_each_job_of_a_shared_tier_fails_in_turn"
 DRAM = "tests/tiers/test_dram.py::test_a_job_that_no_mover_takes_changes_nothing"
 PREFAULT = "tests/arena/test_arena.py::test_a_prefault_that_no_mover_takes_ends_and_the_arena_still_serves"
 FETCH = "tests/e2e/test_failing_threads.py::test_a_fetch_of_which_a_copy_fails_has_no_holes"
@@ -59,29 +60,44 @@ SITES = {
     ("kvstore/tiers/nvme/sync.py", "GroupSync.wait"): DEVICE,
     **{
         ("kvstore/tiers/nvme/tier.py", f"NvmeTier.{name}"): DEVICE
-        for name in ("__init__", "_run", "run_read", "_encoded", "_erase", "_fill", "_find_room", "open", "renew")
+        for name in ("__init__", "_run", "run_read", "_outgoing", "_erase", "_fill", "_find_room", "open", "renew")
     },
     ("kvstore/tiers/nvme/erasures.py", "Erasures.note"): DEVICE,
     ("kvstore/tiers/nvme/erasures.py", "Erasures.tidy"): DEVICE,
+    **{
+        (f"kvstore/tiers/{file}", name): SHARED
+        for file, name in (
+            ("redis/reads.py", "Reads._start"),
+            ("redis/tier.py", "RedisTier._move_once"),
+            ("s3/reading.py", "S3Chunk._fetch"),
+            ("s3/tier.py", "S3Tier._judge"),
+            ("s3/tier.py", "S3Tier._put"),
+            ("s3/tier.py", "S3Tier._run"),
+            ("s3/tier.py", "S3Tier.prepare"),
+            ("s3/tier.py", "S3Tier.probe"),
+            ("s3/tier.py", "S3Tier.remove"),
+            ("s3/tier.py", "S3Tier.run_read"),
+        )
+    },
     ("clients/kvstore_client/copying.py", "commit_beside"): STORE,
     ("clients/kvstore_client/copying.py", "_OwnThread.submit"): NO_THREAD,
     ("clients/kvstore_client/copying.py", "Copier.submit"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.split"): FETCH,
     ("clients/kvstore_client/copying.py", "Copier.halves"): FETCH,
-    ("clients/kvstore_client/fetching.py", "_copied"): FETCH,
-    ("clients/kvstore_client/fetching.py", "Landing._copy"): LAYERS,
-    ("clients/kvstore_client/starting.py", "Means.keep.run"): STORE,
-    ("clients/kvstore_client/storing.py", "Store._copy_batch"): STORE,
-    ("clients/kvstore_client/writer.py", "StoreWriter._copy"): STORE,
-    ("clients/kvstore_client/writer.py", "StoreWriter.commit"): STORE,
-    ("clients/kvstore_client/remote/storing.py", "RemoteStore._outgoing"): STORE,
-    ("clients/kvstore_client/opaque.py", "OpaqueCalls.put_pieces.run"): VALUES,
-    ("clients/kvstore_client/reading.py", "Reader._copy"): VALUES,
-    ("clients/kvstore_client/session.py", "Session.__init__"): NO_THREAD,
-    ("clients/kvstore_client/remote/session.py", "RemoteSession.__init__"): NO_THREAD,
-    ("clients/kvstore_client/returns.py", "Returns.start"): NO_THREAD,
-    ("clients/kvstore_client/feed.py", "Feed.__init__"): NO_THREAD,
-    ("clients/kvstore_client/transfer.py", "Transfer.start"): NO_THREAD,
+    ("clients/kvstore_client/planes/shared_memory/prefix.py", "MappedPrefix.copy_all"): FETCH,
+    ("clients/kvstore_client/planes/shared_memory/landing.py", "MappedLanding._copy"): LAYERS,
+    ("clients/kvstore_client/store/calls.py", "keep"): STORE,
+    ("clients/kvstore_client/planes/shared_memory/store.py", "StagedUpload._copy_batch"): STORE,
+    ("clients/kvstore_client/store/writer.py", "StoreWriter._copy"): STORE,
+    ("clients/kvstore_client/store/writer.py", "StoreWriter.commit"): STORE,
+    ("clients/kvstore_client/planes/stream/store.py", "StreamUpload._outgoing"): STORE,
+    ("clients/kvstore_client/opaque/calls.py", "put"): VALUES,
+    ("clients/kvstore_client/opaque/reader.py", "Reader._copy"): VALUES,
+    ("clients/kvstore_client/planes/shared_memory/session.py", "MappedSession.__init__"): NO_THREAD,
+    ("clients/kvstore_client/planes/stream/session.py", "StreamSession.__init__"): NO_THREAD,
+    ("clients/kvstore_client/planes/returns.py", "Returns.start"): NO_THREAD,
+    ("clients/kvstore_client/lookup/feed.py", "Feed.__init__"): NO_THREAD,
+    ("clients/kvstore_client/fetch/transfer.py", "Transfer.start"): NO_THREAD,
     ("clients/kvstore_client/engines/vllm/embeddings.py", "Fetching._ask"): ENCODER,
 }
 MOVES_NO_BYTES = {
@@ -92,6 +108,13 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/aio.py", "AsyncClient._drop"): "a ticket that is not released expires",
     ("clients/kvstore_client/aio.py", "AsyncClient.release_ticket"): "a ticket that is not released expires",
     ("clients/kvstore_client/aio.py", "AsyncClient.aclose"): "raises where no thread can be had",
+    **{
+        ("kvstore/tiers/redis/control.py", f"Control.{name}"): "a question to the server, on the loop"
+        for name in ("_there", "_claim", "_touch")
+    },
+    **{("kvstore/tiers/redis/embedded.py", f"EmbeddedServer.{name}"): "a process" for name in ("start", "_run_again")},
+    ("kvstore/tiers/redis/errands.py", "Errands.begin"): "a task of the loop",
+    ("kvstore/tiers/s3/connection.py", "Connection.__init__"): "a mover's own loop: without it its jobs fail",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
     ("clients/kvstore_client/engines/vllm/scheduler.py", "SchedulerSide._ask"): "a look-up: refused, it is a miss",
     (

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from kvstore_client.value import Key, namespace_spec
+from kvstore_client.opaque.value import Key, namespace_spec
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.chunk import layout_of

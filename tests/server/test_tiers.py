@@ -14,10 +14,12 @@ from kvstore_client import Durability, connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import NvmeSettings
+from kvstore.config.settings import TierSettings
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints, SystemClock
 from kvstore.server.tenant import Tenant
 from kvstore.server.tiers import TIERS, Builder, Tiers, open_nvme
+from kvstore.server.world import TierOwner
 from kvstore.simulated import SimulatedDisk
 from kvstore.tiers import LocalTier, NotOurs
 from tests.controller.service import Service
@@ -34,9 +36,10 @@ def attached(disk: SimulatedDisk, tiers: Tiers = TIERS) -> Any:
     service = Service()
     world = SimpleNamespace(disk=disk, clock=SystemClock(), faults=FaultPoints(), movers=None)
     tenant: Any = object.__new__(Tenant)
-    tenant.settings = SimpleNamespace(tiers=SimpleNamespace(nvme=SETTINGS))
+    server = SimpleNamespace(state_directory=Path("/state"))
+    tenant.settings = SimpleNamespace(tiers=TierSettings(nvme=SETTINGS), server=server)
     tenant.controller, tenant._parts = service.controller, service.parts
-    tenant._world, tenant._tiers = world, tiers
+    tenant._world, tenant._tiers, tenant._owner = world, tiers, TierOwner()
     asyncio.run(tenant._attach())
     return service.controller
 

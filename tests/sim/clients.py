@@ -129,7 +129,9 @@ class Client:
 
     async def _store(self, chain: Chain) -> str:
         chance, session = self._chance, self.session
-        request = ReserveRequest(chain.query(), chain.token_digests, chain.tail)
+        cloud = self._life.cloud
+        wanted = Durability.NONE if cloud is None else cloud.drawn_level()
+        request = ReserveRequest(chain.query(), chain.token_digests, chain.tail, durability=wanted)
         result = await self._controller.reserve(session, request)
         way = chance.choices(("whole", "pieces", "partial", "abort", "leave"), (10, 4, 2, 1, 1))[0]
         if way == "leave":
@@ -212,8 +214,12 @@ class Client:
         raise self._trace.fail("staging stays busy")
 
     async def _settle(self, chain: Chain) -> str:
-        timeout_s = self._chance.choice((0.1, 5.0, SETTLE_S))
-        settled = await self._controller.settle(chain.query(), timeout_s)
+        timeout_s, cloud = self._chance.choice((0.1, 5.0, SETTLE_S)), self._life.cloud
+        began_s = asyncio.get_running_loop().time()
+        wanted = Durability.LOCAL if cloud is None else cloud.drawn_level()
+        settled = await self._controller.settle(chain.query(), timeout_s, wanted)
+        if cloud is not None and settled.chunk_count:
+            self._life.oracle.claimed_beyond(cloud, settled, chain.whole(settled.chunk_count), began_s)
         if settled.durability is Durability.LOCAL:
             self._life.oracle.claimed_local(self._life, chain.names(settled.chunk_count))
         else:
@@ -223,7 +229,10 @@ class Client:
     # ------------------------------------------------------------ fetch
 
     async def fetch(self, chain: Chain) -> str:
-        result = self._controller.fetch(self.session, chain.query())
+        if self._life.cloud is None:
+            result = self._controller.fetch(self.session, chain.query())
+        else:
+            result = await self._controller.fetch_wide(self.session, chain.query())
         self._check_extent(chain, result)
         lost: set[int] = set()
         for position, chunk in enumerate(result.chunks):
@@ -369,7 +378,7 @@ class Client:
     async def _lookup(self, chain: Chain) -> str:
         result = self._controller.lookup(chain.query())
         self._trace.check(sum(run.chunk_count for run in result.runs) == len(chain.digests), "runs do not cover")
-        if not chain.hidden:
+        if not chain.hidden and self._life.cloud is None:  # else clients call: what is not here may be elsewhere
             catalog, fingerprint = self._controller.parts.catalog, chain.query().fingerprint
             seen = answer(catalog, catalog.model(fingerprint).namespace(None, Exactness.EXACT), chain.digests)
             self._trace.check(is_the_same(seen, result), f"a client sees {seen}, a lookup says {result}")

@@ -14,6 +14,8 @@ from kvstore.simulated.disk import DiskStopped
 from tests.sim.trace import Trace
 
 DIRECTORY = Path("/device")
+RECORD = Path("/state/plain")
+"""Of copies without an envelope."""
 
 
 class ProcessDisk:

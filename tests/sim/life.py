@@ -10,17 +10,19 @@ from typing import Any
 
 from kvstore.arena import Arena
 from kvstore.catalog import NOWHERE, ChunkTable, Copies, MappedCopies
+from kvstore.chunk import Trust
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Parts
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import FaultPoints, TenantKeys
+from kvstore.seams import EnvelopeKey, EnvelopeRing, FaultPoints, TenantKeys
 from kvstore.simulated import BytearrayMemory, LoopClock, SeededRandom, SimulatedDisk
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import Encoding
 from kvstore.telemetry import Counters
-from kvstore.tiers.nvme import Directory, NvmeTier, PosixIO, Regions
-from tests.sim.disk import DIRECTORY, ProcessDisk
+from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
+from tests.sim.cloud import Cloud
+from tests.sim.disk import DIRECTORY, RECORD, ProcessDisk
 from tests.sim.models import SPECS, VALUES
 from tests.sim.movers import Movers
 from tests.sim.oracle import Oracle
@@ -46,6 +48,7 @@ class Setup:
     lease_age_s_max: float = 60.0
     group_bytes: int = 4 << 20
     newest_count_max: int = 4096
+    envelope: str = "none"
 
     @staticmethod
     def drawn(chance: random.Random) -> Setup:
@@ -71,9 +74,11 @@ class Life:
     """A controller with everything below it. ``over`` is set when the process ended."""
 
     def __init__(
-        self, setup: Setup, disk: SimulatedDisk, oracle: Oracle, trace: Trace, chance: random.Random, seed: int
-    ) -> None:
-        self.setup, self.oracle, self.trace = setup, oracle, trace
+        self, setup: Setup, disk: SimulatedDisk, oracle: Oracle, trace: Trace, chance: random.Random, seed: int,
+        cloud: Cloud | None = None,
+    ) -> None:  # fmt: skip
+        self.setup, self.oracle, self.trace, self.cloud = setup, oracle, trace, cloud
+        self.trust = Trust(setup.envelope, EnvelopeRing([EnvelopeKey.derived(b"the key of all lives")]))
         self.over = asyncio.Event()
         self.disk = ProcessDisk(disk, chance, trace, self.over.set)
         self.movers = Movers(chance)
@@ -135,6 +140,8 @@ class Life:
         except (KVStoreError, OSError) as error:
             self.trace.add("service", f"runs without its device: {error}")
             self.trace.check(self.disk.injected, f"the device was refused: {error}")
+        for use in self.cloud.uses() if self.cloud is not None else ():
+            self.controller.attach_shared(use)
         self.oracle.watch(self)
         for spec in (*SPECS, VALUES):
             self.controller.register_model(spec)
@@ -155,6 +162,7 @@ class Life:
         return NvmeTier(
             directory, regions, disk=self.disk, io=io, readers=self.readers, writers=self.writers,
             keepers=self.keepers, clock=LoopClock(), faults=self.faults, encoding=setup.encoding,
+            plain=PlainCopies(self.trust, self.disk, RECORD),
         )  # fmt: skip
 
     def _ran(self, task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 from blake3 import blake3
-from kvstore_client.value import Key, namespace_spec
+from kvstore_client.opaque.value import Key, namespace_spec
 
 from kvstore import keys
 from kvstore.chunk import ChunkLayout, layout_of
@@ -66,6 +66,11 @@ class Chain:
 
     def name(self, index: int, layer: int | None) -> Name:
         return space_name(self.spec, layer), self.digests[index]
+
+    def whole(self, count: int) -> dict[Name, ChunkLayout]:
+        """The names and layouts of the whole chunks among its first ``count``: what goes beyond the node."""
+        numbers = range(min(count, len(self.path)))
+        return {self.name(index, layer): self.layout(index, layer) for index in numbers for layer in self.layers}
 
     def names(self, count: int) -> list[Name]:
         """Those of its first ``count`` chunks, each part of them."""

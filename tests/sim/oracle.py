@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.catalog import NOWHERE, Copies
+from kvstore.chunk import ChunkLayout
+from kvstore.controller import Settled
 from kvstore.errors import DataLoss
 from kvstore.movement.loads import Loading
 from kvstore.seams.memory import Bytes
-from kvstore.spec import Exactness, MissReason, Provenance
+from kvstore.spec import Durability, Exactness, MissReason, Provenance
 from kvstore.tiers.nvme import Regions
 from kvstore.tiers.nvme.slots import RegionFile
+from tests.sim.cloud import Cloud, key_of
 from tests.sim.models import SPECS, VALUE_NAMES, Chain, Name, body, version_of
 from tests.sim.trace import Trace
 
@@ -50,6 +53,8 @@ class Oracle:
         """What was promised and this process cannot see, for it could not read where it lies."""
         self.closed: set[Name] = set()
         """Values that were hidden once while more keys than the service remembers took the place of others."""
+        self.objects: dict[Name, ChunkLayout] = {}
+        """What somebody was told to be OBJECT: no object store loses it, whatever becomes of the node."""
         self.oldest: dict[Name, int] = {}
         """The version of a value before which none may be served any more."""
         self._oldest_on_device: dict[Name, int] = {}
@@ -96,6 +101,34 @@ class Oracle:
             self.totals["local"] += 1
             if name not in self.must and place_of(residency) not in self.excused:
                 self.acknowledged(name, place_of(residency), is_tainted=False)  # a crash left it, and it was believed
+
+    def claimed_beyond(self, cloud: Cloud, settled: Settled, names: Mapping[Name, ChunkLayout], since_s: float) -> None:
+        """A client that asked at ``since_s`` was told which levels these whole chunks have reached."""
+        if Durability.SHARED not in settled.missing:
+            for name in names:
+                self.trace.check(
+                    cloud.engine.was_there(key_of(name), since_s), f"{told(name)} is SHARED and was not there"
+                )
+                self.totals["shared"] += 1
+        if Durability.OBJECT not in settled.missing:
+            for name, layout in names.items():
+                self.objects[name] = layout
+                self.totals["object"] += 1
+            self._verify_objects(cloud, names)
+
+    def verify_objects(self, cloud: Cloud) -> None:
+        """Every chunk that is OBJECT lies there, to the bit."""
+        self._verify_objects(cloud, self.objects)
+
+    def _verify_objects(self, cloud: Cloud, names: Mapping[Name, ChunkLayout]) -> None:
+        for name, layout in names.items():
+            value = cloud.objects.values.get(key_of(name))
+            self.trace.check(value is not None, f"{told(name)} is OBJECT and not there")
+            offset = layout.header_bytes
+            for slab in body(name, layout):
+                right = (value or b"")[offset : offset + slab.size] == slab.tobytes()
+                self.trace.check(right, f"{told(name)} has other bytes in the object store")
+                offset += slab.size
 
     # ------------------------------------------------------------ what may go
 

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvstore.chunk import envelope, sealed_file
 from kvstore.movement import loads
-from kvstore.simulated import SimulatedDisk, simulate
+from kvstore.simulated import SeededRandom, SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
-from kvstore.tiers.nvme import newest
+from kvstore.spec import ENVELOPES
+from kvstore.tiers.nvme import newest, plain
 from tests.sim.books import settle_down
 from tests.sim.clients import Client, Knowledge
+from tests.sim.cloud import Cloud, has_cloud
 from tests.sim.life import Life, Setup
 from tests.sim.nemesis import Nemesis, draw_errors
 from tests.sim.oracle import Oracle
@@ -65,6 +68,7 @@ class World:
         self.trace.echo = echo
         self.disk = SimulatedDisk(seed, capacity_bytes=self.setup.file_system_bytes)
         self.oracle = Oracle(self.trace)
+        self.cloud = Cloud(seed) if has_cloud(seed) else None
         self.known = Knowledge()
         self.totals = self.oracle.totals
 
@@ -78,7 +82,9 @@ class World:
                 raise self.trace.failure
 
     async def _live(self, number: int) -> None:
-        life = Life(self._room(), self.disk, self.oracle, self.trace, self.chance, self.seed * 1000 + number)
+        life = Life(
+            self._setup(number), self.disk, self.oracle, self.trace, self.chance, self.seed * 1000 + number, self.cloud
+        )  # fmt: skip
         ending = self.chance.choice(("clean", "kill", "kill", "crash", "crash", "crash"))
         self.trace.add("world", f"life {number}, to end with {ending}")
         if self.chance.random() < 0.15:
@@ -88,6 +94,8 @@ class World:
         is_clean = False
         if await life.start():
             life.disk.rates.clear()
+            if self.cloud is not None:
+                self.oracle.verify_objects(self.cloud)
             is_clean = await self._serve(life, ending)
         await life.buried()
         self.totals["faults"] += life.disk.injected
@@ -99,12 +107,17 @@ class World:
             self.disk.kill()
         self.totals["crashes"] += 1
 
-    def _room(self) -> Setup:
-        """Now and then an operator gives the device less room, for one life or more."""
+    def _setup(self, number: int) -> Setup:
+        """Of a life. Now and then an operator gives the device less room, for one life or more."""
         if self.chance.random() < 0.15:
             share = self.chance.choice((0.5, 0.7, 1.0))
             self.room_bytes = int(self.setup.device_bytes * share) // 4096 * 4096
-        return replace(self.setup, device_bytes=self.room_bytes)
+        return replace(self.setup, device_bytes=self.room_bytes, envelope=self._envelope(number))
+
+    def _envelope(self, number: int) -> str:
+        """Some seeds turn envelopes on and off from life to life; not where the device may have no room to say so."""
+        turns = self.seed % 3 == 1 and self.setup.file_system_bytes is None
+        return ENVELOPES[(self.seed // 3 + number) % len(ENVELOPES)] if turns else self.setup.envelope
 
     async def _serve(self, life: Life, ending: str) -> bool:
         """True when it came to a clean stop."""
@@ -120,6 +133,8 @@ class World:
             life.tasks.append(loop.create_task(client.run(stopping)))
         if not self.is_calm and chance.random() < 0.7:
             life.tasks.append(loop.create_task(Nemesis(life, chance).run(stopping)))
+        if self.cloud is not None:
+            life.tasks.append(loop.create_task(self._changing(self.cloud, stopping)))
         try:
             await asyncio.wait_for(life.over.wait(), chance.choice((0.1, 1.0, 5.0, 20.0)))
         except TimeoutError:
@@ -136,6 +151,15 @@ class World:
         is_clean = await life.stop()
         self.trace.add("world", "stopped" if is_clean else "stopped short")
         return is_clean
+
+    async def _changing(self, cloud: Cloud, stopping: asyncio.Event) -> None:
+        """One weather after another beyond the node, until told to stop; then it is calm."""
+        try:
+            while not stopping.is_set() and not self.is_calm:
+                self.trace.add("cloud", cloud.change())
+                await asyncio.sleep(cloud.chance.choice((0.05, 0.5, 3.0)))
+        finally:
+            cloud.calm()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A task that died unseen is a bug, unless its process had."""
@@ -164,6 +188,8 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     log, listener = logging.getLogger("kvstore"), _Listener(trace)
     before, loads.GROUP_BYTES = loads.GROUP_BYTES, setup.group_bytes
     count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
+    randoms = envelope._random, sealed_file._random, plain._random
+    envelope._random = sealed_file._random = plain._random = SeededRandom(0)  # type: ignore[assignment]
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
     try:
@@ -171,6 +197,7 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     finally:
         loads.GROUP_BYTES = before
         newest.COUNT_MAX = count_max
+        envelope._random, sealed_file._random, plain._random = randoms
         log.propagate = propagates
         log.removeHandler(listener)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvstore.movement.writes import RETRY_S
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
-from kvstore.spec import Durability
+from kvstore.spec import ENVELOPES, Durability
 from tests.sim.books import settle_down
 from tests.sim.clients import SETTLE_S, Client, Knowledge
 from tests.sim.life import KIB, Life, Setup
@@ -39,37 +39,41 @@ SEED = 3
 @dataclass(frozen=True)
 class Cut:
     """Where the process ends: at a step of the disk (None: not at all), by a kill or a power cut; ``second``: so many
-    steps into the recovery, once more."""
+    steps into the recovery, once more. ``is_sealed``: the second life turns an envelope on, the third another one."""
 
     step: int | None
     power_cut: bool = False
     second: int | None = None
+    is_sealed: bool = False
 
     def __str__(self) -> str:
-        first = f"{self.step}{'p' if self.power_cut else ''}"
+        first = f"{self.step}{'p' if self.power_cut else ''}{'s' if self.is_sealed else ''}"
         return first if self.second is None else f"{first}:{self.second}"
 
     @staticmethod
     def parse(said: str) -> Cut:
         first, _, second = said.partition(":")
-        return Cut(int(first.rstrip("p")), first.endswith("p"), int(second) if second else None)
+        return Cut(int(first.rstrip("ps")), "p" in first, int(second) if second else None, "s" in first)
 
 
 class Scenario:
     """One passage through the scenario."""
 
-    def __init__(self, seed: int = SEED) -> None:
-        self.seed = seed
+    def __init__(self, seed: int = SEED, *, is_sealed: bool = False) -> None:
+        self.seed, self.is_sealed = seed, is_sealed
         self.trace = Trace(lambda: asyncio.get_running_loop().time())
         self.disk = SimulatedDisk(seed)
         self.oracle = Oracle(self.trace)
         self.setup = SETUP
+        self.lives = 0
         self.steps = 0
         self.recovery_steps = 0
 
     def _life(self) -> Life:
         chance = random.Random(self.seed)
-        return Life(self.setup, self.disk, self.oracle, self.trace, chance, self.seed)
+        self.lives += 1
+        setup = replace(self.setup, envelope=ENVELOPES[min(self.lives, 3) - 1]) if self.is_sealed else self.setup
+        return Life(setup, self.disk, self.oracle, self.trace, chance, self.seed)
 
     async def run(self, cut: Cut) -> None:
         self.disk.stop_after = cut.step
@@ -144,7 +148,7 @@ class Scenario:
 
 def passage(cut: Cut, *, echo: bool = False, seed: int = SEED) -> Outcome:
     """The scenario, cut once or twice."""
-    scenario = Scenario(seed)
+    scenario = Scenario(seed, is_sealed=cut.is_sealed)
     scenario.trace.echo = echo
     outcome = Outcome(seed, name=f"cut {cut}", again=f"--cut {cut}")
     with surroundings(scenario.trace, scenario.setup):
@@ -160,11 +164,13 @@ def passage(cut: Cut, *, echo: bool = False, seed: int = SEED) -> Outcome:
     return outcome
 
 
-def every_cut(*, stride: int = 1, step: int = 1) -> Iterator[Cut]:
+def every_cut(*, stride: int = 1, step: int = 1, is_sealed: bool = False) -> Iterator[Cut]:
     """Each ``step``-th step of the scenario, killed and without power; then each ``stride``-th of all of these with a
     second cut at every step of the recovery from it."""
-    step_count = passage(Cut(None)).steps
-    firsts = [Cut(number, power_cut) for number in range(step_count) for power_cut in (False, True)]
+    step_count = passage(Cut(None, is_sealed=is_sealed)).steps
+    firsts = [
+        Cut(number, power_cut, is_sealed=is_sealed) for number in range(step_count) for power_cut in (False, True)
+    ]
     yield from (first for first in firsts if first.step % step == 0)
     for first in firsts[::stride]:
         recovery_steps = passage(replace(first, second=NEVER)).recovery_steps

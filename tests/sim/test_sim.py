@@ -30,6 +30,17 @@ def test_a_crash_at_every_step_and_in_recovery_from_it() -> None:
     assert crashes > 500 // STEP
 
 
+@pytest.mark.timeout(360)
+def test_a_crash_while_envelopes_are_turned_on() -> None:
+    """What was promised before is kept, and what is promised afterwards."""
+    crashes = 0
+    for cut in every_cut(stride=STRIDE * 4, step=STEP * 4, is_sealed=True):
+        outcome = passage(cut)
+        assert outcome.failure is None, outcome.told()
+        crashes += outcome.totals["crashes"]
+    assert crashes > 100 // STEP
+
+
 @pytest.mark.parametrize("seed", [1, 3])
 def test_equal_seeds_give_equal_runs(seed: int) -> None:
     assert run_seed(seed).digest == run_seed(seed).digest

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.catalog import ChunkTable, Copies
+from kvstore.movement.levels import Levels, _Reached
+from kvstore.movement.shared import SharedCopies
 from kvstore.presence import PresenceTable, unpack_news
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import ChunkState
+from tests.sim.cloud import has_cloud
 from tests.sim.run import Outcome, run_seed
 from tests.sim.steps import every_cut, passage
 
@@ -30,7 +33,7 @@ def without_header_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves what it read, whatever it is."""
-    monkeypatch.setattr("kvstore.tiers.nvme.reading.decode_slab", lambda *args: True)
+    monkeypatch.setattr("kvstore.tiers.nvme.reading.decode_slabs", lambda *args: True)
     monkeypatch.setattr("kvstore.tiers.nvme.reading.are_right", lambda *args: True)
 
 
@@ -42,6 +45,16 @@ def leases_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 def believed_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promises LOCAL on copies that a crash may have torn."""
     monkeypatch.setattr(Copies, "is_proven", Copies.__contains__)
+
+
+def believed_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promises OBJECT on what a tier merely says."""
+    monkeypatch.setattr(SharedCopies, "is_seen", SharedCopies.__contains__)
+    monkeypatch.setattr(Levels, "_confirmed", confirmed)
+
+
+async def confirmed(*_: object) -> _Reached:
+    return _Reached("", True)
 
 
 def shown_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +75,10 @@ def seeds() -> Iterator[Outcome]:
     yield from map(run_seed, range(RUNS_MAX))
 
 
+def seeds_with_a_cloud() -> Iterator[Outcome]:
+    yield from map(run_seed, filter(has_cloud, range(RUNS_MAX)))
+
+
 def seeds_that_reuse_slots() -> Iterator[Outcome]:
     """The first that brings it, which few do, and then the others."""
     yield from map(run_seed, dict.fromkeys((59, *range(RUNS_MAX))))
@@ -71,7 +88,8 @@ def seeds_that_reuse_slots() -> Iterator[Outcome]:
     ("mutant", "outcomes"),
     [
         (without_sync, cuts), (believed_after_a_crash, cuts), (without_header_check, seeds_that_reuse_slots),
-        (without_checksums, seeds), (leases_ignored, seeds), (shown_for_ever, seeds),
+        (believed_unread, seeds_with_a_cloud), (without_checksums, seeds), (leases_ignored, seeds),
+        (shown_for_ever, seeds),
     ],
     ids=lambda each: each.__name__,
 )  # fmt: skip

@@ -12,12 +12,12 @@ import numpy as np
 
 from kvstore.arena import Arena
 from kvstore.catalog import Copies, MappedCopies
-from kvstore.chunk import layout_of, parse_header
+from kvstore.chunk import Trust, layout_of, parse_header
 from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller import Controller, Parts, Session, Settled, StoreResult
 from kvstore.errors import KVStoreError
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.seams import FaultPoints, TenantKeys, Workers
+from kvstore.seams import Clock, FaultPoints, TenantKeys, Workers
 from kvstore.simulated import (
     BytearrayMemory,
     InlineWorkers,
@@ -49,10 +49,12 @@ class DeviceService(Service):
     def __init__(
         self, *, arena_chunks: int = 16, capacity_bytes: int = 512 * KIB, region_bytes: int = 64 * KIB,
         encoding: Encoding = Encoding.RAW, disk: SimulatedDisk | None = None, spec: ModelSpec | None = None,
+        trust: Trust | None = None,
     ) -> None:  # fmt: skip
+        """``trust``: what the device's copies are sealed with; a test may change it between two lives."""
         self.disk = disk or SimulatedDisk(SEED)
         self.capacity_bytes, self.region_bytes, self.encoding = capacity_bytes, region_bytes, encoding
-        self.spec = spec or small_spec()
+        self.spec, self.trust = spec or small_spec(), trust
         self.layout = layout_of(self.spec, self.spec.kind, self.spec.chunk_tokens)
         self.arena_bytes = arena_chunks * self.layout.total_bytes
         self.lives = 0
@@ -72,10 +74,14 @@ class DeviceService(Service):
         """Byte movers of a life that begins: the device's by their seed, memory's at once (0)."""
         return SeededWorkers(seed) if seed else InlineWorkers()
 
+    def time(self) -> Clock:
+        """Which a life has."""
+        return LoopClock()
+
     async def start(self) -> None:
         """Raises what attaching the device raises."""
         self.lives += 1
-        self.clock, self.faults, self.memory = LoopClock(), FaultPoints(), BytearrayMemory()  # type: ignore[assignment]
+        self.clock, self.faults, self.memory = self.time(), FaultPoints(), BytearrayMemory()  # type: ignore[assignment]
         self.arena = Arena(
             self.memory, self.faults, capacity_bytes=self.arena_bytes, region_bytes=self.arena_bytes
         )  # fmt: skip
@@ -90,7 +96,7 @@ class DeviceService(Service):
         self.nvme = nvme_tier(
             self.disk, HOME, self.clock, self.movers(self.lives), self.movers(100 + self.lives),
             capacity_bytes=self.capacity_bytes, region_bytes=self.region_bytes, encoding=self.encoding,
-            faults=self.faults,
+            faults=self.faults, trust=self.trust,
         )  # fmt: skip
         await self.attach()
         self.model = self.controller.register_model(self.spec)

@@ -364,7 +364,7 @@ def test_a_snapshot_is_used_when_it_is_good(service: DeviceService) -> None:
 # ---------------------------------------------------------------- formats
 
 
-@pytest.mark.parametrize("change", [{"minimum_reader": 2}, {"features": ["envelopes"]}, {"minimum_reader": "two"}])
+@pytest.mark.parametrize("change", [{"minimum_reader": 2}, {"features": ["tomorrow"]}, {"minimum_reader": "two"}])
 def test_a_future_format_is_refused_and_untouched(service: DeviceService, change: dict[str, Any]) -> None:
     async def scenario() -> None:
         await stored(service)

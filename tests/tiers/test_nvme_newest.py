@@ -7,8 +7,10 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 
+from kvstore.chunk import read_seat, write_seat
 from kvstore.errors import KVStoreError
 from kvstore.seams import FaultPoints
 from kvstore.simulated import SimulatedDisk
@@ -76,9 +78,21 @@ async def a_bad_copy_is_not_erased(service: ValueService, times: int | None) -> 
     await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
 
 
+async def the_device_wrote_it_to_another_place_too(service: ValueService, times: int | None) -> None:
+    """Over another key's value, and said nothing."""
+    assert await service.put(OLD) is Durability.LOCAL
+    assert await service.put(7, "third") is Durability.LOCAL
+    (_, source), (_, target) = service.place_of(), service.place_of("third")
+    region, _ = service.nvme.regions.find(service.device.residency(service.row()))
+    data = bytearray(service.disk.read_file(region.path))
+    data[target : target + region.slot_bytes] = data[source : source + region.slot_bytes]
+    service.disk.write_file(region.path, bytes(data))
+
+
 WAYS: list[Way] = [
     a_sync_failed, a_sync_failed_and_another_region_took_it, an_erasure_is_refused, an_erasure_is_not_synced,
     an_evicted_value_is_not_erased, the_file_does_not_open, the_header_is_not_read, a_bad_copy_is_not_erased,
+    the_device_wrote_it_to_another_place_too,
 ]  # fmt: skip
 
 
@@ -116,6 +130,28 @@ def test_an_older_value_never_comes_back(way: Way, times: int | None, fate: str)
                 assert found == NEW or fate != "is kept", f"after a {end}"
                 assert await service.get("other") == 9
             service.balance()
+
+        service.run(scenario)
+
+
+@pytest.mark.parametrize("seat", [0, 5], ids=["an earlier release wrote it", "it lies in another place"])
+def test_a_value_says_where_it_was_written(seat: int) -> None:
+    """One that does not say is believed; one that says another place is not, whether by a scan or by a snapshot."""
+    for kill in (True, False):
+        service = ValueService()
+
+        async def scenario(service: ValueService = service, kill: bool = kill) -> None:
+            assert await service.put(OLD) is Durability.LOCAL
+            region, slot = service.nvme.regions.find(service.device.residency(service.row()))
+            await service.stop(kill=kill)
+            path, offset = region.path, region.offset(slot)
+            data = bytearray(service.disk.read_file(path))
+            header = np.frombuffer(data, np.uint8)[offset : offset + service.layout.header_bytes]
+            assert read_seat(header) not in (0, 5)
+            write_seat(header, seat)
+            service.disk.write_file(path, bytes(data))
+            await service.start()
+            assert await service.get() == (OLD if seat == 0 else None)
 
         service.run(scenario)
 
@@ -236,13 +272,14 @@ def test_of_two_writes_of_one_key_that_nobody_can_order_neither_is_served() -> N
         name, offset = service.place_of()
         file = service.nvme.regions._directory / name
         size = service.layout.total_bytes
-        old = service.disk.read_file(file)[offset : offset + size]
+        old = np.frombuffer(bytearray(service.disk.read_file(file)[offset : offset + size]), np.uint8)
+        write_seat(old[: service.layout.header_bytes], 0)  # which such a release did not write
         assert await service.put(NEW) is Durability.LOCAL
         assert service.place_of() == (name, offset)
 
         def left_over() -> None:
             data = bytearray(service.disk.read_file(file))
-            data[offset + size : offset + 2 * size] = old
+            data[offset + size : offset + 2 * size] = old.data
             service.disk.write_file(file, bytes(data))
 
         await service.restart(kill=True, meanwhile=left_over)

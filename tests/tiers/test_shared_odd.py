@@ -15,10 +15,10 @@ import pytest
 from kvstore.chunk import ChunkHeader, pack_header, parse_header
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import ROOT_DIGEST
-from kvstore.movement.shared import CLOSE_S_MAX, PROBE_COUNT_MAX
+from kvstore.movement.shared_tiers import CLOSE_S_MAX, PROBE_COUNT_MAX
 from kvstore.spec import Exactness, MissReason, Provenance
 from tests.fakes import Switch
-from tests.tiers.test_shared import LOOKUP_S, PATH, World, redeemed
+from tests.tiers.shared import LOOKUP_S, PATH, World, redeemed
 
 NEVER_S = 1e6
 
@@ -56,7 +56,7 @@ def test_an_answer_that_is_none_is_a_miss_and_a_failure_of_the_tier(world: World
         for token in range(3):
             assert (await other.lookup(token)).hit_count == 0
             assert (await other.fetch(token))[0] == 0
-        assert not other.controller.parts.movement.beyond.tiers[0].is_asked
+        assert not other.controller.parts.movement.shared_tiers.tiers[0].is_asked
         other.is_empty()
 
     world.run(scenario)
@@ -235,6 +235,30 @@ def test_a_ticket_is_for_what_is_here_when_it_is_given(world: World) -> None:
         found = await asked
         assert found.hit_count == 1
         assert await redeemed(other, found.ticket) == 1
+
+    world.run(scenario)
+
+
+def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        await other.store(other.session, 1, 2)
+        movement = other.controller.parts.movement
+        movement.remove(other.row(1), MissReason.EVICTED)
+        assert (await other.lookup(1, 2)).hit_count == 2
+        movement.shared_tiers._hints.clear()
+        tier = movement.shared_tiers.tiers[0].tier
+        probe = tier.probe
+
+        async def meanwhile(*asked: object) -> object:
+            movement.remove(other.row(1, 2), MissReason.EVICTED)
+            return await probe(*asked)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(tier, "probe", meanwhile)
+        assert (await other.lookup(1, 2)).hit_count == 1
 
     world.run(scenario)
 

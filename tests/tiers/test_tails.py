@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvstore_client.lookup.tails import longest_tail, superseded
 from kvstore_client.prompt import Prompt
-from kvstore_client.tails import longest_tail, superseded
 
 from kvstore.catalog import Event
 from kvstore.chunk import layout_of, parse_header

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvstore_client.value import Key, namespace_spec
+from kvstore_client.opaque.value import Key, namespace_spec
 
+from kvstore.chunk import Trust
 from kvstore.controller import ChainQuery, Fill, ReserveRequest
 from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability, MissReason
@@ -19,8 +20,10 @@ SETTLE_S = 60.0
 class ValueService(DeviceService):
     """Values by key, each of one chunk."""
 
-    def __init__(self, *, disk: SimulatedDisk | None = None, arena_chunks: int = 32) -> None:
-        super().__init__(arena_chunks=arena_chunks, spec=SPEC, disk=disk)
+    def __init__(
+        self, *, disk: SimulatedDisk | None = None, arena_chunks: int = 32, trust: Trust | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(arena_chunks=arena_chunks, spec=SPEC, disk=disk, trust=trust)
 
     def of_key(self, key: str) -> ChainQuery:
         return ChainQuery(self.model, [Key.of(key).whole])

@@ -113,7 +113,7 @@ def test_items_go_and_come_back(configured: Any, own_sidecar: Sidecar) -> None:
     worker.bind_connector_metadata(step(scheduler))
     cat = torch.randn(8, 128)
     worker.save_caches({"cat": cat}, "cat")
-    worker._keeping._client._committer.submit(lambda: None).result()  # the store is over
+    worker._keeping._client._context.committer.submit(lambda: None).result()  # the store is over
     scheduler.request_finished(request)
 
     other = connector(configured, ECConnectorRole.SCHEDULER, own_sidecar.address)
@@ -140,7 +140,7 @@ def test_an_item_of_another_size_is_encoded(configured: Any, durable: Sidecar) -
     scheduler = connector(configured, ECConnectorRole.SCHEDULER, durable.address)
     worker.bind_connector_metadata(step(scheduler))
     worker.save_caches({"mine": torch.randn(8, 128)}, "mine")
-    worker._keeping._client._committer.submit(lambda: None).result()
+    worker._keeping._client._context.committer.submit(lambda: None).result()
     right, wrong = asked("a", ("mine", 0, 8)), asked("b", ("mine", 0, 9))
     settle(scheduler, right)
     assert scheduler.has_cache_item("mine")

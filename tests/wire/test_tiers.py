@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_client.match import chunk_matches
+from kvstore_client.lookup.match import chunk_matches
 
 from kvstore.spec import ChunkState, Encoding, Tier
 from kvstore.v1 import cache_pb2 as pb

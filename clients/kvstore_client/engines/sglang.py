@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import token_array
-from kvstore_client.client import connect
+from kvstore_client.begin import connect
 
 _log = logging.getLogger("kvstore.sglang")
 _CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "should_split_heads")

@@ -31,8 +31,8 @@ from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cac
 from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
-from kvstore_client.receipt import Receipt
 from kvstore_client.recompute import dense_planes
+from kvstore_client.store.receipt import Receipt
 
 __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of"]
 
@@ -118,8 +118,9 @@ class CachedModel:
     share caches to the bit use the same. ``spec``: with ``keeps_e`` the prompt's E is captured, stored and fetched in
     the place of KV, which is projected layer by layer. It is compared with the model, and follows it: at each call a
     sample of the weights is looked at, and when they changed they are digested again. One that is 'unverified:<name>'
-    vouches for the weights, also while they change. Raises: InvalidRequest for a model family without a spec, a model
-    that its configuration and weights do not describe, and a spec that is another model's.
+    vouches for the weights, also while they change. ``durability``: what ``Client.store`` is asked for, of each prompt.
+    Raises: InvalidRequest for a model family without a spec, a model that its configuration and weights do not
+    describe, and a spec that is another model's.
     """
 
     def __init__(
@@ -130,10 +131,12 @@ class CachedModel:
         chunk_tokens: int = 256,
         spec: ModelSpec | None = None,
         step_tokens: int | None = None,
+        durability: Durability | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.model = model
         self.client = client
+        self._durability = durability
         if spec is not None:
             check_spec(spec, model)
         self._whose = _Whose.of(model, spec or ModelSpec.from_transformers(model.config, model, chunk_tokens))
@@ -315,7 +318,7 @@ class CachedModel:
             try:
                 if not is_of(spec, self.model):
                     raise InvalidRequest("the model changed while it computed the prompt")
-                receipt = self.client.store(spec, tokens[:whole], kv)
+                receipt = self.client.store(spec, tokens[:whole], kv, durability=self._durability)
                 level = receipt.wait()
                 return level, receipt.stored_token_count, receipt.reason
             except Exception as error:  # noqa: BLE001 - a store never fails a generation

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest
 from kvstore_client.derived import exactness_of, is_derived, remember
-from kvstore_client.fetching import LayerStream
+from kvstore_client.fetch.stream import LayerStream
 
 
 class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types

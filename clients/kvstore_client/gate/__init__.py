@@ -4,6 +4,6 @@
 they were profiled. What a profile means is decided in `kvstore.planning`. Needs no torch: logits come as they are.
 """
 
-from kvstore_client.gate.gate import Gate
+from kvstore_client.gate.gate import DRIFT_COUNTERS, Gate
 
-__all__ = ["Gate"]
+__all__ = ["DRIFT_COUNTERS", "Gate"]

@@ -47,6 +47,9 @@ class _State:
     permits: dict[tuple[ModelSpec, ModelSpec | None], Permit] = field(default_factory=dict)
 
 
+DRIFT_COUNTERS = ("drift_checks", "drift_misled", "lossy_switched_off")
+
+
 class Gate:
     """Lossy reuse of one client. Safe to share between threads; a forked child goes on by itself.
 

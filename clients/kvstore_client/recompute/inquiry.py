@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
 from kvstore.spec import MissReason, ModelSpec
-from kvstore_client.match import Match
+from kvstore_client.lookup.match import Match
 from kvstore_client.recompute.request import Request
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.planning import Plan, Recompute, decide
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
-from kvstore_client.recompute.fetching import Fetching
+from kvstore_client.fetch.transfer import without_frames
+from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.result import PartialPrefill, Recomputed
 from kvstore_client.recompute.runs import Run
-from kvstore_client.transfer import without_frames
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -63,18 +63,18 @@ def _reused(client: Client, request: Request, timeout_s: float, clock: Clock) ->
 
 
 def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock) -> tuple[Plan, Recomputed, float]:
-    fetching = Fetching(client, request, timeout_s)
+    arrivals = Arrivals(client, request, timeout_s)
     try:
-        facts = ask(client, request, fetching.tickets)
+        facts = ask(client, request, arrivals.tickets)
         plan = decide(facts)
         while unknown := facts.unknown(plan):
-            facts = replace(facts, hidden=(*facts.hidden, *(fetching.fetch_e(*each) for each in unknown)))
+            facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
             plan = decide(facts)
-        runs, planes = fetching.run(plan)
+        runs, planes = arrivals.run(plan)
         prepared_s = clock.monotonic()
         result = _computed(request, runs, planes, clock, plan.recompute)
     except BaseException:
-        fetching.close()
+        arrivals.close()
         raise
     return plan, result, prepared_s
 

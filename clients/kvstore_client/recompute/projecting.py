@@ -13,7 +13,7 @@ import torch
 
 from kvstore.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from kvstore.keys import Extra
-from kvstore_client.fetching import FetchedKV
+from kvstore_client.fetch.fetched import FetchedKV
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.runner import ModelRunner, check_runner
 

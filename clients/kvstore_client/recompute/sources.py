@@ -11,11 +11,11 @@ import torch
 from kvstore_kernels import Rotation, rotate
 
 from kvstore.errors import DataLoss, KVStoreError
-from kvstore_client.paged import Paged
+from kvstore_client.fetch.paged import Paged
+from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.recompute.projecting import project_into, projector_of
 from kvstore_client.recompute.rows import STEP_ROWS
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.transfer import Transfer
 
 LAYOUT = "page head slot dim"
 

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.keys import Tokens, token_digest
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Tokens, fingerprint, token_digest
 from kvstore.seams import Random, SystemRandom
 from kvstore_client.forks import in_children
+from kvstore_client.prompt import Prompt
 
 ANCHOR_TOKENS = 32
 """How many first tokens are hashed: a power of two. Shorter documents are not found by themselves."""
@@ -101,6 +103,11 @@ class KnownSegments:
             anchors[anchor] = tuple(sorted((*anchors.get(anchor, ()), entry), key=lambda each: -each.token_count))
             self._anchors.pop(name, None)
 
+    def learn(self, prompt: Prompt) -> None:
+        """Remember a document that a prompt is, where it can be found again by its tokens."""
+        if not prompt.extras and prompt.tokens is not None:
+            self.add(fingerprint(prompt.spec, prompt.spec.kind), prompt.tokens)
+
     def _forget(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name, entry.digest]
         anchors = self._alike[name]
@@ -137,6 +144,12 @@ class KnownSegments:
                     free = stop
                     break
         return found
+
+    def find_in(self, prompt: Prompt) -> list[range]:
+        """``find`` in a prompt. Raises InvalidRequest for one by its hashes."""
+        if prompt.hashes is not None or prompt.tokens is None:
+            raise InvalidRequest("find_segments needs the tokens, not their hashes")
+        return self.find(fingerprint(prompt.spec, prompt.spec.kind), prompt.tokens)
 
     def _candidates(self, name: bytes, hashes: Hashes) -> list[int]:
         """Where a document may begin, in order."""

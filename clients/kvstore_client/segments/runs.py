@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra
-from kvstore_client.match import ChunkMatch
+from kvstore.spec import Exactness, MissReason
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.lookup.match import ChunkMatch, chunk_matches, missed_chunks
+from kvstore_client.lookup.presence import Answer
 from kvstore_client.prompt import Prompt
+from kvstore_client.segments.known import KnownSegments
 
 
 class SegmentMatch(NamedTuple):
@@ -62,9 +66,38 @@ def _bounds(given: Any, name: str) -> tuple[int, int]:
     return start, stop
 
 
-def segment_prompt(prompt: Prompt, run: range, exactness: Any) -> Prompt:
+def segment_prompt(prompt: Prompt, run: range, exactness: Exactness) -> Prompt:
     """One segment by itself. An extra at the prompt's position 0 goes with every segment, for it may be a salt."""
     assert prompt.tokens is not None
     inside = [Extra(each.position - run.start, each.data) for each in prompt.extras if each.position in run]
     salts = [each for each in prompt.extras if each.position == 0 and run.start > 0]
     return Prompt.segment(prompt.spec, prompt.tokens[run.start : run.stop], (*salts, *inside), exactness)
+
+
+def cut(prompt: Prompt, segments: Any, exactness: Exactness) -> list[tuple[range, Prompt]]:
+    """The prompt's segments as a caller named them. Raises InvalidRequest."""
+    if segments is None:
+        return []
+    if prompt.hashes is not None or prompt.tokens is None:
+        raise InvalidRequest("segments need the prompt's tokens: PageHashes depend on what comes before them")
+    runs = runs_of(segments, prompt.token_count)
+    return [(run, segment_prompt(prompt, run, exactness)) for run in runs]
+
+
+def matched(
+    cut: Sequence[tuple[range, Prompt]], found: Sequence[pb.SegmentFound | Answer], prefix: int, known: KnownSegments
+) -> tuple[SegmentMatch, ...]:
+    """What was found of each. A sidecar that knows no segments says nothing of them: they are not there."""
+    matches = []
+    for number, (run, prompt) in enumerate(cut):
+        step, start, stop = prompt.spec.chunk_tokens, run.start, run.stop
+        shared = min(max(0, prefix - start), stop - start)
+        if number < len(found):
+            chunks = chunk_matches(found[number].runs, step, start, stop)
+            standalone = min(found[number].hit_count * step, stop - start)
+        else:
+            chunks, standalone = missed_chunks(step, start, stop, MissReason.UNAVAILABLE), 0
+        matches.append(SegmentMatch(start, stop, standalone, shared, chunks))
+        if matches[-1].is_whole:
+            known.learn(prompt)
+    return tuple(matches)

@@ -44,12 +44,12 @@ class Fetches:
 
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline) -> FetchResult:
         """As ``fetch``; where the chain goes on, shared tiers are asked, and what they have is brought in, too."""
-        beyond = self._movement.beyond
-        if not beyond.tiers:
+        shared = self._movement.shared_tiers
+        if not shared.tiers:
             return self.fetch(session, query)
         spaces = namespaces_of(self._catalog, query)
         start = self._catalog.walk(spaces, query.digests).hit_count
-        found = await beyond.find(spaces, query.digests[start:], deadline.left_s)
+        found = await shared.find(spaces, query.digests[start:], deadline.left_s)
         if not session.is_open:  # nobody could give back what it would lease
             raise Unavailable("the session ended while its fetch asked shared tiers")
         if not found:
@@ -61,11 +61,11 @@ class Fetches:
         walk = self._catalog.walk(spaces, query.digests)
         if walk.hit_count < start:  # some of what the node had left meanwhile: what goes on after it is of no use
             return self._fetch(session, query, spaces, walk)
-        more = beyond.rows(spaces, query.digests, start, found)
+        more = shared.rows(spaces, query.digests, start, found)
         try:
             return self._fetch(session, query, spaces, walk.onwards(start, more))
         finally:
-            beyond.release(more)
+            shared.release(more)
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
         """The prefix that the node has, under a lease; movement brings in what memory lacks.

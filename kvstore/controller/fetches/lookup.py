@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from kvstore.catalog import Catalog, Namespace, Run, absent_runs, joined_runs
 from kvstore.controller.fetches.tickets import Tickets
@@ -11,7 +12,7 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.values import ChainQuery, LookupResult, Tail
 from kvstore.errors import InvalidRequest
 from kvstore.keys import ROOT_DIGEST
-from kvstore.movement import Whereabouts
+from kvstore.movement import ChunkHint
 from kvstore.seams import Deadline, Pauses
 from kvstore.spec import ChunkState, Encoding, MissReason
 
@@ -65,6 +66,8 @@ class Lookups:
         """What is stored of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         spaces = namespaces_of(self._catalog, query)
         walk = self._catalog.walk(spaces, query.digests)
+        for chain in walk.chains:
+            self._parts.movement.uses.count(chain)
         self._parts.counters.add("lookup_hit_chunks", walk.hit_count)
         self._parts.counters.add("lookup_miss_chunks", len(query.digests) - walk.hit_count)
         tails, lengths = tails_after(self._catalog, spaces, query, walk.hit_count)
@@ -90,13 +93,13 @@ class Lookups:
     async def lookup_wide(self, query: ChainQuery, readers: int, deadline: Deadline) -> LookupResult:
         """As ``lookup_long``; where the chain goes on, shared tiers are asked. What they are said to have is a hit of
         their tier, of which only the fetch tells whether it is there. A ticket cannot hold it."""
-        beyond = self._parts.movement.beyond
-        if not beyond.tiers:
+        shared = self._parts.movement.shared_tiers
+        if not shared.tiers:
             return await self.lookup_long(query, readers)
         found = await self.lookup_long(query)
         here_count = found.hit_count
         spaces = namespaces_of(self._catalog, query)
-        more = await beyond.find(spaces, query.digests[found.hit_count :], deadline.left_s)
+        more = await shared.find(spaces, query.digests[found.hit_count :], deadline.left_s)
         found = self._onwards(query, spaces, found, more)
         if not readers:
             return found
@@ -107,34 +110,38 @@ class Lookups:
 
     async def segments(self, queries: Sequence[ChainQuery], deadline: Deadline) -> list[LookupResult]:
         """Each chain by itself, as far as it is stored here or said to be in shared tiers, which are asked once."""
-        pauses, beyond = self._parts.long_work.begin(), self._parts.movement.beyond
+        pauses, shared = self._parts.long_work.begin(), self._parts.movement.shared_tiers
         found = [await self.in_steps(query, 0, pauses) for query in queries]
-        if not beyond.tiers:
+        if not shared.tiers:
             return found
         spaces = [namespaces_of(self._catalog, query) for query in queries]
         chains = [
             (each, query.digests[here.hit_count :]) for each, query, here in zip(spaces, queries, found, strict=True)
         ]
-        more = await beyond.find_all(chains, deadline.left_s)
+        more = await shared.find_all(chains, deadline.left_s)
         return list(map(self._onwards, queries, spaces, found, more))
 
     def _onwards(
-        self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[Whereabouts]
+        self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[ChunkHint]
     ) -> LookupResult:
         """What is stored of a chain, with what is said to be in shared tiers after what the node has."""
         if not more:
             return found
         self._parts.counters.add("lookup_hinted_chunks", len(more))
         start, hits = found.hit_count, found.hit_count + len(more)
-        hinted = (self._hinted(spaces, digest, each) for digest, each in zip(query.digests[start:], more, strict=False))
-        runs = joined_runs((*cut_runs(found.runs, 0, start), *hinted, *cut_runs(found.runs, hits)))
+        hinted: list[Run] = []
+        for where, alike in groupby(more):
+            stop = start + sum(1 for _ in alike)
+            hinted += self._hinted(spaces, query.digests[start:stop], where)
+            start = stop
+        runs = joined_runs((*cut_runs(found.runs, 0, found.hit_count), *hinted, *cut_runs(found.runs, hits)))
         return LookupResult(hits, tuple(runs), *tails_after(self._catalog, spaces, query, hits))
 
-    def _hinted(self, spaces: Sequence[Namespace], digest: bytes, where: Whereabouts) -> Run:
-        """One chunk after what the node has of a chain; the node may have it all the same, behind a gap."""
+    def _hinted(self, spaces: Sequence[Namespace], digests: Sequence[bytes], where: ChunkHint) -> list[Run]:
+        """Chunks after what the node has of a chain; the node may have them all the same, behind a gap."""
         if where.kind is None:
-            return self._catalog.walk(spaces, [digest]).runs[0]
-        return Run(1, ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)
+            return [self._catalog.walk(spaces, [digest]).runs[0] for digest in digests]
+        return [Run(len(digests), ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)]
 
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
         """As ``lookup``, of a chain that takes long to walk: others are answered in between. A chunk that leaves

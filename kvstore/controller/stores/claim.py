@@ -24,7 +24,7 @@ from kvstore.controller.values import ReserveRequest, StoreResult
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.seams import Deadline
-from kvstore.spec import MissReason, StoreState
+from kvstore.spec import Durability, MissReason, StoreState
 
 SHARD_COUNT_MAX = 1024
 TAILS_BESIDE_MAX = 64
@@ -71,7 +71,12 @@ class Claims:
             raise InvalidRequest(f"shards {request.shards} must be in 1..{SHARD_COUNT_MAX}")
         if not 0 <= request.tail_token_count < spec.chunk_tokens:
             raise InvalidRequest(f"tail_token_count {request.tail_token_count} must be below {spec.chunk_tokens}")
-        return namespaces_of(self._catalog, query, for_store=True)
+        spaces = namespaces_of(self._catalog, query, for_store=True)
+        if request.durability > Durability.LOCAL and any(space.may_be_replaced for space in spaces):
+            raise InvalidRequest(
+                f"durability {request.durability.name}: values that may be replaced stay on their node: ask for LOCAL"
+            )
+        return spaces
 
     async def _reserve(
         self, session: Session, request: ReserveRequest, spaces: list[Namespace], deadline: Deadline
@@ -87,6 +92,7 @@ class Claims:
             shard_count=request.shards,
             ticket=self._parts.random.bytes(TICKET_BYTES),
         )
+        reservation.want(request.durability)
         patience = deadline.sooner(self._parts.policies.demotion_wait_s)
         try:
             await self._claim_all(reservation, request, spaces, patience)

@@ -152,6 +152,8 @@ class Commits:
             self._movement.used(chain)
             rows += chain
         states = tuple(entry.state for entry in reservation.entries)
+        for wanted in reservation.levels:
+            self._movement.demand(rows, wanted)
         level = Durability.MEMORY if count else Durability.NONE
         return StoreResult(reservation.reservation_id, states, count, level, reservation.refusal, tuple(rows))
 

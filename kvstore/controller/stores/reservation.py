@@ -16,7 +16,7 @@ from kvstore.controller.stores.filling import Filling
 from kvstore.controller.stores.mover import Move
 from kvstore.controller.values import StoreResult
 from kvstore.errors import KVStoreError
-from kvstore.spec import StoreState
+from kvstore.spec import Durability, StoreState
 
 
 @dataclass(eq=False)
@@ -77,8 +77,15 @@ class Reservation:
     committed: set[int] = field(default_factory=set)
     supersedes: list[bytes] = field(default_factory=list)
     """Digests of partial chunks that chunks of this store begin with, as its writers say."""
+    levels: set[Durability] = field(default_factory=set)
+    """Beyond the node, which its writers asked for."""
     is_publishing: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def want(self, level: Durability) -> None:
+        """A writer asked for this level."""
+        if level > Durability.LOCAL:
+            self.levels.add(level)
 
     @property
     def has_ended(self) -> bool:

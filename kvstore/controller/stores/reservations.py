@@ -13,7 +13,7 @@ from kvstore.controller.stores.reservation import Entry, Reservation
 from kvstore.controller.values import StoreResult
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest
 from kvstore.seams import Deadline
-from kvstore.spec import StoreState
+from kvstore.spec import Durability, StoreState
 
 
 class Reservations:
@@ -71,7 +71,7 @@ class Reservations:
         self._by_ticket[reservation.ticket] = reservation
         self._parts.counters.add("store_reservations")
 
-    def join(self, session: Session, ticket: bytes, fingerprint: bytes) -> StoreResult:
+    def join(self, session: Session, ticket: bytes, fingerprint: bytes, durability: Durability) -> StoreResult:
         """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
         model; Exhausted past limits.reservation_count_max."""
         reservation = self.by_ticket(ticket)
@@ -87,6 +87,7 @@ class Reservations:
             self._check_count(session)
             reservation.sessions.append(session)
             self._of.setdefault(session, {})[reservation.reservation_id] = reservation
+        reservation.want(durability)
         return reservation.result
 
     def _check_count(self, session: Session) -> None:

@@ -1,7 +1,7 @@
 """Chunks on a device: region files of equal slots, one chunk in each.
 
     <directory>/format            JSON: the format's version, and which snapshot is the one of the last clean stop
-    <directory>/index             the snapshot: what the catalog knew, for a quick start after a clean stop
+    <directory>/index             the snapshot: what the catalog knew, for a quick start after a clean stop; sealed, too
     <directory>/region-<number>-<slot bytes>.kvs
                                   a page that says how it is cut, then slots: header and body of one chunk each
     <directory>/newest            where an older value could come back: which one is to be believed
@@ -18,25 +18,30 @@ its checks. It is never a value that another one was stored in the place of, nor
 are erased with a sync, or ``newest`` says that they are not to be believed. Nothing is promised on what a scan found
 before it was read and synced anew (``UNPROVEN`` in the catalog).
 
+In an envelope (``chunk.envelope``) a copy also proves where it was written: its tag covers the seat. A copy sealed with
+a key that is not here is as one that cannot be read: its slot is nobody else's, and the next start looks again.
+
 Room: a slot is exactly as large as a full raw chunk of its model, and at most an eighth larger than anything else.
 Regions of one slot size begin small and double. All of them together never pass the capacity.
 
 - ``directory``  the format file, the lock, the snapshot
 - ``slots``      one file, and what its slots are used for
 - ``regions``    all files: made, found, given up; the account
-- ``io``         the engine that moves bytes between slots and memory
+- ``io``         the engine that moves bytes between slots and memory, and seals them on their way
+- ``outgoing``   a chunk on its way to a slot
 - ``tier``       the contract: write, open, remove, recover
 - ``reading``    a chunk in a slot, opened
-- ``pace``       how long the device has kept its callers waiting
 - ``sync``       one sync for everybody who waits for one
 - ``erasures``   what must not come back: erased, again and again, until the device takes it
 - ``newest``     what is to be believed until then
+- ``plain``      which copies without an envelope are believed where one is demanded
 - ``recovery``   what the slots hold, in bulk
 """
 
 from kvstore.tiers.nvme.directory import Directory, Snapshot
 from kvstore.tiers.nvme.io import PosixIO, aligned
+from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.tier import NvmeTier
 
-__all__ = ["Directory", "NvmeTier", "PosixIO", "Regions", "Snapshot", "aligned"]
+__all__ = ["Directory", "NvmeTier", "PlainCopies", "PosixIO", "Regions", "Snapshot", "aligned"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore.errors import Unavailable
+from kvstore.chunk import Sealing, open_file, seal_file
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import DIGEST_BYTES
-from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
+from kvstore.seams import Disk, EnvelopeRing, FaultPoints, Lender, OwnThreads
 from kvstore.seams.disk import LOCK_WAIT_S
 from kvstore.spec import Exactness, Provenance
 from kvstore.tiers.contract import IndexColumns, NotOurs
@@ -23,9 +26,12 @@ from kvstore.tiers.contract import IndexColumns, NotOurs
 FORMAT = 1
 NEWEST = "newest"
 """The feature of a directory where that file says what is to be believed: who does not read it serves older values."""
-KNOWN_FEATURES = frozenset({NEWEST})
+ENVELOPES_USED = "envelopes"
+"""The feature of a directory with sealed copies: who does not know them takes their slots for free."""
+KNOWN_FEATURES = frozenset({NEWEST, ENVELOPES_USED})
 FORMAT_FILE, INDEX_FILE, LOCK_FILE = "format", "index", "lock"
 _INDEX_MAGIC = b"KVSINDEX"
+_INDEX_ABOUT = b"nvme snapshot"
 _INDEX_HEAD = struct.Struct("<8sHHIQQ")
 _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
@@ -36,11 +42,13 @@ FILE_BYTES_MAX = 1 << 40
 @dataclass(frozen=True)
 class Snapshot:
     """What a clean stop left. ``regions`` are the numbers of the files that it speaks of (None: of all); ``unread`` are
-    the places (region, slot) of which it knew nothing. Whatever else is there now is to be read."""
+    the places (region, slot) of which it knew nothing. Whatever else is there now is to be read. ``key_ids``: of what
+    the copies may be sealed with."""
 
     columns: IndexColumns
     regions: frozenset[int] | None = None
     unread: tuple[tuple[int, int], ...] = ()
+    key_ids: frozenset[bytes] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -62,6 +70,8 @@ class Directory:
         self._faults = faults
         self._said: dict[str, Any] = {}
         self._has_format = False
+        self.directory_id: bytes | None = b""
+        """Which this is, where copies without an envelope are told apart; None: what said so is damaged."""
         self.features: set[str] = set()
         """What a release must know to read this directory; in the format from its next writing on."""
         disk.make_directory(path)
@@ -85,6 +95,7 @@ class Directory:
             found = {}  # the regions carry their own version
         if not isinstance(found, dict):
             found = {}
+        self.directory_id = _id_in(found)
         self._has_format = bool(found)
         minimum, features = found.get("minimum_reader", FORMAT), found.get("features", [])
         unknown = set(map(str, features)) - KNOWN_FEATURES if isinstance(features, list) else {str(features)}
@@ -100,11 +111,17 @@ class Directory:
                 "secret it had (tenants.NAME.secret_file), or move the directory away. Nothing was changed"
             )
         self._said = found
+        if isinstance(features, list) and ENVELOPES_USED in features:
+            self.features.add(ENVELOPES_USED)
 
-    def begin(self) -> Snapshot | None:
-        """The snapshot of the last clean stop, or None when there is none to be believed: then the slots are to be
-        scanned. From here on the directory counts as in use: the snapshot is gone (a full device has room for that)."""
-        snapshot = self._read_snapshot()
+    def begin(self, ring: EnvelopeRing | None = None) -> Snapshot | None:
+        """The snapshot of the last clean stop, or None when there is none to be believed, also for want of a key in the
+        ``ring``: then the slots are to be scanned. From here on the directory counts as in use: the snapshot is gone (a
+        full device has room for that)."""
+        ring = ring or EnvelopeRing()
+        snapshot = self._read_snapshot(ring)
+        if snapshot is not None and not snapshot.key_ids <= set(ring.key_ids):
+            snapshot = None
         self.remove(INDEX_FILE)
         try:
             self._write_format("")  # no copy of an old snapshot is believed later on
@@ -113,18 +130,22 @@ class Directory:
                 raise
         return snapshot
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: Snapshot, sealing: Sealing | None = None) -> None:
         """A clean stop: leave the snapshot that the next start believes."""
         packed = _pack(snapshot.columns)
+        if sealing is not None:
+            packed = seal_file(sealing, _INDEX_ABOUT, packed)
         self.write(INDEX_FILE, packed)
         self._faults.reach("nvme.snapshot.written")
         clean = xxhash.xxh3_128_hexdigest(packed)
+        keys = {"keys": sorted(each.hex() for each in snapshot.key_ids)} if snapshot.key_ids else {}
         if snapshot.is_whole:
-            self._write_format(clean)
+            self._write_format(clean, keys)
             return
         regions, unread = sorted(snapshot.regions or ()), sorted(snapshot.unread)
         # Not as "clean": a release that knows nothing of parts reads every header instead.
-        self._write_format("", {"clean": clean, "regions": regions, "unread": unread})
+        part = {"clean": clean, "regions": regions, "unread": unread}
+        self._write_format("", {"part": part, **keys})
 
     def require(self, feature: str) -> None:
         """From now on no release opens the directory that does not know this. Raises OSError."""
@@ -136,6 +157,16 @@ class Directory:
                 self.features.discard(feature)
                 raise
 
+    def identify(self, directory_id: bytes) -> None:
+        """From now on the directory is this one (none: it is like any other). Raises OSError."""
+        if directory_id != self.directory_id:
+            before, self.directory_id = self.directory_id, directory_id
+            try:
+                self._write_format("")
+            except OSError:
+                self.directory_id = before
+                raise
+
     def close(self) -> None:
         """Let another process have the directory. Idempotent."""
         if self._lock >= 0:
@@ -143,46 +174,38 @@ class Directory:
             self._disk.close(self._lock)
             self._lock = -1
 
-    def _write_format(self, clean: str, part: dict[str, Any] | None = None) -> None:
+    def _write_format(self, clean: str, more: dict[str, Any] | None = None) -> None:
         said: dict[str, Any] = {"kvstore": "nvme", "format": FORMAT, "minimum_reader": FORMAT}
         said |= {"features": sorted(self.features), "clean": clean}
-        if part is not None:
-            said["part"] = part
+        said |= more or {}
+        if self.directory_id:
+            said["id"] = self.directory_id.hex()
         if self._owner:
             said["owner"] = self._owner
         self.write(FORMAT_FILE, json.dumps(said).encode())
 
-    def _read_snapshot(self) -> Snapshot | None:
+    def _read_snapshot(self, ring: EnvelopeRing) -> Snapshot | None:
         part = self._said.get("part")
         said = part if isinstance(part, dict) else self._said
         clean = str(said.get("clean", ""))
         try:
-            columns = self._read_index(clean) if clean else None
+            key_ids = frozenset(map(bytes.fromhex, self._said.get("keys", ())))
+            columns = self._read_index(clean, ring) if clean else None
             if columns is None or said is not part:
-                return None if columns is None else Snapshot(columns)
+                return None if columns is None else Snapshot(columns, key_ids=key_ids)
             unread = tuple((int(region), int(slot)) for region, slot in said["unread"])
-            return Snapshot(columns, frozenset(map(int, said["regions"])), unread)
-        except (OSError, KeyError, TypeError, ValueError):
+            return Snapshot(columns, frozenset(map(int, said["regions"])), unread, key_ids)
+        except (OSError, KeyError, TypeError, ValueError, DataLoss):
             return None
 
-    def _read_index(self, clean: str) -> IndexColumns | None:
+    def _read_index(self, clean: str, ring: EnvelopeRing) -> IndexColumns | None:
         packed = self.read(INDEX_FILE)
-        return _unpack(packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None
+        opened = open_file(ring, _INDEX_ABOUT, packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None
+        return None if opened is None else _unpack(opened)
 
     def read(self, name: str) -> bytes:
         """A file, whole. Raises OSError."""
-        descriptor = self._disk.open(self.path / name, os.O_RDONLY)
-        try:
-            data = bytearray(min(self._disk.size(descriptor), FILE_BYTES_MAX))
-            done = 0
-            while done < len(data):
-                count = self._disk.pread(descriptor, memoryview(data)[done:], done)
-                if count <= 0:
-                    break
-                done += count
-            return bytes(data[:done])
-        finally:
-            self._disk.close(descriptor)
+        return read_whole(self._disk, self.path / name)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there, for good."""
@@ -191,18 +214,46 @@ class Directory:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file at once: the old content or the new, whenever the power goes."""
-        fresh = self.path / f"{name}.new"
-        descriptor = self._disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            done = 0
-            while done < len(data):
-                done += self._disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
-            self._disk.sync(descriptor)
-        finally:
-            self._disk.close(descriptor)
-        self._faults.reach("nvme.replace")
-        self._disk.rename(fresh, self.path / name)
-        self._disk.sync_directory(self.path)
+        replace_whole(self._disk, self.path / name, data, partial(self._faults.reach, "nvme.replace"))
+
+
+def _id_in(found: dict[str, Any]) -> bytes | None:
+    try:
+        return bytes.fromhex(found.get("id", "")) if found else None
+    except (TypeError, ValueError):
+        return None
+
+
+def read_whole(disk: Disk, path: Path) -> bytes:
+    """A file, whole. Raises OSError."""
+    descriptor = disk.open(path, os.O_RDONLY)
+    try:
+        data = bytearray(min(disk.size(descriptor), FILE_BYTES_MAX))
+        done = 0
+        while done < len(data):
+            count = disk.pread(descriptor, memoryview(data)[done:], done)
+            if count <= 0:
+                break
+            done += count
+        return bytes(data[:done])
+    finally:
+        disk.close(descriptor)
+
+
+def replace_whole(disk: Disk, path: Path, data: bytes, reach: Callable[[], None] = lambda: None) -> None:
+    """See ``Directory.write``. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.new")
+    descriptor = disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        done = 0
+        while done < len(data):
+            done += disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+    reach()
+    disk.rename(fresh, path)
+    disk.sync_directory(path.parent)
 
 
 def _pack(columns: IndexColumns) -> bytes:

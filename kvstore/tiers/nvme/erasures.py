@@ -77,15 +77,24 @@ class Erasures:
         """See ``LocalTier.supersede``: where something older may lie that nobody can erase, write down what is newer.
         Raises KVStoreError."""
         async with self._noting:
-            unseen = self._unseen()
+            unseen = self._unseen(writes)
             if unseen or self.newest.knows(writes):
                 await self._run(self.newest.note, writes, unseen)
 
-    def _unseen(self) -> frozenset[Place]:
-        """Where something may lie that nobody could read, or erase."""
-        regions = self._regions.by_number.values()
-        slots = {(each.path.name, slot) for each in regions for slot in each.unread | each.unerased}
-        return frozenset(slots | {(name, WHOLE_FILE) for name in self._regions.away})
+    def _unseen(self, writes: Mapping[bytes, int] | None = None) -> frozenset[Place]:
+        """Where something may lie that nobody could read, or erase. Of what is locked the key is shown: it counts where
+        ``writes`` replace it, or something did before."""
+        places = {(name, WHOLE_FILE) for name in self._regions.away}
+        is_any_stale = bool(self.newest)
+        for region in self._regions.by_number.values():
+            file = region.path.name
+            places |= {(file, slot) for slot in region.unread - region.locked.keys() | region.unerased}
+            places |= {
+                (file, slot)
+                for slot, (key, mark) in region.locked.items()
+                if (writes and key in writes) or (is_any_stale and self.newest.is_stale(key, mark, (file, slot)))
+            }
+        return frozenset(places)
 
     @property
     def is_tidy(self) -> bool:

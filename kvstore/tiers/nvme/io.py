@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvstore.chunk import AEAD, Run, Sealer, Sealing, write_seat
 from kvstore.errors import DataLoss
 from kvstore.seams import Disk
 from kvstore.seams.memory import Bytes
@@ -70,11 +71,33 @@ def aligned(byte_count: int) -> Bytes:
     return room[start : start + byte_count]
 
 
+def seated(runs: Sequence[Bytes], header_bytes: int, seat: int) -> list[Bytes]:
+    """A chunk's runs of memory, whose header, the first ``header_bytes``, says where it is written."""
+    header = aligned(header_bytes)
+    np.copyto(header, runs[0][:header_bytes])
+    write_seat(header, seat)
+    return [each for each in (header, runs[0][header_bytes:], *runs[1:]) if each.size]
+
+
 def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]) -> None:
     """Blocking. Runs of memory, one after the other on the device."""
     for run in runs:
         io.write(descriptor, offset, run)
         offset += run.size
+
+
+def write_sealed(
+    io: DeviceIO, descriptor: int, offset: int, header_bytes: int, sealing: Sealing, seat: int, header: Bytes,
+    runs: Sequence[Run],
+) -> None:  # fmt: skip
+    """Blocking. A chunk, whose body is these runs, in an envelope, with a header of ``header_bytes``: that comes last,
+    for it has the tags of all. Raises DataLoss, before the header is written, where memory is not what it names."""
+    sealer, place = Sealer(sealing, header, seat), offset + header_bytes
+    room = aligned(max(data.size for data, _ in runs)) if sealing.kind == AEAD else None
+    for data, strips in runs:
+        io.write(descriptor, place, sealer.body(data, strips, room))
+        place += data.size
+    io.write(descriptor, offset, sealer.header())
 
 
 def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:

@@ -13,15 +13,19 @@ from kvstore.chunk import (
     ChunkLayout,
     Run,
     StripRun,
+    Trust,
     are_right,
-    decode_slab,
+    decode_slabs,
+    is_sealed,
     parse_header,
+    read_seat,
+    sealed_header_bytes,
     slab_range,
     slab_runs,
     strip_run,
-    strip_seeds,
 )
 from kvstore.errors import DataLoss
+from kvstore.seams import EnvelopeRing
 from kvstore.seams.memory import Bytes
 from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
 from kvstore.tiers.nvme.io import DeviceIO, aligned
@@ -39,13 +43,37 @@ class Owner(Protocol):
     def closed(self, region: RegionFile, slot: int) -> None: ...
 
 
-def read_header(io: DeviceIO, region: RegionFile, slot: int, name: ChunkName) -> ChunkHeader:
-    """The header of a slot. Raises DataLoss when it is not that chunk's."""
-    page = aligned(name.layout.header_bytes)
+def read_header(
+    io: DeviceIO, region: RegionFile, slot: int, name: ChunkName, ring: EnvelopeRing | None = None
+) -> ChunkHeader:
+    """The header of a slot, whose copy is sealed with a key of the ``ring``, or is not (None). Raises DataLoss when it
+    is not that chunk's."""
+    layout = name.layout
+    page = aligned(layout.header_bytes if ring is None else sealed_header_bytes(layout.strip_count))
     if page.size > region.slot_bytes:
         raise DataLoss("the slot is too small for this chunk", reason="slot")
     io.read(region.descriptor, region.offset(slot), page)
-    return check_header(name, parse_header(page, name.layout))
+    header = check_header(name, parse_header(page, layout) if ring is None else _opened(page, layout, ring))
+    if not is_seated(page, region, slot):
+        raise DataLoss("this copy was written to another place", reason="seat")
+    return header
+
+
+def _opened(page: Bytes, layout: ChunkLayout, ring: EnvelopeRing) -> ChunkHeader:
+    if not is_sealed(page):
+        raise DataLoss("a copy that was sealed has no envelope any more", reason="envelope")
+    header = Trust("none", ring).read_header(page, layout)
+    if header is None:
+        raise DataLoss("a copy is sealed with a key that this process never had", reason="key")
+    return header
+
+
+def is_seated(header: Bytes, region: RegionFile, slot: int) -> bool:
+    """Whether a header, checked before, was written where it lies. A stray copy of what may be replaced is nobody's to
+    erase, and would come back after its key got another value. A sealed copy says where, and its tag covers it; others
+    that stay what they are do not (nor did earlier releases)."""
+    seat = read_seat(header)
+    return seat == region.seat(slot) or (seat == 0 and not is_sealed(header))
 
 
 class NvmeChunk:
@@ -68,7 +96,7 @@ class NvmeChunk:
         offset, byte_count = self._place(slabs)
         header, descriptor = self.header, self._region.descriptor
         if header.encoding == "raw":
-            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory)
+            runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory, header.seal)
             good = await self._owner.run_read(read_raw, self._io, descriptor, offset, runs, self._expected(slabs))
         else:
             place = (descriptor, offset, byte_count)
@@ -80,7 +108,8 @@ class NvmeChunk:
         offset, byte_count = self._place(slabs)
         header = self.header
         if header.encoding == "raw":
-            strips = strip_run(self._layout, header.storage_key, header.write_id, *self._layout.strips_of(slabs))
+            first, stop = self._layout.strips_of(slabs)
+            strips = strip_run(self._layout, header.storage_key, header.write_id, first, stop, header.seal)
             place = (self._region.descriptor, offset, byte_count)
             good = await self._owner.run_read(check_raw, self._io, place, strips, self._expected(slabs))
             self._was_read(slabs, good, byte_count)
@@ -90,7 +119,7 @@ class NvmeChunk:
     def _place(self, slabs: range) -> tuple[int, int]:
         """(offset on the device, bytes) of slabs as stored. Raises DataLoss where they leave the slot."""
         offset, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
-        start = self._layout.header_bytes + offset
+        start = self.header.bytes_before(self._layout) + offset
         if start + byte_count > self._region.slot_bytes:
             raise DataLoss("the chunk does not end where its slot does", reason="slot")
         return self._region.offset(self._slot) + start, byte_count
@@ -139,11 +168,4 @@ def read_encoded(
     descriptor, offset, byte_count = place
     buffer = aligned(byte_count)
     io.read(descriptor, offset, buffer)
-    seeds = strip_seeds(header.storage_key, layout, header.write_id)
-    start = 0
-    for slab, into in zip(slabs, target, strict=True):
-        size = slab_range(header, layout, slab, slab + 1)[1]
-        if not decode_slab(header, layout, slab, buffer[start : start + size], into, seeds):
-            return False
-        start += size
-    return True
+    return decode_slabs(header, layout, slabs, buffer, target)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.chunk import ChunkHeader, parse_header, write_mark
+from kvstore.chunk import ChunkHeader, Trust, is_sealed, shown_header, write_mark
 from kvstore.errors import DataLoss
 from kvstore.seams import Workers
 from kvstore.seams.jobs import begun, given_up, to_its_end
 from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Encoding
-from kvstore.tiers.contract import RESIDENCY_STOP, IndexColumns, Residency, SpaceName
+from kvstore.tiers.contract import RESIDENCY_STOP, IndexColumns, Recovered, Residency, SpaceName
 from kvstore.tiers.nvme.directory import Snapshot
 from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
 from kvstore.tiers.nvme.newest import Newest
+from kvstore.tiers.nvme.plain import PlainCopies
+from kvstore.tiers.nvme.reading import is_seated
 from kvstore.tiers.nvme.regions import Regions
-from kvstore.tiers.nvme.slots import RegionFile
+from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
 
 SMALL_SLOT_BYTES = 64 << 10
 """Slots below are read whole, many at a time: cheaper than a request for each header."""
@@ -36,6 +39,23 @@ class ScannedSlot(NamedTuple):
 
     residency: Residency
     header: ChunkHeader
+
+
+class _Slots(NamedTuple):
+    """Of a run of slots: the chunks, the slots that the device did not give, and those that are sealed with a key that
+    is not here, with storage key and mark."""
+
+    found: list[ScannedSlot]
+    refused: list[int]
+    locked: dict[int, tuple[bytes, int]]
+
+
+class LockedSlot(Exception):
+    """A slot holds what only another key opens: a write (``mark``) of ``storage_key``."""
+
+    def __init__(self, storage_key: bytes, mark: int) -> None:
+        super().__init__(storage_key, mark)
+        self.write = storage_key, mark
 
 
 def agree(regions: Regions, columns: IndexColumns) -> bool:
@@ -53,7 +73,7 @@ def agree(regions: Regions, columns: IndexColumns) -> bool:
 
 
 async def completed(
-    snapshot: Snapshot, regions: Regions, newest: Newest, io: DeviceIO, readers: Workers
+    snapshot: Snapshot, regions: Regions, newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> tuple[IndexColumns, list[Residency]]:
     """A snapshot that agrees, as far as its files are there, and behind it what lies where it knew nothing: in files
     that it does not speak of, and in slots that could not be read before it. Those are marked as ``SCANNED``. And what
@@ -70,7 +90,7 @@ async def completed(
         region = regions.by_number.get(number)
         if region is not None and 0 <= slot < region.slot_count:
             runs.append((region, slot, slot + 1))
-    found, stale = (await _read_all(runs, newest, io, readers)).columns(columns)
+    found, stale = (await _read_all(runs, newest, plain, io, readers)).columns(columns)
     return columns.followed_by(replace(found, residencies=found.residencies | SCANNED)), stale
 
 
@@ -95,13 +115,24 @@ def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
     return columns.where(stays)
 
 
+def has_sealed(regions: Regions, columns: IndexColumns) -> bool:
+    """Whether there are copies in envelopes."""
+    return bool((columns.residencies & SEALED).any()) or any(each.locked for each in regions.by_number.values())
+
+
+def with_doubts(held: Recovered) -> IndexColumns:
+    """Columns in which what a crash left, and nobody proved since, is marked: doubt outlives a clean stop."""
+    doubts = np.where(held.is_proven, np.int64(0), np.int64(SCANNED))
+    return replace(held.columns, residencies=held.columns.residencies | doubts)
+
+
 async def scan(
-    regions: Regions, newest: Newest, io: DeviceIO, readers: Workers
+    regions: Regions, newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> tuple[IndexColumns, list[Residency]]:
     """Read every slot's header: what they hold, and where an older write of something lies that is not to be believed.
     Cost: a small read per slot, or the whole region where slots are small."""
     runs = [run for region in regions.by_number.values() for run in _runs(region)]
-    return (await _read_all(runs, newest, io, readers)).columns()
+    return (await _read_all(runs, newest, plain, io, readers)).columns()
 
 
 Run = tuple[RegionFile, int, int]
@@ -114,55 +145,69 @@ def _runs(region: RegionFile) -> Iterator[Run]:
         yield region, first, min(first + step, region.slot_count)
 
 
-async def _read_all(runs: Sequence[Run], newest: Newest, io: DeviceIO, readers: Workers) -> Gathered:
-    """What the slots hold. One that the device does not give is ``unread`` from now on: it may hold a chunk."""
-    jobs = [(region, begun(readers, _scan_slots, io, region, first, stop)) for region, first, stop in runs]
-    gathered = Gathered(newest)
-    unread = 0
+async def _read_all(
+    runs: Sequence[Run], newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
+) -> Gathered:
+    """What the slots hold. One that the device does not give, or that takes a key that is not here, is ``unread`` from
+    now on: it may hold a chunk."""
+    trust = plain.trust
+    jobs = [(region, begun(readers, _scan_slots, io, trust, region, first, stop)) for region, first, stop in runs]
+    gathered = Gathered(newest, plain)
+    unread = locked = 0
     try:
         for number, (region, job) in enumerate(jobs):
-            chunks, refused = await to_its_end(asyncio.wrap_future(job))
-            gathered.add(region.path.name, chunks)
-            region.unread.update(refused)
-            unread += len(refused)
+            slots = await to_its_end(asyncio.wrap_future(job))
+            gathered.add(region.path.name, slots.found)
+            region.unread.update(slots.refused, slots.locked)
+            region.locked.update(slots.locked)
+            unread += len(slots.refused)
+            locked += len(slots.locked)
             if number % 256 == 255:
                 _log.info("reading headers", extra={"jobs_done": number + 1, "jobs": len(jobs)})
     finally:
         await given_up([job for _, job in jobs])  # before their files are closed
     if unread:
         _log.error("headers could not be read: their slots are left alone", extra={"slots": unread})
+    if locked:
+        _log.error(
+            "chunks on the device are sealed with keys that are not in the tenant's envelope key file: they are "
+            "misses, and stay; put the keys back and start again to have them",
+            extra={"chunks": locked},
+        )
     return gathered
 
 
-def _scan_slots(io: DeviceIO, region: RegionFile, first: int, stop: int) -> tuple[list[ScannedSlot], list[int]]:
-    """Blocking. The chunks of a run of slots, and the slots that the device did not give."""
+def _scan_slots(io: DeviceIO, trust: Trust, region: RegionFile, first: int, stop: int) -> _Slots:
+    """Blocking. What a run of slots holds."""
+    slots = _Slots([], [], {})
     if region.slot_bytes <= SMALL_SLOT_BYTES and stop - first > 1:
         run = aligned((stop - first) * region.slot_bytes)
         try:
             io.read(region.descriptor, region.offset(first), run)
         except (OSError, DataLoss):
-            return _scan_each(io, region, first, stop)
-        views = (run[at : at + region.slot_bytes] for at in range(0, run.size, region.slot_bytes))
-        return [each for slot, view in enumerate(views, first) if (each := _parse(region, slot, view)) is not None], []
-    return _scan_each(io, region, first, stop)
-
-
-def _scan_each(io: DeviceIO, region: RegionFile, first: int, stop: int) -> tuple[list[ScannedSlot], list[int]]:
-    found: list[ScannedSlot] = []
-    refused: list[int] = []
+            pass  # each by itself, then
+        else:
+            for slot, at in enumerate(range(0, run.size, region.slot_bytes), first):
+                _note(slots, slot, partial(_parse, trust, region, slot, run[at : at + region.slot_bytes]))
+            return slots
     for slot in range(first, stop):
-        try:
-            each = read_slot(io, region, slot)
-        except OSError:
-            refused.append(slot)
-            continue
-        if each is not None:
-            found.append(each)
-    return found, refused
+        _note(slots, slot, partial(read_slot, io, trust, region, slot))
+    return slots
 
 
-def read_slot(io: DeviceIO, region: RegionFile, slot: int) -> ScannedSlot | None:
-    """Blocking. What a slot's header says it holds, if it is one. Raises OSError."""
+def _note(slots: _Slots, slot: int, look: Callable[[], ScannedSlot | None]) -> None:
+    try:
+        found = look()
+    except OSError:
+        slots.refused.append(slot)
+    except LockedSlot as locked:
+        slots.locked[slot] = locked.write
+    else:
+        slots.found.extend([found] if found is not None else [])
+
+
+def read_slot(io: DeviceIO, trust: Trust, region: RegionFile, slot: int) -> ScannedSlot | None:
+    """Blocking. What a slot's header says it holds, if it is one. Raises OSError; LockedSlot."""
     page = aligned(PAGE_BYTES)
     try:
         io.read(region.descriptor, region.offset(slot), page)
@@ -172,24 +217,33 @@ def read_slot(io: DeviceIO, region: RegionFile, slot: int) -> ScannedSlot | None
             io.read(region.descriptor, region.offset(slot), page)
     except DataLoss:
         return None
-    return _parse(region, slot, page)
+    return _parse(trust, region, slot, page)
 
 
-def _parse(region: RegionFile, slot: int, data: Bytes) -> ScannedSlot | None:
+def _parse(trust: Trust, region: RegionFile, slot: int, data: Bytes) -> ScannedSlot | None:
+    envelope = is_sealed(data)
     try:
-        header = parse_header(data)
+        header = trust.read_header(data, None, may_be_plain=True)
+        shown = shown_header(data) if header is None and envelope else None
     except DataLoss:
         return None
+    if shown is not None:
+        raise LockedSlot(shown.storage_key, write_mark(shown.write_id))
+    if header is None or not is_seated(data, region, slot):
+        return None
     encoding = Encoding.RAW if header.encoding == "raw" else Encoding.LZ4
-    return ScannedSlot(encoding << 56 | region.number << 32 | slot, header)
+    flags = encoding << FLAGS_SHIFT | (SEALED if envelope else 0)
+    return ScannedSlot(flags | region.number << 32 | slot, header)
 
 
 class Gathered:
     """What scans found, in columns: a header is not kept. Of what may be replaced one write is believed: where
-    ``newest`` says none, and there are several, nobody knows which of them is older, and none is."""
+    ``newest`` says none, and there are several, nobody knows which of them is older, and none is. What lacks an
+    envelope is left out where ``plain`` does not believe it."""
 
-    def __init__(self, newest: Newest) -> None:
+    def __init__(self, newest: Newest, plain: PlainCopies) -> None:
         self._newest = newest
+        self._plain = plain
         self._spaces: dict[SpaceName, int] = {}
         self._rows: list[tuple[int, int, int, int]] = []
         self._digests: list[bytes] = []
@@ -200,8 +254,12 @@ class Gathered:
 
     def add(self, file: str, found: Sequence[ScannedSlot]) -> None:
         """Chunks of one region file."""
-        for residency, header in found:
-            mark = write_mark(header.write_id)
+        marks = [write_mark(each.header.write_id) for each in found]
+        residencies = np.array([each.residency for each in found], np.int64)
+        believed = self._plain.believes(residencies, np.array(marks, np.uint64)).tolist()
+        for (residency, header), mark, is_believed in zip(found, marks, believed, strict=True):
+            if not is_believed:
+                continue
             if header.kind is CacheKind.OPAQUE:
                 if self._newest.is_stale(header.storage_key, mark, (file, residency & 0xFFFFFFFF)):
                     self._stale.append(residency)

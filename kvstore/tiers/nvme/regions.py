@@ -1,6 +1,6 @@
 """RegionFile files and their slots: where there is room, and the account of all of it.
 
-A residency is one number: encoding << 56 | region << 32 | slot. Slots are handed out and given
+A residency is one number: sealed << 61 | encoding << 56 | region << 32 | slot. Slots are handed out and given
 back on the event loop's thread; files are made and removed on a byte mover, one at a time.
 """
 
@@ -25,7 +25,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.directory import FORMAT
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
-from kvstore.tiers.nvme.slots import RegionFile
+from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")
@@ -35,7 +35,7 @@ FIRST_REGION_BYTES = 4 << 20
 FIRST_SLOT_COUNT = 4
 QUARANTINE_SHARE = 64
 """At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
-ENCODING_MASK = 0x3F
+FLAGS_MASK, ENCODING_MASK = 0x3F, 0x1F
 _log = logging.getLogger("kvstore.nvme")
 
 
@@ -89,9 +89,20 @@ class Regions:
             self.by_number[region.number] = region
             self._numbers.add(region.number)
 
-    def avoid(self, names: Iterable[str]) -> None:
-        """No new file gets one of these names."""
+    def avoid(self, names: Iterable[str], numbers: Iterable[int]) -> None:
+        """No new file gets one of these names, or numbers."""
         self._numbers.update(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        self._numbers.update(numbers)
+
+    @property
+    def away_numbers(self) -> list[int]:
+        """Of files that could not be opened."""
+        return [int(match[1]) for name in self.away if (match := _NAME.fullmatch(name))]
+
+    def unseen_places(self) -> list[int]:
+        """Region << 32 | slot of what the device did not give."""
+        regions = self.by_number.values()
+        return [each.number << 32 | slot for each in regions for slot in each.unread - each.locked.keys()]
 
     def _remove_empty(self, path: Path) -> None:
         """A file in which there is nothing. One that stays is met again at the next start."""
@@ -287,13 +298,14 @@ class Regions:
 
     # ------------------------------------------------------------ slots
 
-    def take(self, slot_bytes: int, encoding: Encoding) -> Residency | None:
+    def take(self, slot_bytes: int, encoding: Encoding, *, sealed: bool = False) -> Residency | None:
         """A free slot of that size, or None."""
+        flags = encoding | (SEALED >> FLAGS_SHIFT if sealed else 0)
         for region in self.by_number.values():
             if region.slot_bytes == slot_bytes and region.free and not region.is_read_only:
                 slot = region.free.pop()
-                region.encodings[slot] = encoding
-                return encoding << 56 | region.number << 32 | slot
+                region.encodings[slot] = flags
+                return flags << FLAGS_SHIFT | region.number << 32 | slot
         return None
 
     def slot_bytes_at(self, residency: Residency) -> int:
@@ -339,7 +351,7 @@ class Regions:
             is_free[used] = False
             is_free[list(region.unread)] = False
             region.free = array("i", np.flatnonzero(is_free)[::-1].astype(np.intc).tobytes())
-            np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> 56 & ENCODING_MASK
+            np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> FLAGS_SHIFT & FLAGS_MASK
 
     def give_back(self, region: RegionFile, slot: int) -> None:
         """A slot's chunk is gone. While somebody reads it the slot is not used again."""

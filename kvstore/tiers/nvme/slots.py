@@ -9,6 +9,12 @@ from pathlib import Path
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.io import PAGE_BYTES
 
+SEALED = 1 << 61
+"""Set in the residency of a copy in an envelope."""
+FLAGS_SHIFT = 56
+PLACE_MASK = (1 << FLAGS_SHIFT) - 1
+"""Of a residency: region << 32 | slot."""
+
 
 def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
     """The slot for so many stored bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
@@ -23,8 +29,9 @@ def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
 class RegionFile:
     """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
     ``leaving`` for its last reader. Of two kinds of slots nobody knows what they hold: those of ``unread`` could not be
-    read when the file was opened, and may hold what was acknowledged; those of ``unerased`` hold, or may hold, what is
-    not to come back, and the device refused to erase it. Neither is used for anything else."""
+    read when the file was opened, or only with a key that is not here (``locked``), and may hold what was acknowledged;
+    those of ``unerased`` hold, or may hold, what is not to come back, and the device refused to erase it. Neither is
+    used for anything else."""
 
     number: int
     path: Path
@@ -38,9 +45,11 @@ class RegionFile:
     readers: dict[int, int] = field(default_factory=dict)
     leaving: set[int] = field(default_factory=set)
     unread: set[int] = field(default_factory=set)
+    locked: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    """Slot -> storage key and mark of the write that is sealed there."""
     unerased: set[int] = field(default_factory=set)
     encodings: bytearray = field(init=False)
-    """How the chunk in each slot that is in use is encoded."""
+    """How the chunk in each slot that is in use is encoded, and whether it is sealed."""
 
     def __post_init__(self) -> None:
         self.encodings = bytearray(self.slot_count)
@@ -61,8 +70,14 @@ class RegionFile:
     def offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
 
+    def seat(self, slot: int) -> int:
+        """What the header of a copy that may be replaced, or is sealed, says of where it is."""
+        return 1 << 63 | self.number << 32 | slot
+
     def used_slots(self) -> list[Residency]:
         idle = {*self.free, *self.quarantined, *self.unread, *self.unerased}
         return [
-            self.encodings[slot] << 56 | self.number << 32 | slot for slot in range(self.slot_count) if slot not in idle
+            self.encodings[slot] << FLAGS_SHIFT | self.number << 32 | slot
+            for slot in range(self.slot_count)
+            if slot not in idle
         ]

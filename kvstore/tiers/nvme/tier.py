@@ -1,7 +1,7 @@
 """The NVMe tier: chunks into slots and back.
 
-Writing: a slot is taken, the chunk's pieces go into it straight from memory, and one sync serves everybody who is
-waiting for one (``sync``). Only then is the chunk acknowledged.
+Writing: a slot is taken, the chunk's pieces go into it straight from memory, or sealed by the byte mover that writes
+them, and one sync serves everybody who is waiting for one (``sync``). Only then is the chunk acknowledged.
 
 Reading: the header first, which must be the chunk that was asked for; then runs of slabs, straight into their place
 where they are raw, each verified (and decoded) before anybody is told (``reading``).
@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, encode_chunk
-from kvstore.errors import Exhausted, KVStoreError, Unavailable
-from kvstore.seams import Clock, Disk, FaultPoints, Workers
+from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+from kvstore.seams import Clock, Disk, EnvelopeKey, EnvelopeRing, FaultPoints, Workers
 from kvstore.seams.jobs import NotBegun, begun, to_its_end
-from kvstore.seams.memory import Bytes, joined
-from kvstore.spec import CacheKind, Durability, Encoding, Tier
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Encoding, Tier
 from kvstore.tiers.contract import (
     Buffer,
     ChunkName,
@@ -39,16 +39,18 @@ from kvstore.tiers.contract import (
     host_memory,
 )
 from kvstore.tiers.nvme import recovery
-from kvstore.tiers.nvme.directory import Directory, Snapshot
+from kvstore.tiers.nvme.directory import ENVELOPES_USED, Directory, Snapshot
 from kvstore.tiers.nvme.erasures import Erasures
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, rewrite, write_runs
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, rewrite
 from kvstore.tiers.nvme.newest import Newest
-from kvstore.tiers.nvme.pace import Pace
+from kvstore.tiers.nvme.outgoing import Outgoing, stored_header_bytes
+from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.reading import NvmeChunk, read_header
 from kvstore.tiers.nvme.recovery import SCANNED
 from kvstore.tiers.nvme.regions import ENCODING_MASK, Regions
-from kvstore.tiers.nvme.slots import RegionFile, slot_bytes_for
+from kvstore.tiers.nvme.slots import SEALED, RegionFile, slot_bytes_for
 from kvstore.tiers.nvme.sync import GroupSync
+from kvstore.tiers.pace import Pace
 
 Result = TypeVar("Result")
 STEP_S = 0.005
@@ -80,8 +82,14 @@ class NvmeTier:
         clock: Clock,
         faults: FaultPoints,
         encoding: Encoding,
+        plain: PlainCopies | None = None,
     ) -> None:
+        """``plain`` says what copies are sealed with, and which others are believed."""
         self.regions = regions
+        self._plain = plain or PlainCopies()
+        self._trust = self._plain.trust
+        self._keys: dict[bytes, EnvelopeKey] = {}
+        """By id, what the copies here may be sealed with, also when the ring has it no more: LOCAL was promised."""
         self._directory = directory
         self._io = io
         self._readers = readers
@@ -115,15 +123,23 @@ class NvmeTier:
             self.regions.open_all()
             self._faults.reach("nvme.recovery.begin")
             self.erasures.newest.load()
-            self.regions.avoid(file for file, _ in self.erasures.newest.closed)
-            snapshot = self._directory.begin()
-            parts = (self.regions, self.erasures.newest, self._io, self._keepers)
+            directory_id = self._plain.load(self._directory.directory_id)
+            self.regions.avoid((file for file, _ in self.erasures.newest.closed), self._plain.regions)
+            self._keys.update(self._trust.ring.keys)
+            snapshot = self._directory.begin(self._trust.ring)
+            self._directory.identify(directory_id)
+            parts = (self.regions, self.erasures.newest, self._plain, self._io, self._keepers)
             clean = snapshot is not None and recovery.agree(self.regions, snapshot.columns)
             if snapshot is not None and clean:
+                believed = self._plain.believes(snapshot.columns.residencies, snapshot.columns.marks)
+                snapshot = replace(snapshot, columns=snapshot.columns.where(believed))
                 columns, stale = await recovery.completed(snapshot, *parts)
             else:
                 columns, stale = await recovery.scan(*parts)
+            if self._plain.is_demanding or recovery.has_sealed(self.regions, columns):
+                self._directory.require(ENVELOPES_USED)  # also where what said so is damaged
             columns = recovery.fitted(self.regions, columns)
+            self._plain.keep(columns, self.regions)
         except OSError as error:
             raise Unavailable(f"{self._directory.path} cannot be used: {error}: set tiers.nvme.directory") from error
         self._faults.reach("nvme.recovery.read")
@@ -141,7 +157,7 @@ class NvmeTier:
             workers.close()
         try:
             if held is not None:
-                self._directory.end(self._snapshot(_with_doubts(held)))
+                self._directory.end(self._snapshot(recovery.with_doubts(held)), self._trust.sealing())
         except OSError:
             pass  # no snapshot, then: the headers are there
         self.regions.close()
@@ -150,10 +166,11 @@ class NvmeTier:
     def _snapshot(self, columns: IndexColumns) -> Snapshot:
         """What is known of the device, and of which parts of it nothing is."""
         regions = self.regions.by_number
+        key_ids = frozenset(self._keys) if recovery.has_sealed(self.regions, columns) else frozenset()
         unread = [(number, slot) for number, each in regions.items() for slot in each.unread | each.unerased]
         if not (unread or self.regions.away):
-            return Snapshot(columns)
-        return Snapshot(columns, frozenset(regions), tuple(unread))
+            return Snapshot(columns, key_ids=key_ids)
+        return Snapshot(columns, frozenset(regions), tuple(unread), key_ids)
 
     # ------------------------------------------------------------ movers
 
@@ -176,50 +193,58 @@ class NvmeTier:
     # ------------------------------------------------------------ write
 
     def has_room(self, layout: ChunkLayout) -> bool:
-        slot_bytes = slot_bytes_for(layout.total_bytes, is_full_raw=layout.is_full)
+        stored = layout.body_bytes + stored_header_bytes(layout, self._trust.sealing())
+        slot_bytes = slot_bytes_for(stored, is_full_raw=layout.is_full)
         return bool(self.regions.free_count(slot_bytes)) or self.regions.has_budget(slot_bytes)
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
         self._in_flight[header.storage_key] += 1
         try:
-            source = await self._encoded(header, layout, host_memory(pieces))
-            stored = sum(piece.size for piece in source)
+            chunk = await self._outgoing(header, layout, host_memory(pieces))
             is_full_raw = self._encoding is Encoding.RAW and layout.is_full
-            residency = await self._take(slot_bytes_for(stored, is_full_raw=is_full_raw))
-            await self._fill(residency, source, may_be_replaced=header.kind is CacheKind.OPAQUE)
+            slot_bytes = slot_bytes_for(chunk.byte_count, is_full_raw=is_full_raw)
+            residency = await self._take(slot_bytes, sealed=chunk.sealing is not None)
+            await self._fill(residency, chunk)
         finally:
             self._in_flight[header.storage_key] -= 1
             self._in_flight += Counter()  # without those that are not written any more
-        self._written_bytes += stored
+        self._written_bytes += chunk.byte_count
         return residency
 
-    async def _encoded(self, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> list[Bytes]:
-        if self._encoding is Encoding.RAW:
-            return source
-        encoded = await self._run(self._keepers, encode_chunk, header, layout, source, aligned(layout.total_bytes))
-        return [encoded.data]
+    async def _outgoing(self, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Outgoing:
+        if self._encoding is not Encoding.RAW:
+            room = aligned(layout.total_bytes)
+            encoded = await self._run(self._keepers, encode_chunk, header, layout, source, room)
+            header, source = encoded.header, [encoded.data]
+        sealing = self._trust.sealing()
+        if sealing is not None:
+            self._keys[sealing.key.key_id] = sealing.key
+        return Outgoing(header, layout, source, sealing)
 
-    async def _fill(self, residency: Residency, source: list[Bytes], *, may_be_replaced: bool) -> None:
+    async def _fill(self, residency: Residency, chunk: Outgoing) -> None:
         """Write a slot, and sync it."""
         region, slot = self.regions.find(residency)
         self._faults.reach("nvme.allocated")
         failures = region.sync_failures
         try:
-            runs = joined(source)
-            await self._run(self._writers, write_runs, self._io, region.descriptor, region.offset(slot), runs)
+            write, args = chunk.job(region.seat(slot))
+            await self._run(self._writers, write, self._io, region.descriptor, region.offset(slot), *args)
             self._faults.reach("nvme.written")
             await self._sync.wait(region, failures)
+        except DataLoss:  # memory's, which is not sealed: no header was written
+            self.regions.give_back(region, slot)
+            raise
         except BaseException as error:
-            self._failed(region, slot, error, may_be_replaced=may_be_replaced)
+            self._failed(region, slot, error, may_be_replaced=chunk.may_be_replaced)
             raise
 
-    async def _take(self, slot_bytes: int) -> Residency:
-        residency = self.regions.take(slot_bytes, self._encoding)
+    async def _take(self, slot_bytes: int, *, sealed: bool = False) -> Residency:
+        residency = self.regions.take(slot_bytes, self._encoding, sealed=sealed)
         while residency is None:
             async with self._growing:
                 if not self.regions.free_count(slot_bytes):
                     await self._find_room(slot_bytes)
-            residency = self.regions.take(slot_bytes, self._encoding)
+            residency = self.regions.take(slot_bytes, self._encoding, sealed=sealed)
         return residency
 
     async def _find_room(self, slot_bytes: int) -> None:
@@ -286,8 +311,9 @@ class NvmeTier:
     async def open(self, name: ChunkName, residency: Residency) -> NvmeChunk:
         region, slot = self.regions.find(residency)
         self.regions.reading(region, slot)
+        ring = EnvelopeRing(list(self._keys.values())) if residency & SEALED else None
         try:
-            header = await self._run(self._keepers, read_header, self._io, region, slot, name)
+            header = await self._run(self._keepers, read_header, self._io, region, slot, name, ring)
         except BaseException:
             self.regions.was_read(region, slot)
             raise
@@ -335,9 +361,7 @@ class NvmeTier:
             return False
         failures = region.sync_failures
         place = (region.offset(slot), region.slot_bytes)
-        async with self.erasures.alone_at(
-            region, slot
-        ):  # else its old header would be written over one that was erased
+        async with self.erasures.alone_at(region, slot):  # else its old header would come back after an erasure
             await self._run(self._writers, rewrite, self._io, region.descriptor, *place)
         await self._sync.wait(region, failures)
         return True
@@ -368,21 +392,9 @@ class NvmeTier:
         free = sum(len(region.free) * region.slot_bytes for region in regions)
         read_only = bool(regions) and all(region.is_read_only for region in regions)
         return TierStatistics(
-            name=self.name,
-            state="read-only" if read_only else "up",
-            capacity_bytes=self.regions.capacity_bytes,
-            file_bytes=self.regions.file_bytes,
-            allocated_bytes=used,
-            free_bytes=free,
-            quarantined_bytes=resting,
-            overhead_bytes=len(regions) * PAGE_BYTES,
-            chunk_count=sum(region.used_count for region in regions),
-            read_bytes=self._read_bytes,
-            written_bytes=self._written_bytes,
-        )
-
-
-def _with_doubts(held: Recovered) -> IndexColumns:
-    """Columns in which what a crash left, and nobody proved since, is marked: doubt outlives a clean stop."""
-    doubts = np.where(held.is_proven, np.int64(0), np.int64(SCANNED))
-    return replace(held.columns, residencies=held.columns.residencies | doubts)
+            name=self.name, state="read-only" if read_only else "up", capacity_bytes=self.regions.capacity_bytes,
+            file_bytes=self.regions.file_bytes, allocated_bytes=used, free_bytes=free, quarantined_bytes=resting,
+            overhead_bytes=len(regions) * PAGE_BYTES, chunk_count=sum(region.used_count for region in regions),
+            read_bytes=self._read_bytes, written_bytes=self._written_bytes,
+            envelope=self._trust.kind if self._plain.is_demanding else "",
+        )  # fmt: skip

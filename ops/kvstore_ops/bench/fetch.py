@@ -7,7 +7,10 @@ from typing import Any
 
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier, plane_run, raw
-from kvstore_client.fetching import Prefix, Wanted, open_prefix, runs_of
+from kvstore_client.fetch.open import open_prefix
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.shared_memory.chunk import runs_of
+from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 
 from kvstore.chunk import slab_parts
 from kvstore.keys import chain_digests, fingerprint
@@ -19,12 +22,12 @@ TARGET = 0.90
 VERIFY_TARGET = 0.65
 
 
-def ask(client: Client, spec: Any, tokens: Any) -> Prefix:
+def ask(client: Client, spec: Any, tokens: Any) -> MappedPrefix:
     """What a fetch does before its first copy: the call, and the chunks' headers."""
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
-    assert isinstance(prefix, Prefix)
+    assert isinstance(prefix, MappedPrefix)
     return prefix
 
 
@@ -62,7 +65,7 @@ def run(scale: str) -> Result:
         fetch()
         shared.copy_seconds(copier, pairs)
         ours, limits, verified, asked = [], [], [], []
-        held: list[Prefix] = []
+        held: list[MappedPrefix] = []
         for _ in range(shared.RUNS[scale]):
             limits.append(shared.copy_seconds(copier, pairs))
             ours.append(shared.timed(fetch))

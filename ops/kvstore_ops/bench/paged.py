@@ -10,8 +10,10 @@ import numpy as np
 from kvstore_client import Paged
 from kvstore_client.client import Client
 from kvstore_client.copying import Copier
-from kvstore_client.fetching import Prefix, Wanted, open_prefix
-from kvstore_client.paged import PagedTarget, Pages
+from kvstore_client.fetch.open import open_prefix
+from kvstore_client.fetch.paged import PagedTarget, Pages
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 
 from kvstore.keys import chain_digests, fingerprint
 from kvstore.seams import FaultPoints
@@ -25,7 +27,7 @@ def paged_copies(client: Client, spec: Any, tokens: Any, paged: Paged) -> list[C
     wanted = Wanted.of(spec, None, None, (), verify=False)
     name = fingerprint(spec, spec.kind)
     prefix = open_prefix(client.connect_now(), wanted, name, chain_digests(tokens, spec.chunk_tokens), 1, 10.0)
-    assert isinstance(prefix, Prefix)
+    assert isinstance(prefix, MappedPrefix)
     runs, target = prefix.runs(0), PagedTarget(wanted, Pages(wanted, paged), len(tokens))
     prefix.close()
     faults, bad = FaultPoints(), set[int]()

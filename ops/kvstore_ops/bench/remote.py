@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 from kvstore_client import connect
-from kvstore_client.remote.session import OPTIONS
+from kvstore_client.planes.stream.session import OPTIONS
 
 from kvstore.remote.door import OPTIONS as SERVER_OPTIONS
 from kvstore.v1 import remote_pb2 as rpb

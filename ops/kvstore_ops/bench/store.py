@@ -24,10 +24,11 @@ def limit_pairs(
     pairs, runs = [], []
     for start in range(0, count, spec.chunk_tokens):
         run = pool.take(layout.body_bytes, layout.body_bytes * count // spec.chunk_tokens)
+        assert run is not None
         runs.append(run)
         for index, slab in enumerate(layout.slabs):
             planes = [raw(plane) for plane in source[index]]
-            for part in slab_parts(layout, index, run.segment[run.offset + slab.offset :]):
+            for part in slab_parts(layout, index, run.memory[run.offset + slab.offset :]):
                 tokens = slice(start + part.token_start, start + part.token_stop)
                 pairs.append((raw(part.array[0]), planes[part.which][:, tokens]))
     return pairs, runs

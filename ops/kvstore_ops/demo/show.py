@@ -17,7 +17,7 @@ PHASES = {
 
 
 LANDING = "#55a868"
-WHERE = {"none": "-", "dram": "arena", "nvme": "device"}
+WHERE = {"none": "-", "dram": "arena", "nvme": "device", "redis": "Redis"}
 
 
 def table(outcomes: list[Outcome], source: str) -> Table:
@@ -97,5 +97,5 @@ def _bars(axis, outcomes: list[Outcome], *, landing: bool = False) -> None:  # t
 
 
 def _label(each: Outcome) -> str:
-    where = f", from the {WHERE[each.tier]}" if each.reused_token_count else ""
+    where = f", from {'' if each.tier == 'redis' else 'the '}{WHERE[each.tier]}" if each.reused_token_count else ""
     return f"{each.name}{where}\nengine {each.pid}, sidecar {each.sidecar_pid}"

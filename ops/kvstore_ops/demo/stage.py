@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,15 +14,16 @@ from rich.console import Console
 
 from kvstore.errors import Unavailable
 from kvstore_ops.demo import reuse
-from kvstore_ops.demo.scene import Outcome
+from kvstore_ops.demo.nodes import settings_of, shared_redis, show_places, wait_shared
+from kvstore_ops.demo.scene import CONTEXT_TOKENS, QUESTION_TOKENS, Outcome
 from kvstore_ops.demo.show import picture, table
+from kvstore_ops.demo.text import prompt_tokens
 from kvstore_ops.sidecar import Sidecar
 
 PICTURE = Path("kvstore-demo.png")
 CAPACITY, NVME = "512 MiB", "1 GiB"
 SPEED_UP_MIN = 3.0
-QUIET = {"KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0", "KVSTORE__POLICY__CANARY_INTERVAL_S": "0"}
-"""What the sidecar reads from the device by itself is off: all that it reads is the prompt's."""
+ANOTHER_NODE = "node b"
 
 
 def perform(address: str, name: str, console: Console) -> Outcome:
@@ -72,27 +72,43 @@ def act(sidecar: Sidecar, name: str, console: Console) -> Outcome:
 def main() -> int:
     """0 when the later scenes reused the prompt and said the same tokens; 1 otherwise."""
     console = Console()
-    console.print("kvstore demo: one prompt of 4,160 tokens, asked by three engine processes in turn")
-    with Sidecar("--capacity", CAPACITY, nvme=NVME, environment={**os.environ, **QUIET}) as sidecar:
-        console.print(f"  sidecar: pid {sidecar.pid}, {sidecar.address}")
+    console.print("kvstore demo: one prompt of 4,160 tokens, asked by engine processes in turn")
+    with shared_redis() as url, Sidecar("--capacity", CAPACITY, nvme=NVME, environment=settings_of("a", url)) as first:
+        console.print(f"  sidecar: pid {first.pid}, {first.address}")
         with console.status("sidecar: pre-faulting its arena"):
-            sidecar.wait_prefaulted()
-        outcomes = [act(sidecar, name, console) for name in ("cold", "warm")]
-        sidecar.stop()
-        sidecar.start()
+            first.wait_prefaulted()
+        outcomes = [act(first, name, console) for name in ("cold", "warm")]
+        first.stop()
+        first.start()
         with console.status("sidecar: started again, pre-faulting its arena"):
-            sidecar.wait_prefaulted()
-        outcomes.append(act(sidecar, "restarted", console))
-        source = device_bytes(sidecar)[1]
+            first.wait_prefaulted()
+        outcomes.append(act(first, "restarted", console))
+        source = device_bytes(first)[1]
         warm, restarted = outcomes[-2:]
         console.print(f"  restarted: sidecar pid {warm.sidecar_pid} -> {restarted.sidecar_pid}, "
                       f"engine pid {warm.pid} -> {restarted.pid}")  # fmt: skip
+        if url:
+            outcomes.append(act_on_another_node(first, url, console))
+        else:
+            console.print("  no Redis server for this machine is installed: the scene on another node is left out")
         console.print(table(outcomes, source))
         picture(outcomes, PICTURE)
         console.print(f"timelines: {PICTURE}")
-        with connect(sidecar.address) as client:
+        with connect(first.address) as client:
             reuse.perform(client, console)
     return verdict(outcomes, console)
+
+
+def act_on_another_node(first: Sidecar, url: str, console: Console) -> Outcome:
+    """The prompt asked where nothing but the Redis that both nodes use has it."""
+    wait_shared(first)
+    with Sidecar("--capacity", CAPACITY, environment=settings_of("b", url)) as second:
+        console.print(f"  another node: sidecar pid {second.pid}, {second.address}")
+        with console.status("another node: pre-faulting its arena"):
+            second.wait_prefaulted()
+        outcome = act(second, ANOTHER_NODE, console)
+        show_places(second, prompt_tokens(CONTEXT_TOKENS, QUESTION_TOKENS), console)
+    return outcome
 
 
 def verdict(outcomes: list[Outcome], console: Console) -> int:
@@ -107,6 +123,9 @@ def verdict(outcomes: list[Outcome], console: Console) -> int:
             return 1
         if each.name == "restarted":
             _judge_device(each, cold, console)
+        elif each.name == ANOTHER_NODE and each.tier != "redis":
+            console.print(f"[red]{each.name}: the cache came from {each.tier}, not from Redis")
+            return 1
     return 0
 
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.client import connect
+from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.identity import Adapters, geometry_of, spec_of
 from kvstore_client.engines.vllm.naming import check_algorithm
 from kvstore_client.engines.vllm.pages import CPU, PagesOfModel

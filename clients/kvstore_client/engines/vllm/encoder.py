@@ -20,7 +20,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
-from kvstore_client.client import connect
+from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.embeddings import Fetching, Keeping
 from kvstore_client.engines.vllm.identity import identity_of
 from kvstore_client.engines.vllm.settings import EncoderSettings

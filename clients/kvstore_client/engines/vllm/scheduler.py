@@ -19,7 +19,7 @@ from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.patience import SLOW_S, Patience
 from kvstore_client.engines.vllm.settings import Settings
 from kvstore_client.engines.vllm.step import Load, Save, Step
-from kvstore_client.match import Match
+from kvstore_client.lookup.match import Match
 
 FOUND_AGE_S_MAX = 5.0
 """How long an answer is good for while vLLM asks again and again; well below a ticket's age."""

@@ -27,7 +27,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvstore.seams import SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun
-from kvstore_client.client import connect
+from kvstore_client.begin import connect
 from kvstore_client.engines.vllm.offloaded import Offloaded, namespace_of
 from kvstore_client.engines.vllm.settings import TierSettings
 from kvstore_client.engines.vllm.versions import TIER, check_interface, check_version

@@ -13,9 +13,9 @@ from kvstore_client.client import Client
 from kvstore_client.engines.vllm.pages import LAYOUT, PagesOfModel
 from kvstore_client.engines.vllm.patience import Patience
 from kvstore_client.engines.vllm.step import Load, Save, Step, slots_of
-from kvstore_client.paged import Paged
-from kvstore_client.transfer import Transfer
-from kvstore_client.writer import StoreWriter
+from kvstore_client.fetch.paged import Paged
+from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.store.writer import StoreWriter
 
 LOAD_S_MAX = 30.0
 """A load that takes longer is given up, and its prompt computed."""

@@ -1,0 +1,61 @@
+"""What a client lends to its calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from kvstore.seams import Clock, FaultPoints, Workers, WorkerThreads
+from kvstore.spec import ModelSpec
+from kvstore_client.connection import Connection, Miss
+from kvstore_client.copying import Copier, is_drained
+from kvstore_client.planes.place import Place
+from kvstore_client.planes.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """``committer``: runs commits, one behind the other. ``timeout_s``: how long a call may take."""
+
+    connection: Connection
+    copier: Copier
+    committer: Workers
+    faults: FaultPoints
+    clock: Clock
+    timeout_s: float
+
+    @staticmethod
+    def begin(place: Place, clock: Clock, timeout_s: float) -> Context:
+        """Of a new client."""
+        return Context(
+            connection=Connection(place, clock, timeout_s), copier=Copier(), committer=_committer(),
+            faults=FaultPoints(), clock=clock, timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def with_threads(self) -> Context:
+        """The same with threads of its own."""
+        return replace(self, copier=Copier(), committer=_committer())
+
+    def close(self) -> None:
+        """Finish what is being committed, as long as a call may take, and end the session."""
+        if not is_drained(self.committer, self.timeout_s):
+            self.connection.close()  # what still waits for the sidecar ends now
+        self.committer.close()
+        self.copier.close()
+        self.connection.close()
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.connection.counters
+
+    def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
+        """See ``Connection.ready``."""
+        return self.connection.ready(spec)
+
+    def or_miss(self) -> Miss:
+        """See ``Connection.or_miss``."""
+        return self.connection.or_miss()
+
+
+def _committer() -> Workers:
+    return WorkerThreads(1, "kvstore-commit")

@@ -1,0 +1,87 @@
+"""Fetches of a prefix: at once, layer by layer, or beside the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvstore.spec import MissReason
+from kvstore_client.context import Context
+from kvstore_client.fetch.fetched import FetchedKV, gathered
+from kvstore_client.fetch.open import NoPrefix, open_resident
+from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.fetch.target import Into, Places, given_places
+from kvstore_client.fetch.ticket import Held, open_held
+from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Prefix
+from kvstore_client.prompt import EXACTNESSES, Prompt
+
+
+def fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> FetchedKV:
+    """See ``Client.fetch``."""
+    given = given_places(wanted, into)
+    if not prompt.digests:
+        return gathered(wanted, NoPrefix(wanted, MissReason.NONE), given, context)
+    with context.or_miss():
+        prefix = open_resident(context, wanted, prompt)
+        try:
+            return gathered(wanted, prefix, given, context)
+        finally:
+            prefix.close()
+    return gathered(wanted, NoPrefix(wanted, MissReason.UNAVAILABLE), given, context)
+
+
+def stream(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> LayerStream:
+    """See ``Client.fetch_layers``."""
+    given = given_places(wanted, into)
+    if not prompt.digests:
+        return LayerStream(NoPrefix(wanted, MissReason.NONE), None, context)
+    with context.or_miss():
+        return _layers_of(open_resident(context, wanted, prompt), given, context)
+    return LayerStream(NoPrefix(wanted, MissReason.UNAVAILABLE), None, context)
+
+
+def _layers_of(prefix: Prefix, given: Places, context: Context) -> LayerStream:
+    if not prefix.token_count:
+        prefix.close()
+        return LayerStream(NoPrefix(prefix.wanted, prefix.reason), None, context)
+    try:
+        target = given(prefix.token_count)
+    except BaseException:
+        prefix.close()
+        raise
+    return LayerStream(prefix, target, context)
+
+
+def start(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Transfer:
+    """See ``Client.start_fetch_prefix``."""
+    layers = stream(context, prompt, wanted, into)
+    how = (wanted.layers, wanted.hidden_layers, layers.reason, layers.exactness)
+    transfer = Transfer(layers.token_count, *how)
+    try:
+        transfer.start(lambda: layers)
+    except BaseException:
+        layers.close()
+        raise
+    return transfer
+
+
+def redeem(
+    context: Context, ticket: bytes, into: Into, layers: Sequence[int] | None, heads: range | tuple[int, int] | None,
+    verify: bool,
+) -> Transfer:  # fmt: skip
+    """See ``Client.start_fetch``."""
+    held = Held(ticket)
+    wanted = Wanted.of(held.spec, layers, heads, (), verify)
+    given = given_places(wanted, into)
+    given(held.token_count)  # what does not fit is said now
+    transfer = Transfer(held.token_count, wanted.layers, exactness=EXACTNESSES[held.exactness])
+    transfer.start(partial(_redeemed, context, held, wanted, given))
+    return transfer
+
+
+def _redeemed(context: Context, held: Held, wanted: Wanted, given: Places) -> LayerStream:
+    session, name = context.ready(held.spec)
+    prefix = open_held(session, wanted, name, held, context.timeout_s)
+    return _layers_of(prefix, given, context)

@@ -1,0 +1,101 @@
+"""Asking for a prefix, by whichever plane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+from kvstore.errors import Exhausted
+from kvstore.spec import Exactness, MissReason, Tier
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.context import Context
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.tails import first_held, longest_tail
+from kvstore_client.planes.prefix import Prefix
+from kvstore_client.planes.session import Session
+from kvstore_client.prompt import EXACTNESSES, Prompt
+
+
+def open_prefix(
+    session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
+    ticket: bytes = b"", provenance: int = 0,
+) -> Prefix:  # fmt: skip
+    """Ask for the resident prefix of a chain, or redeem a ticket for all of it. Where a limit on leases was in the way,
+    once more after those on their way back were given back. Raises the typed error of a failed call."""
+    query = pb.ChainQuery(
+        fingerprint=name,
+        digests=b"".join(digests),
+        hidden_layers=wanted.hidden_layers,
+        exactness=exactness,  # type: ignore[arg-type]  # the wire's number
+        provenance=provenance,  # type: ignore[arg-type]  # as above
+    )
+    layers = () if wanted.layers == wanted.spec.slab_layers else wanted.layers
+    request = pb.FetchRequest(query=query, layers=layers, ticket=ticket)
+    ask = partial(session.open_prefix, wanted, request, digests, timeout_s, EXACTNESSES[exactness])
+    try:
+        return ask()
+    except Exhausted:
+        session.returns.settle(timeout_s)
+        return ask()
+
+
+def open_longest(session: Session, name: bytes, wanted: Wanted, prompt: Prompt, timeout_s: float) -> Prefix:
+    """The resident chunks, and the partial chunk after them when one matches. Raises the typed error of a failed
+    call."""
+    digests, how = prompt.digests, (prompt.exactness, timeout_s, b"", prompt.provenance)
+    prefix = open_prefix(session, wanted, name, digests, *how)
+    hits = -(-prefix.token_count // wanted.spec.chunk_tokens)
+    held = partial(first_held, session, name, prompt, wanted.hidden_layers, timeout_s)
+    try:
+        tail = longest_tail(prompt, prefix.token_count, hits, prefix, held)
+    except BaseException:
+        prefix.close()
+        raise
+    if tail is None:
+        return prefix
+    # Its digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
+    prefix.close()
+    return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
+
+
+class NoPrefix:
+    """A prefix of which nothing is there: its ``reason`` says why."""
+
+    exactness = Exactness.EXACT
+    tier = Tier.NONE
+    token_count = 0
+    tails: Sequence[pb.PartialTail] = ()
+    tail_lengths = b""
+    is_provisional = False
+
+    def __init__(self, wanted: Wanted, reason: MissReason) -> None:
+        self.wanted, self.reason = wanted, reason
+
+    def copy_all(self, *_: object) -> None:
+        """There is nothing to copy."""
+
+    def landing(self, *_: object) -> NoReturn:
+        raise AssertionError("nothing lands of what is not there")
+
+    def received(self) -> NoReturn:
+        raise AssertionError("nothing is received of what is not there")
+
+    def settle(self, bad: set[int]) -> int:
+        return 0
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+    cancel = abandon = close
+
+
+def open_resident(context: Context, wanted: Wanted, prompt: Prompt) -> Prefix:
+    """The resident chunks, or, where it shows without a call that there are none, why."""
+    session, name = context.ready(wanted.spec)
+    if session.presence is not None:
+        seen = session.presence.look_up([prompt.chain(name, prompt.digests)])
+        if seen is not None and not seen[0].hit_count and not seen[0].has_tails:
+            session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
+            return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
+    return open_longest(session, name, wanted, prompt, context.timeout_s)

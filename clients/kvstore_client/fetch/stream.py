@@ -1,0 +1,100 @@
+"""Fetches layer by layer: a layer is handed out while later ones are still being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.errors import DataLoss
+from kvstore.spec import Tier
+from kvstore_client.arrays import Layer, Tensor
+from kvstore_client.context import Context
+from kvstore_client.copying import wait_all
+from kvstore_client.fetch.fetched import after, before
+from kvstore_client.planes.prefix import Landing, Prefix, Target
+
+
+class LayerStream:
+    """Yields (layer, (K, V)), or (layer, E) where a spec keeps E, in order while later layers are still being copied.
+
+    ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
+    chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
+    ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
+    ``exactness``: what it may be stored as.
+    ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
+    """
+
+    def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
+        """``target`` None: a miss."""
+        self._prefix = prefix
+        self._target = target
+        self._context = context
+        self.reason = prefix.reason
+        self.hidden: dict[int, Tensor] = {}
+        self.landed_s = 0.0
+        self.token_count = self.good_token_count = prefix.token_count
+        self.exactness = prefix.exactness
+        self.tier = prefix.tier if self.token_count else Tier.NONE
+        self.byte_count = prefix.wanted.byte_count(self.token_count)
+
+    def __iter__(self) -> Iterator[tuple[int, Layer]]:
+        prefix, target, context = self._prefix, self._target, self._context
+        if target is None:
+            self.close()
+            return
+        layers = prefix.wanted.layers
+        bad: set[int] = set()
+        began = before(prefix, target)
+        # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
+        landing = prefix.landing(target, context.copier, context.faults, bad, self._landed)
+        try:
+            for position, layer in enumerate(layers):
+                while not landing.has_landed(position) and landing.advance():
+                    pass
+                wait_all(landing.layers[position], context.timeout_s)
+                self.good_token_count = prefix.settle(bad)
+                if self.good_token_count < self.token_count:
+                    raise DataLoss(f"a chunk was lost while layer {layer} was copied", layer=layer)
+                yield layer, target.layer(position, self.token_count)
+            self._await_hidden(prefix, target, landing, bad)
+            self._await_commit(prefix, landing, bad)
+            after(prefix, target, self.token_count, began)
+        finally:
+            landing.stop(self._context.timeout_s)
+            self.close()
+
+    def _await_hidden(self, prefix: Prefix, target: Target, landing: Landing, bad: set[int]) -> None:
+        layers = prefix.wanted.hidden_layers
+        if not layers:
+            return
+        while landing.is_waiting and landing.advance():
+            pass
+        landing.finish(self._context.timeout_s)
+        self.good_token_count = prefix.settle(bad)
+        if self.good_token_count < self.token_count:
+            raise DataLoss("a chunk was lost while hidden states were copied")
+        self.hidden = {layer: target.rows(layer, self.token_count) for layer in layers}
+
+    def _await_commit(self, prefix: Prefix, landing: Landing, bad: set[int]) -> None:
+        """Layers of a store in flight count once it is committed."""
+        if not prefix.is_provisional:
+            return
+        while prefix.is_provisional and landing.advance():
+            pass
+        self.good_token_count = prefix.settle(bad)
+        if self.good_token_count < self.token_count:
+            raise DataLoss("a store was not committed that this fetch had joined: discard what came")
+
+    def _landed(self) -> None:
+        self.landed_s = self._context.clock.monotonic()
+
+    def cancel(self) -> None:
+        """From another thread: wait no longer for what has not landed. The iteration ends soon, as when it is lost."""
+        self._prefix.cancel()
+
+    def abandon(self) -> None:
+        """As ``cancel``, from a destructor: the call that it takes is made elsewhere."""
+        self._prefix.abandon()
+
+    def close(self) -> None:
+        """Give the lease back; done by itself at the end of the iteration."""
+        self._prefix.close()

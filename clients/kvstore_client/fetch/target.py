@@ -1,0 +1,182 @@
+"""Where a prefix goes: owned memory or the caller's tensors, and the copies into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import TypeAlias
+
+import numpy as np
+
+from kvstore.chunk import ChunkLayout, slab_parts
+from kvstore.errors import InvalidRequest
+from kvstore.seams import FaultPoints
+from kvstore.seams.memory import Bytes
+from kvstore.spec import item_size
+from kvstore_client.arrays import Layer, Tensor, carve, destination, presented, settle_device
+from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.halves import checked_planes, plane_shapes, shown
+from kvstore_client.overlap import check_targets
+from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.shared_memory.chunk import MappedRun
+from kvstore_client.planes.stream.strips import Strips
+
+ALIGNMENT = 64
+Into: TypeAlias = Sequence[Layer] | Paged | None
+Places = Callable[[int], Target]
+"""Where the caller wants it: gives the place of so many tokens. Raises InvalidRequest when it is too short."""
+
+
+class DenseTarget:
+    """Where a prefix goes: one run of owned memory, or the caller's tensors."""
+
+    def __init__(self, wanted: Wanted, given: list[list[Tensor]] | None, token_count: int) -> None:
+        """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one is too short."""
+        spec = wanted.spec
+        self._wanted = wanted
+        self.is_callers = given is not None
+        if given is None:
+            self._layers = _owned_layers(wanted, token_count)
+        else:
+            self._layers = given
+            _check_room(given, token_count)
+        shape = (1, token_count, spec.hidden_size)
+        rows = _owned([shape] * len(wanted.hidden_layers), item_size(spec.hidden_dtype))
+        self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
+        self._raw = [[raw(plane) for plane in planes] for planes in self._layers]
+        self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
+
+    def layer(self, position: int, token_count: int) -> Layer:
+        """A requested layer as the caller knows it: its own tensors, or so many tokens of ours."""
+        spec, planes = self._wanted.spec, self._layers[position]
+        if not self.is_callers:
+            planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
+        return shown(spec, planes)
+
+    def places(self, token_count: int) -> tuple[list[Tensor], None]:
+        """The memory of so many tokens: the caller's planes, or all of ours."""
+        if self.is_callers:
+            planes = [plane[:, :token_count] for planes in self._layers for plane in planes]
+        else:
+            planes = [plane for planes in self._layers for plane in planes]
+        return [*planes, *self.hidden.values()], None
+
+    def rows(self, layer: int, token_count: int) -> Tensor:
+        """So many tokens of E of a requested hidden layer."""
+        return presented(self.hidden[layer], self._wanted.spec.hidden_dtype)[0, :token_count]
+
+    def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
+        """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
+        layer = self._wanted.layers[position]
+        for run in runs:
+            faults.reach("fetch.copy.middle")
+            index = run.chunks[0].layout.slab_of_layer[layer]
+            if self._wanted.verify:
+                self._copy_checked(run, index, self._whole[position], bad)
+            else:
+                self._copy_run(run, index, self._raw[position])
+
+    def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
+        for run in runs:
+            if self._wanted.verify:
+                self._copy_checked(run, 0, [whole(self._raw_hidden[layer])], bad)
+            else:
+                self._copy_run(run, 0, [self._raw_hidden[layer]])
+
+    def copy_strips(self, position: int, strips: Strips) -> None:
+        """Copy strips of one requested layer, as a message brought them."""
+        self._copy_strips(self._whole[position], strips)
+
+    def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
+        self._copy_strips([whole(self._raw_hidden[layer])], strips)
+
+    @cached_property
+    def _whole(self) -> list[list[Tensor]]:
+        return [[whole(plane) for plane in planes] for planes in self._raw]
+
+    def _copy_strips(self, planes: list[Tensor], strips: Strips) -> None:
+        chunk, extent = strips.chunk, strips.extent
+        self._put(planes, chunk.token_start, chunk.layout, extent.slab, strips.memory, extent.first, extent.stop)
+
+    def _copy_checked(self, run: MappedRun, index: int, planes: list[Tensor], bad: set[int]) -> None:
+        """Chunk by chunk: what was hashed is copied while the processor's cache still has it."""
+        wanted = self._wanted
+        for chunk in run.chunks:
+            if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
+                bad.add(id(chunk))
+                continue
+            layout = chunk.layout
+            first, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
+            slab = layout.slabs[index]
+            memory = chunk.slab(index)[int(layout.strip_offsets[slab.strip_first + first]) - slab.offset :]
+            self._put(planes, chunk.token_start, layout, index, memory, first, stop)
+
+    def _put(
+        self, planes: list[Tensor], token_start: int, layout: ChunkLayout, slab: int, memory: Bytes, first: int,
+        stop: int | None,
+    ) -> None:  # fmt: skip
+        """Strips ``first .. stop`` of one chunk's slab, which lie at the start of ``memory``."""
+        head = 0 if layout.blocked else first - self._wanted.head_start
+        for part in slab_parts(layout, slab, memory, first=first, stop=stop):
+            source = part.array[0]
+            start = token_start + part.token_start
+            copy_small(planes[part.which][head : head + len(source), start : start + source.shape[1]], source)
+
+    def _copy_run(self, run: MappedRun, index: int, planes: list[Tensor]) -> None:
+        wanted, first = self._wanted, run.chunks[0]
+        layout = first.layout
+        start, stop = (0, None) if layout.blocked else (wanted.head_start, wanted.head_stop)
+        for part in slab_parts(layout, index, run.memory(index), len(run.chunks), run.stride):
+            target = plane_run(planes[part.which], first.token_start, layout.token_count, len(run.chunks), part)
+            copy(target, raw(part.array[:, start:stop]))
+
+
+def _owned_layers(wanted: Wanted, token_count: int) -> list[list[Tensor]]:
+    """Per requested layer its planes, in one run of memory."""
+    spec = wanted.spec
+    shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
+    planes = iter(_owned([shape for each in shapes for shape in each], spec.item_size))
+    return [[next(planes) for _ in each] for each in shapes]
+
+
+def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Tensor]:
+    sizes = [-(-int(np.prod(shape)) * size // ALIGNMENT) * ALIGNMENT for shape in shapes]
+    memory = destination(sum(sizes))
+    planes, offset = [], 0
+    for shape, byte_count in zip(shapes, sizes, strict=True):
+        planes.append(carve(memory, offset, shape, size))
+        offset += byte_count
+    return planes
+
+
+def given_places(wanted: Wanted, into: Into) -> Places:
+    """``into``, checked before anything is sent: planes, pages, or None for memory of our own."""
+    if isinstance(into, Paged):
+        return partial(PagedTarget, wanted, Pages(wanted, into))
+    return partial(DenseTarget, wanted, given_planes(wanted, into))
+
+
+def given_planes(wanted: Wanted, into: Into) -> list[list[Tensor]] | None:
+    """Per requested layer its planes of ``into``, checked before anything is sent. Raises InvalidRequest naming the one
+    that is wrong."""
+    if into is None:
+        return None
+    if not isinstance(into, Sequence) or len(into) != len(wanted.layers):
+        found = len(into) if isinstance(into, Sequence) else type(into).__name__
+        entry = "E" if wanted.spec.keeps_e else "(K, V)"
+        raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
+    layers = []
+    for number, (layer, entry) in enumerate(zip(wanted.layers, into, strict=True)):
+        layers.append(checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer)))
+    check_targets(layers, "into")
+    settle_device([plane for planes in layers for plane in planes])
+    return layers
+
+
+def _check_room(layers: list[list[Tensor]], token_count: int) -> None:
+    for number, planes in enumerate(layers):
+        room = min(plane.shape[1] for plane in planes)
+        if room < token_count:
+            raise InvalidRequest(f"into[{number}] has room for {room} tokens, {token_count} are stored")

@@ -1,0 +1,76 @@
+"""Tickets: what other processes fetch by."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import DIGEST_BYTES
+from kvstore.spec import ModelSpec
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire import spec_from_message, spec_to_message
+from kvstore.wire.bounds import decode
+from kvstore_client.context import Context
+from kvstore_client.fetch.open import open_prefix
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Prefix
+from kvstore_client.planes.session import Session
+from kvstore_client.prompt import EXACTNESSES
+from kvstore_client.store.writer import COMMIT_S_MAX
+
+TICKET_BYTES = 16
+
+
+def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
+    """What another process needs to fetch by this ticket, as one run of bytes."""
+    return pb.HeldPrefix(
+        ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count,
+        exactness=exactness,  # type: ignore[arg-type]  # the wire's number
+    ).SerializeToString()  # fmt: skip
+
+
+def cut(digests: bytes) -> list[bytes]:
+    """Digests that travelled as one run."""
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
+class Held:
+    """A ticket, read: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
+    Raises InvalidRequest when the bytes are none."""
+
+    def __init__(self, ticket: bytes) -> None:
+        try:
+            message = decode(pb.HeldPrefix, ticket)
+        except Exception as error:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries") from error
+        if not message.ticket or not message.token_count or len(message.digests) % DIGEST_BYTES:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
+        self.ticket = message.ticket
+        self.spec = spec_from_message(message.spec)
+        self.digests = cut(message.digests)
+        self.exactness = int(message.exactness)
+        if self.exactness not in EXACTNESSES:
+            raise InvalidRequest("ticket must be the bytes that a match with hold=True carries")
+        self.is_store = pb.SharedStore.FromString(ticket).shards > 0
+        self.token_count = int(message.token_count)
+
+
+def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> Prefix:
+    """What a ticket holds. A store that was committed meanwhile is fetched like any other."""
+    if held.is_store:
+        try:
+            return open_prefix(session, wanted, name, held.digests, held.exactness, COMMIT_S_MAX, held.ticket)
+        except InvalidRequest:
+            return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s)
+    return open_prefix(session, wanted, name, held.digests, held.exactness, timeout_s, held.ticket)
+
+
+def release(context: Context, ticket: bytes | None) -> None:
+    """Let go of what a ticket holds. Takes the match's ticket, or the sidecar's own; unknown ones are fine."""
+    if not ticket:
+        return
+    identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket
+    with context.or_miss():
+        session = context.connection.session()
+        request = pb.ReleaseRequest(tickets=[identity])
+        session.give_back(partial(session.call, session.cache.Release, request, context.timeout_s))

@@ -1,0 +1,219 @@
+"""Fetches that run beside the engine: by ticket, into the engine's own memory, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from kvstore.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
+from kvstore.seams.scheduler import start_thread
+from kvstore.spec import Exactness, MissReason
+from kvstore_client.arrays import Layer, Tensor
+from kvstore_client.fetch.stream import LayerStream
+
+Result = TypeVar("Result")
+_log = logging.getLogger("kvstore.client")
+
+
+def without_frames(error: BaseException) -> None:
+    """Take from an error, and from what it came from, the frames they passed: these hold a whole cache, and where the
+    error is part of what they hold only garbage collection would end both."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+class Transfer:
+    """A fetch on its way. Its destination belongs to it until ``is_done``. One that is dropped is cancelled.
+
+    ``token_count``: how many tokens come, 0 for a miss; ``reason``: why no more, where it was asked for by its tokens.
+    ``exactness``: what it may be stored as.
+    """
+
+    def __init__(
+        self, token_count: int, layers: Iterable[int], hidden_layers: Iterable[int] = (),
+        reason: MissReason = MissReason.NONE, exactness: Exactness = Exactness.EXACT,
+    ) -> None:  # fmt: skip
+        self.exactness = exactness
+        self.token_count = token_count
+        self.reason = reason
+        self._bringing = Bringing(token_count, layers, hidden_layers)
+        self._thread: threading.Thread | None = None
+
+    def start(self, open_stream: Callable[[], LayerStream]) -> None:
+        """Bring the layers in order, on a thread of its own. Raises Unavailable where none can be had."""
+        self._thread = start_thread(partial(self._bringing.run, open_stream), "kvstore-transfer")
+
+    @property
+    def layers(self) -> list[int]:
+        """Those it brings, in order."""
+        return list(self._bringing.layers)
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """Why it ended before its last layer, or None."""
+        return self._bringing.error
+
+    @property
+    def good_token_count(self) -> int:
+        """Leading tokens whose layers so far are good; below ``token_count`` only when chunks were lost on the way."""
+        return self._bringing.good_token_count
+
+    def brings(self, layer: int) -> bool:
+        """Whether a layer is part of it."""
+        return layer in self._bringing.layers
+
+    def wait_layer(self, layer: int, timeout: float | None = None) -> Layer:
+        """Return when the layer is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises what
+        ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does not bring."""
+        return _landed(self.landing(layer), f"layer {layer}", timeout)
+
+    def landing(self, layer: int) -> Future[Layer]:
+        """What is done when the layer is in its place, or will not come. Raises InvalidRequest."""
+        return _part(self._bringing.layers, layer, f"layer {layer}")
+
+    def wait_hidden(self, layer: int, timeout: float | None = None) -> Tensor:
+        """Return when E of a hidden layer has come: it, [token_count, hidden_size]; None for a miss. Raises like
+        ``wait_layer``."""
+        return _landed(self.landing_hidden(layer), f"E of layer {layer}", timeout)
+
+    def landing_hidden(self, layer: int) -> Future[Tensor]:
+        """As ``landing``, of E."""
+        return _part(self._bringing.hidden, layer, f"E of layer {layer}")
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every layer is in its place. Raises like ``wait_layer``."""
+        _landed(self.ending, "the transfer", timeout)
+        if self.error is not None:
+            raise _again(self.error)
+
+    @property
+    def ending(self) -> Future[None]:
+        """What is done when the transfer is."""
+        return self._bringing.ended
+
+    def poll(self) -> int:
+        """How many leading layers are in their place."""
+        futures = list(self._bringing.layers.values())
+        landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
+        return next(landed, len(futures))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing writes to the destination any more."""
+        return self._bringing.ended.done()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def stop(self) -> None:
+        """Let it end soon, and wait for nothing."""
+        self._bringing.is_cancelled = True
+        stream = self._bringing.stream
+        if stream is not None:
+            stream.cancel()
+
+    def cancel(self, timeout: float | None = None) -> bool:
+        """Stop it. True once nothing writes to the destination any more, or holds it on its behalf; waits for that at
+        most ``timeout`` s."""
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)  # what it holds goes with it
+        return self.is_done
+
+    def __del__(self) -> None:
+        self._bringing.is_cancelled = True
+        stream = self._bringing.stream
+        if stream is not None:
+            stream.abandon()
+
+
+class Bringing:
+    """What a transfer's thread does and knows. It does not know the transfer: who drops that ends this."""
+
+    def __init__(self, token_count: int, layers: Iterable[int], hidden_layers: Iterable[int]) -> None:
+        self.token_count = token_count
+        self.good_token_count = 0
+        self.error: KVStoreError | None = None
+        self.layers: dict[int, Future[Layer]] = {layer: Future() for layer in layers}
+        self.hidden: dict[int, Future[Tensor]] = {layer: Future() for layer in hidden_layers}
+        self.ended: Future[None] = Future()
+        self.is_cancelled = False
+        self.stream: LayerStream | None = None
+
+    def run(self, open_stream: Callable[[], LayerStream]) -> None:
+        """Bring what the stream has."""
+        try:
+            stream = open_stream()
+            if stream.token_count < self.token_count:
+                stream.close()
+                raise DataLoss(f"a chunk of this ticket was lost: {stream.reason.name}", reason=stream.reason.name)
+            self._bring(stream)
+        except KVStoreError as error:
+            without_frames(error)  # a cancelled call is its own error, and its frames hold the call
+            self._fail(Unavailable("the transfer was cancelled") if self.is_cancelled else error)
+        except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
+            _log.exception("a transfer failed")
+            without_frames(error)
+            self._fail(Internal(f"the transfer failed: {error!r}"))
+        finally:
+            self.ended.set_result(None)
+
+    def _bring(self, stream: LayerStream) -> None:
+        self.stream = stream
+        layers = iter(stream)
+        try:
+            if self.is_cancelled:
+                raise Unavailable("the transfer was cancelled")
+            for layer, entry in layers:
+                self.good_token_count = self.token_count
+                self.layers[layer].set_result(entry)
+                if self.is_cancelled:
+                    raise Unavailable("the transfer was cancelled")
+            for layer, future in self.hidden.items():
+                future.set_result(stream.hidden.get(layer))
+            for future in self.layers.values():
+                if not future.done():
+                    future.set_result(None)  # a miss brings nothing
+        except DataLoss:
+            self.good_token_count = stream.good_token_count
+            raise
+        finally:
+            layers.close()  # type: ignore[attr-defined]  # a generator's iterator
+            stream.close()
+
+    def _fail(self, error: KVStoreError) -> None:
+        self.error = error
+        for future in (*self.layers.values(), *self.hidden.values()):
+            if not future.done():
+                future.set_exception(error)
+
+
+def _part(futures: Mapping[int, Future[Result]], layer: int, name: str) -> Future[Result]:
+    if layer not in futures:
+        raise InvalidRequest(f"{name} is not part of this transfer")
+    return futures[layer]
+
+
+def _landed(future: Future[Result], name: str, timeout: float | None) -> Result:
+    try:
+        error = future.exception(timeout)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{name} did not land within {timeout} s") from None
+    if isinstance(error, KVStoreError):
+        raise _again(error)
+    return future.result()
+
+
+def _again(error: KVStoreError) -> KVStoreError:
+    """What ended a transfer, anew for each who waits: one that was raised has the frames it passed, which hold the
+    transfer, and that holds its error."""
+    again = type(error)(error.message, **error.fields)
+    again.__cause__ = error.__cause__
+    return again

@@ -1,0 +1,79 @@
+"""What of a prefix a fetch brings: layers, heads, hidden layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import TypeAlias
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec, item_size
+
+Heads: TypeAlias = range | tuple[int, int]
+"""A run of kv heads."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a prefix to bring: checked against the spec."""
+
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    head_start: int
+    head_stop: int | None
+    hidden_layers: tuple[int, ...]
+    verify: bool
+
+    @staticmethod
+    def of(
+        spec: ModelSpec, layers: Sequence[int] | None, heads: Heads | None,
+        hidden_layers: Sequence[int], verify: bool,
+    ) -> Wanted:  # fmt: skip
+        """Raises InvalidRequest for layers, heads or hidden layers the spec does not have."""
+        chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
+        for layer in chosen:
+            if layer not in spec.slab_layers:
+                raise InvalidRequest(f"layer {layer} keeps no cache in this model of {spec.layer_count} layers")
+        hidden = _numbers("hidden_layers", hidden_layers)
+        if len(set(hidden)) < len(hidden) or not all(0 <= layer < spec.layer_count for layer in hidden):
+            raise InvalidRequest(f"hidden_layers {hidden} must be different layers in 0..{spec.layer_count - 1}")
+        if hidden and spec.keeps_e:
+            raise InvalidRequest(
+                "hidden_layers: this spec keeps E of every layer as its cache (keeps_e): ask for layers="
+            )
+        most = min((spec.layers[layer].kv_heads for layer in chosen), default=1)
+        start, stop = (0, None) if heads is None else _head_range(heads, 0 if spec.mla or spec.keeps_e else most)
+        return Wanted(spec, chosen, start, stop, hidden, verify)
+
+    def heads_of(self, layer: int) -> int:
+        kv_heads = self.spec.kept(layer)[0]
+        return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
+
+    def byte_count(self, token_count: int) -> int:
+        """What that many tokens of it weigh."""
+        spec = self.spec
+        if not spec.layers:
+            return token_count * spec.hidden_size * item_size(spec.hidden_dtype)
+        widths = (self.heads_of(each) * sum(spec.kept(each)[1]) for each in self.layers)
+        hidden = len(self.hidden_layers) * spec.hidden_size * item_size(spec.hidden_dtype)
+        return token_count * (sum(widths) * spec.item_size + hidden)
+
+
+def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be layer numbers, not {values!r:.80}") from None
+
+
+def _head_range(heads: Heads, most: int) -> tuple[int, int]:
+    """(first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the cache has no heads: MLA, or E."""
+    if not most:
+        raise InvalidRequest("heads: this cache has no kv heads (MLA, or E in the place of KV): leave it out")
+    if isinstance(heads, range):
+        heads = (heads.start, heads.stop if heads.step == 1 else -1)
+    bounds = _numbers("heads", heads)
+    if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= most:
+        raise InvalidRequest(f"heads {heads!r:.80} must be a run (first, stop) of the {most} kv heads")
+    return bounds[0], bounds[1]

@@ -1,0 +1,45 @@
+"""One layer of a cache, as callers give it and get it: (K, V), or E where a spec keeps E in the place of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+from kvstore_client.arrays import Layer, Tensor, checked
+
+
+def plane_shapes(spec: ModelSpec, layer: int, token_count: int, heads: int | None = None) -> list[tuple[int, int, int]]:
+    """[heads, tokens, dim] of each plane of a layer: K and V, or E. ``heads``: how many kv heads (None: all)."""
+    kept, dims = spec.kept(layer)
+    count = kept if heads is None or spec.keeps_e else heads
+    return [(count, token_count, dim) for dim in dims]
+
+
+def checked_planes(
+    spec: ModelSpec, layer: int, given: Layer, name: str, token_count: int | None = None, heads: int | None = None
+) -> list[Tensor]:
+    """A layer as its planes, each [heads, tokens, dim]; ``token_count`` None: as many as it has. Raises InvalidRequest
+    naming the plane whose type, shape or dtype is wrong."""
+    if spec.keeps_e:
+        count = _token_count(given, 2, 0) if token_count is None else token_count
+        e = checked(given, (count, spec.hidden_size), spec.hidden_dtype, f"{name} (E)")
+        return [e[None]]
+    if not isinstance(given, Sequence) or len(given) != 2:
+        raise InvalidRequest(f"{name} must be a pair (K, V), not {type(given).__name__}")
+    count = _token_count(given[0], 3, 1) if token_count is None else token_count
+    shapes = plane_shapes(spec, layer, count, heads)
+    return [
+        checked(plane, shape, spec.cache_dtype, f"{name}[{number}] ({what})")
+        for number, (plane, shape, what) in enumerate(zip(given, shapes, "KV", strict=True))
+    ]
+
+
+def shown(spec: ModelSpec, planes: Sequence[Tensor]) -> Layer:
+    """A layer's planes as the caller knows them."""
+    return planes[0][0] if spec.keeps_e else tuple(planes)
+
+
+def _token_count(plane: Tensor, axes: int, axis: int) -> int:
+    shape = getattr(plane, "shape", ())
+    return int(shape[axis]) if len(shape) == axes else 0

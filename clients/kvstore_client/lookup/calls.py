@@ -1,0 +1,96 @@
+"""Lookups: by a call, or by what shows in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.errors import Exhausted
+from kvstore.spec import MissReason
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.context import Context
+from kvstore_client.fetch.ticket import pack_ticket, release
+from kvstore_client.lookup.match import Match, chunk_matches, missed_chunks
+from kvstore_client.lookup.presence import Answer
+from kvstore_client.lookup.tails import first_held, longest_tail, peeked_tail
+from kvstore_client.prompt import Prompt
+from kvstore_client.segments.known import KnownSegments
+from kvstore_client.segments.runs import matched
+
+
+def peek(context: Context, prompt: Prompt, *, hold: bool) -> Match | None:
+    """See ``Client.peek``."""
+    if not prompt.digests:
+        return Match(0, ())
+    session, name = context.connection.at_hand(prompt.spec) or (None, b"")
+    if session is None or session.presence is None:
+        return None
+    seen = session.presence.answer([prompt.chain(name, prompt.digests)], int(hold))
+    if seen is None:
+        return None
+    step, count = prompt.spec.chunk_tokens, prompt.token_count
+    prefix = min(seen.hit_count * step, count)
+    tail = peeked_tail(session.presence, name, prompt, prefix, seen)
+    if tail is None or (tail and hold):
+        return None
+    return Match(prefix + tail, chunk_matches(seen.runs, step, 0, count))
+
+
+def look_up(
+    context: Context, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]], known: KnownSegments
+) -> Match:  # fmt: skip
+    """See ``Client.lookup``. ``readers`` 0: nothing is held; ``cut``: the prompt's segments."""
+    if not prompt.digests:
+        return Match(0, ())
+    with context.or_miss():
+        return _look_up(context, prompt, readers, cut, known)
+    chunks = missed_chunks(prompt.spec.chunk_tokens, 0, prompt.token_count, MissReason.UNAVAILABLE)
+    return Match(0, chunks, segments=matched(cut, (), 0, known))
+
+
+def _look_up(
+    context: Context, prompt: Prompt, readers: int, cut: Sequence[tuple[range, Prompt]], known: KnownSegments
+) -> Match:  # fmt: skip
+    step, count = prompt.spec.chunk_tokens, prompt.token_count
+    reply = _ask(context, prompt, prompt.digests, readers, [each for _, each in cut])
+    chunks = chunk_matches(reply.runs, step, 0, count)
+    hits, ticket = reply.hit_count, reply.ticket
+    prefix = min(hits * step, count)
+    digests, longer = prompt.digests[:hits], None
+    try:
+        tail = longest_tail(
+            prompt, prefix, hits, reply,
+            lambda names: first_held(*context.ready(prompt.spec), prompt, (), context.timeout_s, names),
+        )  # fmt: skip
+        longer = _ask(context, prompt, [*digests, tail[1]], readers) if tail and readers else None
+    except BaseException as error:
+        if not ticket or not isinstance(error, Exhausted):
+            release(context, ticket)  # nobody else knows of it
+            raise
+        tail = None  # there is room for one ticket, and not for two at a time: the whole chunks are held
+    if tail and longer:
+        if longer.hit_count > hits:
+            release(context, ticket)
+            ticket, digests = longer.ticket, [*digests, tail[1]]
+        else:
+            release(context, longer.ticket)
+            tail = None
+    prefix += tail[0] if tail else 0
+    held = pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
+    return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
+
+
+def _ask(
+    context: Context, prompt: Prompt, digests: Sequence[bytes], readers: int, segments: Sequence[Prompt] = ()
+) -> pb.LookupResponse | Answer:
+    session, name = context.ready(prompt.spec)
+    if session.presence is not None:
+        chains = [each.chain(name, each.digests) for each in segments]
+        chains.insert(0, prompt.chain(name, digests))
+        seen = session.presence.answer(chains, readers)
+        if seen is not None:
+            return seen
+    query = prompt.query(name, digests)
+    queries = [each.query(name, each.digests) for each in segments]
+    request = pb.LookupRequest(query=query, hold=readers > 0, readers=readers, segments=queries)
+    reply: pb.LookupResponse = session.call(session.cache.Lookup, request, context.timeout_s)
+    return reply

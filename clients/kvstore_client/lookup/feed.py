@@ -1,0 +1,79 @@
+"""A stream of messages whose reader waits no longer than it wants to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.seams.scheduler import start_thread
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.planes.returns import Returns
+
+GONE = "the sidecar is stopping, or the session ended: watch again"
+_Asked = SimpleQueue[Future[pb.WatchResponse] | None]
+
+
+class Feed:
+    """Reads a stream on a thread of its own, one message for each ``ask``: what nobody asks for stays with the sidecar.
+    The thread does not keep the feed alive: a feed that is dropped ends its stream."""
+
+    def __init__(self, stream: Any, translated: Callable[[grpc.RpcError], KVStoreError], returns: Returns) -> None:
+        self._stream = stream
+        self._returns = returns
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._asked: _Asked = SimpleQueue()
+        asked = self._asked
+        start_thread(lambda: _read(stream, asked, translated), "kvstore-feed")
+
+    def ask(self) -> Future[pb.WatchResponse]:
+        """The next message. Its failure is a typed error."""
+        future: Future[pb.WatchResponse] = Future()
+        self._asked.put(future)
+        if self._is_closed:
+            _fail(future, Unavailable(GONE))  # the thread has ended
+        return future
+
+    def close(self) -> None:
+        """End the stream and the thread; what was asked for fails. Idempotent. A forked child leaves it to its
+        parent."""
+        self._is_closed = True
+        self._asked.put(None)
+        if self._pid == os.getpid():
+            self._stream.cancel()
+
+    def __del__(self) -> None:
+        self._asked.put(None)
+        self._returns.soon(self._stream.cancel)
+
+
+def _read(stream: Any, asked: _Asked, translated: Callable[[grpc.RpcError], KVStoreError]) -> None:
+    error: KVStoreError | None = None
+    while (future := asked.get()) is not None:
+        message: Any = None
+        if error is None:
+            try:
+                message = next(stream)
+            except grpc.RpcError as failure:
+                was_ended_here = failure.code() is grpc.StatusCode.CANCELLED
+                error = Unavailable(GONE) if was_ended_here else translated(failure)
+            except (StopIteration, ValueError):
+                error = Unavailable(GONE)
+        if error is None:
+            future.set_result(message)
+        else:
+            _fail(future, error)
+        del future, message
+
+
+def _fail(future: Future[pb.WatchResponse], error: KVStoreError) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return  # the other of the two who may say so has

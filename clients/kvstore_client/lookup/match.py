@@ -1,0 +1,61 @@
+"""What a lookup found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.spec import ChunkState, Encoding, MissReason, Tier
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.lookup.presence import StateRun
+
+if TYPE_CHECKING:
+    from kvstore_client.segments.runs import SegmentMatch
+
+
+class ChunkMatch(NamedTuple):
+    """One chunk of the prompt: where it is, or why not."""
+
+    token_start: int
+    token_stop: int
+    state: ChunkState
+    tier: Tier
+    encoding: Encoding
+    reason: MissReason
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a prompt is stored. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
+    hold, what other processes fetch the prefix by; None when there is none. ``segments``: one per segment that was
+    asked for."""
+
+    prefix_token_count: int
+    chunks: tuple[ChunkMatch, ...]
+    ticket: bytes | None = None
+    segments: tuple[SegmentMatch, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.prefix_token_count > 0
+
+
+def chunk_matches(runs: Iterable[pb.ChunkRun | StateRun], step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
+    """What runs of chunks of ``step`` tokens say of the tokens ``start .. stop``."""
+    chunks: list[ChunkMatch] = []
+    for run in runs:
+        states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
+        first = start + len(chunks) * step
+        starts = range(first, first + run.count * step, step)
+        stops = range(first + step, first + (run.count + 1) * step, step)
+        chunks += map(ChunkMatch._make, zip(starts, stops, *map(repeat, states), strict=False))
+    if chunks and chunks[-1].token_stop > stop:
+        chunks[-1] = chunks[-1]._replace(token_stop=stop)
+    return tuple(chunks)
+
+
+def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple[ChunkMatch, ...]:
+    """The same when none of it is there."""
+    gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
+    return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))

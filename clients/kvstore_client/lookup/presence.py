@@ -1,0 +1,243 @@
+"""Lookups without a call: what a session reads of the sidecar's presence table."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import Unavailable
+from kvstore.handoff.messages import COUNTED_MAX, LookedUp, PresenceAnswer, PresenceQuestion, Question
+from kvstore.handoff.passing import check_descriptors
+from kvstore.keys import ROOT_DIGEST
+from kvstore.presence import (
+    NEWS_MASK,
+    STATE_MASK,
+    TAILS,
+    Found,
+    Words,
+    find,
+    lengths_bits,
+    lengths_tags,
+    pack_news,
+    tags_of,
+    unpack_news,
+)
+from kvstore.seams import Clock, SystemClock
+from kvstore.seams.mapping import SharedMap, closing_all
+from kvstore.spec import ChunkState, MissReason
+from kvstore.v1 import cache_pb2 as pb
+
+INTERVAL_S = 1.0
+_STATE, _BUT_TAILS = np.uint64(STATE_MASK), np.uint64(NEWS_MASK - TAILS)
+_COLD = np.uint64(pack_news(ChunkState.MISS, reason=MissReason.COLD))
+_log = logging.getLogger("kvstore.client")
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """As the wire's ChunkRun."""
+
+    count: int
+    state: int
+    tier: int
+    encoding: int
+    reason: int
+
+
+class Answer(NamedTuple):
+    """As the wire's LookupResponse, of a lookup that holds nothing. ``has_tails``: partial chunks hang on the last
+    hit; only a call tells which."""
+
+    hit_count: int
+    runs: Sequence[StateRun]
+    has_tails: bool
+    tails: Sequence[pb.PartialTail] = ()
+    tail_lengths: bytes = b""
+    ticket: bytes = b""
+    segments: Sequence[Answer] = ()
+
+
+class Chain(NamedTuple):
+    """What is asked for: digests of one namespace, each of a chunk of at most ``chunk_tokens`` tokens."""
+
+    salt: int
+    digests: Sequence[bytes]
+    chunk_tokens: int
+
+
+class Presence:
+    """One session's view of the table. Safe to share between threads; waits for nobody: while there is no table, or
+    another one is on its way, lookups are calls.
+
+    The sidecar counts what is looked up, and is told of it by packets that it does not answer, one a second at most.
+    """
+
+    def __init__(
+        self, send: Callable[[Question], bool], is_open: Callable[[], bool], clock: Clock | None = None
+    ) -> None:
+        """``send``: a packet by the hand-off, without waiting; whether it was taken. ``is_open``: whether the sidecar
+        has not closed the hand-off, as it does when it ends, however it ends."""
+        self._send = send
+        self._is_open = is_open
+        self._clock = clock or SystemClock()
+        self._counting = threading.Lock()
+        self._words: Words | None = None
+        self._token_count_max = self._tail_tokens_max = 0
+        self._counts: Counter[str] = Counter()
+        self._told_s = self._asked_s = -math.inf
+        self._is_closed = False
+
+    def ask(self) -> None:
+        """Ask for the table, at most once a second. It comes when it comes: ``take``."""
+        now = self._clock.monotonic()
+        if not self._is_closed and now - self._asked_s >= INTERVAL_S:
+            self._asked_s = now
+            self._send(PresenceQuestion())
+
+    def take(self, answer: PresenceAnswer, descriptors: Sequence[int]) -> None:
+        """The sidecar's table. One that cannot be had here is asked for again some time."""
+        with closing_all(descriptors):
+            try:
+                check_descriptors(answer, descriptors)
+                mapping = SharedMap(descriptors[0], answer.byte_count, writable=False)
+            except Unavailable as error:
+                _log.warning("kvstore: lookups are calls: %s", error.message)
+                return
+        self._token_count_max = answer.token_count_max
+        self._tail_tokens_max = answer.tail_tokens_max
+        self._words = mapping.bytes.view(np.uint64)
+        self._asked_s = -math.inf
+        if self._is_closed:
+            self._words = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a table to look into."""
+        return self._words is not None
+
+    def find(self, salt: int, digests: Sequence[bytes]) -> Found | None:
+        """The news of each chunk by itself, as the table has them. None while there is no table."""
+        words = self._words
+        if words is None:
+            self.ask()
+            return None
+        found = find(words, tags_of(salt, b"".join(digests)))
+        if found is not None and self._is_open():  # after the words: a table outlives the sidecar that wrote it
+            return found
+        if self._words is words:  # else another one has come meanwhile
+            self._words = None
+        self.ask()
+        return None
+
+    def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
+        """What a lookup of each chain says. None when only a call can tell. Who needs no call ``count``s it."""
+        token_count = sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains)
+        if self.is_there and token_count > self._token_count_max:
+            return None  # the sidecar says which limit that is
+        answers = []
+        for chain in chains:
+            found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
+            if found is None or not (found.is_whole or found.news[1:].all()):
+                return None
+            answers.append(answer_of(found.news))
+            if not (found.is_whole or answers[-1].hit_count):
+                return None  # whether tails hang on the root
+        return answers
+
+    def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
+        """What the first of these chains, and the segments behind it, are said to be, with the lengths of the partial
+        chunks that may go on with the first; counted. None where only a call can tell, and where it has something to
+        hold."""
+        seen = self.look_up(chains)
+        if seen is None or (readers and seen[0].hit_count):
+            return None
+        if seen[0].has_tails and seen[0].hit_count < len(chains[0].digests):
+            lengths = self._tail_lengths(chains[0], seen[0].hit_count)
+            if lengths is None:
+                return None
+            seen[0] = seen[0]._replace(tail_lengths=lengths)
+        hits = sum(each.hit_count for each in seen)
+        misses = sum(len(each.digests) for each in chains) - hits
+        self.count(lookup_calls=1, lookup_hit_chunks=hits, lookup_miss_chunks=misses)
+        return seen[0]._replace(segments=seen[1:])
+
+    def _tail_lengths(self, chain: Chain, hit_count: int) -> bytes | None:
+        """Which lengths the partial chunks after the last hit have. None when only a call can tell."""
+        words = self._words
+        if words is None or chain.chunk_tokens > self._tail_tokens_max:
+            return None
+        parent = chain.digests[hit_count - 1] if hit_count else ROOT_DIGEST
+        found = find(words, lengths_tags(chain.salt, parent, chain.chunk_tokens))
+        if found is None or not found.is_whole:
+            return None
+        bits = lengths_bits(found.news)
+        return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+    def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
+        """Which chunks are there, each by itself; counted. None when only a call can tell."""
+        held = self._held(salt, digests)
+        if held is not None:
+            self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
+        return held
+
+    def _held(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
+        found = self.find(salt, digests)
+        if found is None or not (found.is_whole or found.news.all()):
+            return None
+        held: list[bool] = (found.news & _STATE == ChunkState.HIT).tolist()
+        return held
+
+    def first_held(self, salt: int, digests: Sequence[bytes]) -> int | None:
+        """The number of the first of these chunks that is there, from 1 on; 0: none. None when only a call can tell."""
+        held = self._held(salt, digests)
+        return None if held is None else held.index(True) + 1 if True in held else 0
+
+    def count(self, **counts: int) -> None:
+        """Have the sidecar's counters of these names grow."""
+        with self._counting:
+            self._counts.update(counts)
+            is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S
+        if is_due:
+            self.tell()
+
+    def tell(self) -> None:
+        """Let the sidecar count what was counted here since it was told last."""
+        with self._counting:
+            self._told_s = self._clock.monotonic()
+            told = {name: min(count, COUNTED_MAX) for name, count in self._counts.items()}
+            if told and self._send(LookedUp(**told)):
+                self._counts -= Counter(told)
+
+    def close(self) -> None:
+        """Let go of the table."""
+        self._is_closed, self._words = True, None
+
+
+def answer_of(found: NDArray[np.uint64]) -> Answer:
+    """``found``: the news of the root, and of each chunk. As the sidecar's catalog walks: a chunk behind one that is
+    missing is no hit."""
+    states = found & _STATE
+    states[0] = ChunkState.HIT
+    hits = int((states != ChunkState.HIT).argmax()) - 1
+    if hits < 0:  # none is missing
+        hits = found.size - 1
+    news = found[1:] & _BUT_TAILS
+    behind = news[hits:]
+    behind[(states[1 + hits :] == ChunkState.HIT) | (behind == 0)] = _COLD
+    starts = [0, *(np.flatnonzero(news[1:] != news[:-1]) + 1).tolist(), news.size]
+    runs = [_run(stop - start, int(news[start])) for start, stop in pairwise(starts) if start < stop]
+    return Answer(hits, runs, unpack_news(int(found[hits])).has_tails)
+
+
+def _run(count: int, news: int) -> StateRun:
+    said = unpack_news(news)
+    return StateRun(count, said.state, said.tier, said.encoding, said.reason)

@@ -1,0 +1,120 @@
+"""Partial chunks: finding the longest that a prompt begins with, and naming those that a new chunk begins with.
+
+The sidecar says which lengths there are, the client computes the names that its own tokens have at these lengths, and
+asks which of them is stored. The names are digests of all tokens up to there: what is found is the prompt's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
+
+from kvstore.keys import ROOT_DIGEST
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.lookup.presence import Answer, Presence
+from kvstore_client.planes.session import Session
+from kvstore_client.prompt import Prompt
+
+NAMES_MAX = 1024
+"""How many names are asked for at a time; chunks of up to so many tokens need one question."""
+HASHED_TOKENS_MAX = 16 << 20
+"""How many tokens are hashed for one prompt at most. Chunks of more than 4,096 tokens with a partial chunk of nearly
+every length get there; shorter ones are not found then, and not named as superseded."""
+SUPERSEDES_MAX = 4096
+FirstHeld = Callable[[Sequence[bytes]], int]
+"""The number of the first of these digests that is stored, from 1 on; 0: none."""
+
+
+class Said(Protocol):
+    """What a lookup or a fetch says of the partial chunks after the last hit. ``tail_lengths`` is empty while ``tails``
+    are all of them."""
+
+    @property
+    def tails(self) -> Sequence[pb.PartialTail]: ...
+
+    @property
+    def tail_lengths(self) -> bytes: ...
+
+
+def longest_tail(prompt: Prompt, prefix: int, hits: int, said: Said, held: FirstHeld) -> tuple[int, bytes] | None:
+    """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
+    parent = prompt.digests[hits - 1] if hits else ROOT_DIGEST
+    if not said.tail_lengths:
+        if not said.tails:
+            return None
+        named = {(tail.token_count, tail.digest) for tail in said.tails}
+        lengths = sorted({count for count, _ in named}, reverse=True)
+        return next((name for name in _names(prompt, prefix, parent, lengths) if name in named), None)
+    names = _names(prompt, prefix, parent, reversed(lengths_of(said.tail_lengths)))
+    while some := list(islice(names, NAMES_MAX)):
+        found = held([digest for _, digest in some])
+        if 0 < found <= len(some):
+            return some[found - 1]
+    return None
+
+
+def first_held(
+    session: Session, name: bytes, prompt: Prompt, hidden_layers: Sequence[int], timeout_s: float,
+    digests: Sequence[bytes],
+) -> int:  # fmt: skip
+    """A ``FirstHeld``, with the hidden layers: from shared memory, or by a call. Raises the typed error of a failed
+    call."""
+    if session.presence is not None and not hidden_layers:
+        seen = session.presence.first_held(prompt.chain(name, ()).salt, digests)
+        if seen is not None:
+            return seen
+    request = pb.LookupRequest(query=prompt.query(name, (), hidden_layers), tail_digests=b"".join(digests))
+    reply: pb.LookupResponse = session.call(session.cache.Lookup, request, timeout_s)
+    return reply.tail_found
+
+
+def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer) -> int | None:
+    """How many tokens the longest partial chunk after the prefix has, by what shows in shared memory; 0: there is none.
+    None when only a call can tell."""
+    needs_call = False
+
+    def held(digests: Sequence[bytes]) -> int:
+        nonlocal needs_call
+        found = presence.first_held(prompt.chain(name, ()).salt, digests)
+        needs_call |= found is None
+        return found or 0
+
+    tail = longest_tail(prompt, prefix, seen.hit_count, seen, held)
+    return None if needs_call else tail[0] if tail else 0
+
+
+def superseded(prompt: Prompt, beside: Iterable[pb.TailsBeside]) -> bytes:
+    """Digests of the stored partial chunks, as far as they can be, that the prompt's own chunks begin with. ``beside``:
+    which lengths there are beside each chunk."""
+    step, found = prompt.spec.chunk_tokens, bytearray()
+    for each in beside:
+        if each.chunk >= len(prompt.digests):
+            continue  # no sidecar says so
+        start = each.chunk * step
+        count = min(step, prompt.token_count - start)
+        parent = prompt.digests[each.chunk - 1] if each.chunk else ROOT_DIGEST
+        shorter = [length for length in reversed(lengths_of(each.lengths)) if length < count]
+        room = SUPERSEDES_MAX - len(found) // len(ROOT_DIGEST)
+        for _, digest in islice(_names(prompt, start, parent, shorter), room):
+            found += digest
+    return bytes(found)
+
+
+def lengths_of(bits: bytes) -> list[int]:
+    """The numbers of the bits that are set, ascending."""
+    return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _names(prompt: Prompt, start: int, parent: bytes, lengths: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    """The prompt's partial chunks from ``start`` on, by these token counts, the longest first."""
+    hashed = 0
+    for count in lengths:
+        if not 0 < count <= min(prompt.token_count - start, prompt.spec.chunk_tokens):
+            continue
+        hashed += count
+        if hashed > HASHED_TOKENS_MAX:
+            return
+        digest = prompt.tail_digest(start, start + count, parent)
+        if digest:
+            yield count, digest

@@ -1,0 +1,255 @@
+"""Reading opaque values: one by one, many at once, and whether they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import presence_salt
+from kvstore.spec import Exactness, ModelSpec, Provenance
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.arrays import destination
+from kvstore_client.copying import Copier, stopped, wait_all
+from kvstore_client.fetch.open import open_prefix
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.opaque.value import CHUNK_BYTES, EXACT, HEAD, Head, Key, Pieces, room_of
+from kvstore_client.planes.prefix import Received, WholeChunk
+from kvstore_client.planes.session import Session
+
+BATCH = 256
+"""Keys in one call: what is asked for at once holds up the sidecar's other clients."""
+TRIES = 3
+"""How often a read begins anew because the value was replaced under it."""
+
+
+class Reader:
+    """Reads values of one namespace in one session."""
+
+    def __init__(self, session: Session, name: bytes, spec: ModelSpec, copier: Copier, timeout_s: float, verify: bool):
+        self._session, self._name, self._copier, self._timeout_s = session, name, copier, timeout_s
+        self._wanted = Wanted(spec, (), 0, None, (), verify)
+
+    def _open(self, digests: list[bytes]) -> Received:
+        """The leading ones of these chunks that are there, all of them in memory: the sidecar's, or received."""
+        prefix = open_prefix(self._session, self._wanted, self._name, digests, EXACT, self._timeout_s)
+        try:
+            return prefix.received()
+        except BaseException:
+            prefix.close()
+            raise
+
+    def _chunks(self, prefix: Received) -> list[WholeChunk]:
+        """By position in the query. The first that is missing ends them."""
+        step = self._wanted.spec.chunk_tokens
+        found = {chunk.token_start // step: chunk for chunk in prefix.chunks}
+        return [
+            found[number] for number in range(len(found)) if number in found and all(k in found for k in range(number))
+        ]
+
+    def _copy(self, prefix: Received, work: Sequence[tuple[WholeChunk, int, Pieces, int, int]]) -> list[bool]:
+        """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good. However it
+        ends, nothing is written afterwards: who takes a miss puts something else there."""
+        bad: set[int] = set()
+        is_over = False
+
+        def copy(batch: Sequence[tuple[WholeChunk, int, Pieces, int, int]]) -> None:
+            for chunk, skip, target, start, count in batch:
+                if is_over:
+                    return
+                if self._wanted.verify and not chunk.is_intact(0, 0, None):
+                    bad.add(id(chunk))
+                source = chunk.slab(0)[skip : skip + count]
+                for part, place in target.parts(start, count):
+                    np.copyto(part, source[place : place + part.size])
+
+        if work:
+            halves = self._copier.halves(copy, work)
+            try:
+                wait_all(halves, self._timeout_s)
+            except BaseException:
+                is_over = True
+                stopped(halves, None)  # each has a chunk left at most
+                raise
+        good = prefix.settle(bad)
+        return [chunk.token_start < good for chunk, *_ in work]
+
+    def get(self, key: Key, into: Pieces | None) -> Pieces | None:
+        """The whole value, or None."""
+        for _ in range(TRIES):
+            for digest in (key.whole, key.first):
+                found, again = self._get(key, digest, into)
+                if found is not None:
+                    return found
+                if again:
+                    break
+            else:
+                return None
+        return None
+
+    def _get(self, key: Key, digest: bytes, into: Pieces | None) -> tuple[Pieces | None, bool]:
+        """(value or None, whether to look again: it was replaced while it was read)."""
+        prefix = self._open([digest])
+        try:
+            chunks = self._chunks(prefix)
+            if not chunks:
+                return None, False
+            head = Head.of(chunks[0], is_whole=digest == key.whole)
+            if prefix.settle(set()) == 0:
+                return None, True
+            if head is None:
+                return None, False
+            if head.chunk_count == 1:
+                target = _target(into, head.size)
+                is_copied = all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, head.size)]))
+                return (target, False) if is_copied else (None, True)
+        finally:
+            prefix.close()
+        return self._get_parts(key, head, into)
+
+    def _get_parts(self, key: Key, head: Head, into: Pieces | None) -> tuple[Pieces | None, bool]:
+        """As ``_get``, of a value of several chunks: the others first, for memory is taken when all of them are there;
+        then the first once more. A lease on all at a time might be more than a session may have."""
+        first = CHUNK_BYTES - HEAD.size
+        with self._rest(key, head) as (rest, others):
+            if rest is None:
+                return None, True
+            target = _target(into, head.size)
+            places = range(first, target.size, CHUNK_BYTES)
+            work = [
+                (each, 0, target, at, min(CHUNK_BYTES, target.size - at))
+                for each, at in zip(others, places, strict=True)
+            ]
+            if not all(self._copy(rest, work)):
+                return None, True
+        prefix = self._open([key.first])
+        try:
+            chunks = self._chunks(prefix)
+            is_same = bool(chunks) and Head.of(chunks[0], is_whole=False) == head
+            is_copied = is_same and all(self._copy(prefix, [(chunks[0], HEAD.size, target, 0, first)]))
+            return (target, False) if is_copied else (None, True)
+        finally:
+            prefix.close()
+
+    @contextmanager
+    def _rest(self, key: Key, head: Head) -> Iterator[tuple[Received | None, list[WholeChunk]]]:
+        """The chunks behind a value's first, when all of them are there and as long as they have to be."""
+        count = head.chunk_count
+        if count - 1 > BATCH and not self._are_there(key, head):
+            yield None, []
+            return
+        prefix = self._open(key.parts(head.version, range(1, count)))
+        try:
+            chunks = self._chunks(prefix)
+            last = HEAD.size + head.size - (count - 1) * CHUNK_BYTES
+            sizes = [CHUNK_BYTES] * (count - 2) + [last]
+            is_whole = len(chunks) == len(sizes) and all(map(_has_room, chunks, sizes))
+            yield (prefix, chunks) if is_whole else (None, [])
+        finally:
+            prefix.close()
+
+    def _are_there(self, key: Key, head: Head) -> bool:
+        """Whether every chunk behind a value's first is. The first that is missing ends the search, however long the
+        value says that it is."""
+        starts = range(1, head.chunk_count, BATCH)
+        batches = (range(start, min(start + BATCH, head.chunk_count)) for start in starts)
+        return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
+
+    def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
+        """Values of known sizes into their targets, one call for as many as are there, ``BATCH`` at most. A value of
+        another size than its target's, or that is not there, is False; its target's bytes mean nothing then."""
+        done = [False] * len(keys)
+        start = 0
+        while start < len(keys):
+            batch = keys[start : start + BATCH]
+            prefix = self._open([key.whole for key in batch])
+            try:
+                chunks = self._chunks(prefix)
+                work, numbers = [], []
+                for number, chunk in enumerate(chunks, start):
+                    head = Head.of(chunk, is_whole=True)
+                    if head is not None and head.size == targets[number].size:
+                        work.append((chunk, HEAD.size, targets[number], 0, targets[number].size))
+                        numbers.append(number)
+                for number, is_good in zip(numbers, self._copy(prefix, work), strict=True):
+                    done[number] = is_good
+            finally:
+                prefix.close()
+            stop = start + len(chunks)
+            if len(chunks) == len(batch):
+                start = stop
+                continue
+            if targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be there in several chunks
+                done[stop] = self._is_got(keys[stop], targets[stop])
+            start = stop + 1
+        return done
+
+    def _is_got(self, key: Key, target: Pieces) -> bool:
+        try:
+            return self.get(key, target) is not None
+        except InvalidRequest:
+            return False  # of another size
+
+    def count_leading(self, keys: Sequence[Key]) -> int:
+        """How many of the leading ones are there, whole."""
+        for start in range(0, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            whole = self._found([key.whole for key in batch])
+            for index, (key, is_there) in enumerate(zip(batch, whole, strict=True)):
+                if not (is_there or (self._found([key.first])[0] and self._has_parts(key))):
+                    return start + index
+        return len(keys)
+
+    def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether each is there, whole."""
+        whole = self._found([key.whole for key in keys])
+        others = [key for key, is_there in zip(keys, whole, strict=True) if not is_there]
+        begun = iter(self._found([key.first for key in others]))
+        return [is_there or (next(begun) and self._has_parts(key)) for key, is_there in zip(keys, whole, strict=True)]
+
+    def _found(self, digests: list[bytes]) -> list[bool]:
+        """Which chunks are there, each by itself."""
+        if digests and self._session.presence is not None:
+            salt = presence_salt(self._name, Provenance.IN_CONTEXT, Exactness.EXACT)
+            seen = self._session.presence.holds(salt, digests)
+            if seen is not None:
+                return seen
+        found: list[bool] = []
+        while len(found) < len(digests):
+            found += self._called(digests[len(found) : len(found) + BATCH])
+        return found
+
+    def _called(self, digests: list[bytes]) -> list[bool]:
+        """Which of them are there; of a sidecar that looks up one chain at a time, whether the first is."""
+        exactness: Any = EXACT  # the wire's number
+        first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=exactness) for each in digests)
+        request = pb.LookupRequest(query=first, segments=rest)
+        reply = self._session.call(self._session.cache.Lookup, request, self._timeout_s)
+        return [each.hit_count == 1 for each in (reply, *reply.segments)]
+
+    def _has_parts(self, key: Key) -> bool:
+        """Whether a value of several chunks is there, of which the first is."""
+        prefix = self._open([key.first])
+        try:
+            chunks = self._chunks(prefix)
+            head = Head.of(chunks[0], is_whole=False) if chunks else None
+            if head is None or prefix.settle(set()) == 0:
+                return False
+        finally:
+            prefix.close()
+        return self._are_there(key, head)
+
+
+def _has_room(chunk: WholeChunk, size: int) -> bool:
+    return room_of(chunk) >= size
+
+
+def _target(into: Pieces | None, length: int) -> Pieces:
+    if into is None:
+        return Pieces([destination(length)])
+    if into.size != length:
+        raise InvalidRequest(f"into has {into.size} bytes, the value {length}: give as much room as was put, or none")
+    return into

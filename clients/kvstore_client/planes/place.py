@@ -1,0 +1,120 @@
+"""Where a sidecar is, and so by which plane it is reached."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvstore.errors import InvalidRequest
+from kvstore.units import is_loopback, split_address
+from kvstore_client.planes.shared_memory.session import MappedSession
+from kvstore_client.planes.shared_memory.staging import StagingPool
+from kvstore_client.planes.stream.session import StreamSession
+
+UNIX = "unix://"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLS:
+    """``ca_file``: who signed the server's certificate (empty: whom the system trusts). ``certificate_file`` and
+    ``key_file``: this client's own, where the server asks for one. ``server_name``: the name in the server's
+    certificate, when it is not the address's."""
+
+    ca_file: str | Path = ""
+    certificate_file: str | Path = ""
+    key_file: str | Path = ""
+    server_name: str = ""
+
+    def credentials(self) -> Any:
+        """Raises InvalidRequest naming the file that cannot be read."""
+        if bool(self.certificate_file) != bool(self.key_file):
+            raise InvalidRequest("tls: certificate_file and key_file go together")
+        ca, key, chain = (_pem(name, self) for name in ("ca_file", "key_file", "certificate_file"))
+        return grpc.ssl_channel_credentials(ca, key, chain)
+
+
+def _pem(name: str, tls: TLS) -> bytes | None:
+    path = getattr(tls, name)
+    if not path:
+        return None
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"tls: {name} {path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A sidecar of this host, by its socket."""
+
+    path: Path
+    plane = "local"
+
+    def open(self, timeout_s: float) -> MappedSession:
+        """A session. Raises Unavailable when nobody answers."""
+        session = MappedSession(self.path, timeout_s)
+        session.staging = StagingPool(session)
+        return session
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """A sidecar by its TCP address."""
+
+    address: str
+    token: str = field(repr=False)
+    tls: TLS | None
+    plane = "remote"
+
+    def open(self, timeout_s: float) -> StreamSession:
+        """A session. Raises Unavailable when nobody answers, Unauthenticated for a wrong token."""
+        credentials = self.tls.credentials() if self.tls else None
+        return StreamSession(self.address, self.token, credentials, self.tls.server_name if self.tls else "", timeout_s)
+
+    def __str__(self) -> str:
+        return self.address
+
+
+Place = LocalPlace | RemotePlace
+
+
+def default_socket() -> Path:
+    """$KVSTORE_SOCKET, else the sidecar's default for this user."""
+    named = os.environ.get("KVSTORE_SOCKET")
+    if named:
+        return Path(named.removeprefix(UNIX))
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "kvstore" / "kvstore.sock"
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "kvstore" / "run" / "kvstore.sock"
+
+
+def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> Place:
+    """``token``: by default $KVSTORE_TOKEN. Raises InvalidRequest for an address that is none, and for a token that
+    would travel in the open."""
+    if address is None or address.startswith(UNIX):
+        if token is not None or tls:
+            raise InvalidRequest("token and tls are for HOST:PORT addresses; a unix socket serves its own user")
+        return LocalPlace(default_socket() if address is None else Path(address.removeprefix(UNIX)))
+    if "/" in address:
+        raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
+    host, _ = split_address(address, "address")
+    token = os.environ.get("KVSTORE_TOKEN") if token is None else token
+    token = token.strip() if isinstance(token, str) else ""  # a file's last line end comes along
+    if not (token and token.isascii() and token.isprintable()):
+        raise InvalidRequest(
+            f"token: {address} needs one that its server knows (remote.token_file there), here or as $KVSTORE_TOKEN"
+        )
+    if tls is True:
+        tls = TLS()
+    if not tls and not is_loopback(host):
+        raise InvalidRequest(f"tls: {address} is not this host: the token needs tls= to go there")
+    return RemotePlace(address, token, tls or None)

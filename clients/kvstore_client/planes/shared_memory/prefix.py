@@ -1,0 +1,300 @@
+"""A resident prefix as the sidecar shows it: which chunks, where they lie, whether they are still what they were."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvstore.chunk import ChunkLayout, layout_of, parse_header
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.keys import fingerprint
+from kvstore.seams import FaultPoints
+from kvstore.seams.fence import fence
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, Exactness, MissReason, Tier
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.copying import Copier
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Target, land, nothing
+from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
+from kvstore_client.planes.shared_memory.landing import MappedLanding
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.shared_memory.session import MappedSession
+
+_log = logging.getLogger("kvstore.client")
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The places of the bits that are set."""
+    while number:
+        low = number & -number
+        yield low.bit_length() - 1
+        number ^= low
+
+
+def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
+    """Whether extents are as long as a chunk, and end between its pieces: no slab is cut in two."""
+    ends = list(accumulate(extent.size for extent in extents))
+    return ends[-1:] == [layout.total_bytes] and (len(ends) == 1 or set(ends) <= set(accumulate(layout.piece_bytes)))
+
+
+class MappedPrefix:
+    """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` gives the lease
+    back."""
+
+    def __init__(
+        self, session: MappedSession, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
+        exactness: Exactness,
+    ) -> None:  # fmt: skip
+        self.session = session
+        self.exactness = exactness
+        self._stream = stream
+        self._is_closed = False
+        self._arriving: dict[int, pb.ResidentChunk] = {}
+        self._lease_id = response.lease_id
+        self.wanted = wanted
+        self.tier = Tier(response.tier)
+        self.reason = MissReason(response.reason)
+        self.tails, self.tail_lengths = response.tails, response.tail_lengths
+        self._digests = digests
+        self._generations = session.generations
+        self._entries = list(response.chunks)
+        self._stop = max((self._span(entry)[1] for entry in self._entries), default=0)
+        self._arriving = {number: entry for number, entry in enumerate(self._entries) if entry.is_arriving}
+        self._landed: dict[int, tuple[Chunk, int]] = {}
+        self._provisional: set[int] = set()
+        self._missing: Counter[tuple[int, int]] | None = None
+        """(part, slab) -> how many chunks of the prefix it has not landed of; None: to be counted anew."""
+        self.chunks: list[Chunk] = []
+        try:
+            for entry in self._entries:
+                if not entry.is_arriving and (chunk := self._read(entry)) is not None:
+                    self.chunks.append(chunk)
+        except BaseException:
+            self.close()
+            raise
+        self.token_count = self.settle(set())
+        self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.token_count]
+
+    def _span(self, entry: pb.ResidentChunk) -> tuple[int, int]:
+        """The tokens of a chunk."""
+        start = entry.index * self.wanted.spec.chunk_tokens
+        return start, start + entry.token_count
+
+    def _read(self, entry: pb.ResidentChunk) -> Chunk | None:
+        """Read a chunk's header. The prefix ends before one that is not what it should be."""
+        try:
+            return self._chunk(entry, self._digests)
+        except DataLoss:
+            pass  # the header of a store in flight may be written just now
+        try:
+            return self._chunk(entry, self._digests)
+        except DataLoss as error:
+            fence()
+            if not self._is_current(entry.generation_slot, entry.generation):
+                self._cut(entry, MissReason.STALE)
+                return None
+            self._cut(entry, MissReason.CORRUPT)
+            _log.error("kvstore: %s: treated as a miss", error.message)
+            return None
+
+    def _cut(self, entry: pb.ResidentChunk, reason: MissReason) -> None:
+        start = self._span(entry)[0]
+        if start < self._stop:
+            self._stop, self.reason = start, reason
+            self._missing = None
+
+    # ------------------------------------------------------------ arrivals
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether chunks of it are still on their way to memory."""
+        return bool(self._arriving)
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether stores that some of it comes from have not been committed yet."""
+        return bool(self._provisional)
+
+    def advance(self) -> bool:
+        """Wait for news of what is on its way. False when no more will come: what did not arrive is lost then."""
+        try:
+            response = next(self._stream, None)
+        except (grpc.RpcError, ValueError) as error:
+            error.__traceback__ = None  # as in ``translated``
+            response = None
+        try:
+            for each in response.arrivals if response is not None else ():
+                entry = self._arriving.get(each.chunk)
+                if entry is not None:
+                    self._note(each.chunk, entry, each)
+        except KVStoreError:  # the session ended just now, and with it the memory that the chunk arrived in
+            response = None
+        if response is None:
+            for entry in self._arriving.values():
+                self._cut(entry, MissReason.UNAVAILABLE)
+            self._arriving, self._provisional = {}, set()
+        return bool(self._arriving)
+
+    def _note(self, number: int, entry: pb.ResidentChunk, arrival: pb.Arrival) -> None:
+        known = self._landed.get(number)
+        landed = int.from_bytes(arrival.slabs, "little")
+        chunk = known[0] if known else self._read(entry) if landed else None
+        if arrival.is_provisional:
+            self._provisional.add(number)
+            chunk = replace(chunk, is_provisional=True) if chunk is not None and known is None else chunk
+        elif number in self._provisional:
+            self._provisional.discard(number)
+            self._committed(entry, lost=bool(arrival.lost))
+        if chunk is not None:
+            self._landed[number] = chunk, landed
+            if known is None:
+                self.chunks.append(chunk)
+            if self._missing is not None and self._span(entry)[0] < self._stop:
+                fresh = landed & ~(known[1] if known else 0)
+                self._missing.subtract((entry.part, slab) for slab in _bits(fresh))
+        if arrival.lost:
+            self._cut(entry, MissReason(arrival.lost))
+        whole = chunk is not None and landed == (1 << len(chunk.layout.slabs)) - 1
+        if arrival.lost or (whole and not arrival.is_provisional):
+            del self._arriving[number]
+
+    def _committed(self, entry: pb.ResidentChunk, *, lost: bool) -> None:
+        """Its store has ended. With ``verify`` its strips are checked now that their checksums are known."""
+        if lost or (chunk := self._read(entry)) is None or not self.wanted.verify:
+            return
+        layers = self.wanted.layers if chunk.part == 0 else (None,)
+        slabs = [0 if layer is None else chunk.layout.slab_of_layer[layer] for layer in layers]
+        if not all(chunk.is_intact(slab, self.wanted.head_start, self.wanted.head_stop) for slab in slabs):
+            self._cut(entry, MissReason.CORRUPT)
+
+    def arrived(self, part: int, slab: int) -> list[Chunk] | None:
+        """The chunks of one part that were on their way, once that slab of all of them is there; else None."""
+        if self._missing is None:
+            self._missing = self._counted()
+        if self._missing[part, slab] > 0:
+            return None
+        return [self._landed[number][0] for number, entry in self._awaited() if entry.part == part]
+
+    def _awaited(self) -> Iterator[tuple[int, pb.ResidentChunk]]:
+        """Those of the prefix, as far as it still reaches, that were not there at once."""
+        for number, entry in enumerate(self._entries):
+            if entry.is_arriving and self._span(entry)[0] < self._stop:
+                yield number, entry
+
+    def _counted(self) -> Counter[tuple[int, int]]:
+        missing: Counter[tuple[int, int]] = Counter()
+        for number, entry in self._awaited():
+            landed = self._landed[number][1] if number in self._landed else 0
+            slab_count = len(self._layout(entry).slabs)
+            missing.update((entry.part, slab) for slab in _bits(~landed & (1 << slab_count) - 1))
+        return missing
+
+    def _named(self, entry: pb.ResidentChunk) -> tuple[CacheKind, int | None]:
+        """What kind of cache a part is, and of which layer where it is hidden states."""
+        layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
+        return self.wanted.spec.kind if layer is None else CacheKind.E, layer
+
+    def _layout(self, entry: pb.ResidentChunk) -> ChunkLayout:
+        kind, layer = self._named(entry)
+        return layout_of(self.wanted.spec, kind, entry.token_count, layer)
+
+    def _chunk(self, entry: pb.ResidentChunk, digests: list[bytes]) -> Chunk:
+        spec, layout = self.wanted.spec, self._layout(entry)
+        kind, layer = self._named(entry)
+        extents = [
+            self.session.region(each.region)[each.offset : each.offset + each.byte_count] for each in entry.extents
+        ]
+        if not _hold(extents, layout):
+            raise DataLoss("the extents do not hold a chunk of this model", reason="extents")
+        header = parse_header(extents[0][: layout.header_bytes].tobytes(), layout)
+        if header.encoding != "raw":
+            raise DataLoss("memory holds raw chunks only", reason="encoding")
+        if header.chain_digest != digests[entry.index] or header.fingerprint != fingerprint(spec, kind, layer):
+            raise DataLoss("the extents hold another chunk than the one asked for", reason="header")
+        if header.exactness is not self.exactness:
+            raise DataLoss(f"the extents hold a chunk that is {header.exactness}", reason="exactness")
+        start = entry.index * spec.chunk_tokens
+        home = None
+        if len(entry.extents) == 1:
+            extent = entry.extents[0]
+            home = (self.session.region(extent.region), extent.region, extent.offset)
+        return Chunk(entry.part, start, layout, extents, entry.generation_slot, entry.generation, header, home)
+
+    # ------------------------------------------------------------ copies
+
+    def runs(self, part: int) -> list[MappedRun]:
+        """The chunks of one part, grouped for copying."""
+        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+
+    def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
+        """Copy every requested layer, in two halves where all of it is in memory."""
+        if self.is_arriving:
+            land(self.landing(target, copier, faults, bad, nothing), timeout_s)
+            return
+        cache = self.runs(0)
+        work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
+        for part, layer in enumerate(self.wanted.hidden_layers, start=1):
+            work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
+        copier.split(_each, work, timeout_s)
+
+    def landing(
+        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+    ) -> MappedLanding:
+        """What memory has at once, the rest layer by layer as it lands."""
+        return MappedLanding(self, target, copier, faults, bad, on_copied)
+
+    def received(self) -> MappedPrefix:
+        """Itself, once everything is in memory."""
+        while self.is_arriving and self.advance():
+            pass
+        return self
+
+    def _is_current(self, slot: int, generation: int) -> bool:
+        """Whether everything that was read from a chunk before the last ``fence`` was the chunk's. A slot that there is
+        not is nobody's."""
+        return slot < len(self._generations) and bool(self._generations[slot] == generation)
+
+    def settle(self, bad: set[int]) -> int:
+        """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
+        When that is not all of them, ``reason`` tells why."""
+        good = self._stop
+        fence()  # the copies' loads come before the generations'
+        for chunk in self.chunks:
+            current = self._is_current(chunk.slot, chunk.generation)
+            if chunk.token_start < good and not (current and id(chunk) not in bad):
+                good = chunk.token_start
+                self.reason = MissReason.CORRUPT if current else MissReason.STALE
+        return good
+
+    def cancel(self) -> None:
+        """Wait no longer for what is on its way: ``advance`` returns False soon. From any thread."""
+        self._stream.cancel()
+
+    def abandon(self) -> None:
+        """As ``cancel``, from a destructor."""
+        self.session.returns.soon(self._stream.cancel)
+
+    def close(self) -> None:
+        """Give the lease back, and wait for nothing that is on its way. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._arriving:
+            self.session.returns.soon(self._stream.cancel)
+        self.session.returns.lease(self._lease_id)
+
+    __del__ = close  # a stream that nobody iterates, a fetch that failed half way
+
+
+def _each(work: Sequence[Callable[[], None]]) -> None:
+    for copy in work:
+        copy()

@@ -1,0 +1,103 @@
+"""A store's bytes by staging: copied here, read there once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.errors import DeadlineExceeded, Exhausted
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.copying import Copier
+from kvstore_client.planes.store import StagingRun, StoreSource, Unit
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.shared_memory.session import MappedSession
+
+Staged = tuple[Unit, StagingRun]
+
+
+def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
+    """Whether a unit is the next chunk of a group, and lies right behind it in staging."""
+    last, before = group[-1]
+    return (
+        last.layout is unit.layout
+        and (last.part, last.slab_first, last.slab_stop) == (unit.part, unit.slab_first, unit.slab_stop)
+        and unit.token_start == last.token_start + last.layout.token_count
+        and (run.staging_id, run.offset) == (before.staging_id, before.offset + before.byte_count)
+    )
+
+
+class StagedUpload:
+    """Units in staging. When staging is short, fills go out in between."""
+
+    def __init__(self, session: MappedSession, source: StoreSource, copier: Copier, timeout_s: float) -> None:
+        self._session = session
+        self._pool = session.staging
+        self._source = source
+        self._copier = copier
+        self._timeout_s = timeout_s
+        self._staged: list[Staged] = []
+
+    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
+        """Copy all units. Raises Exhausted when staging has no room for one."""
+        pool = self._pool
+        remaining = sum(unit.byte_count for unit in units)
+        batch: list[Staged] = []
+        for unit in units:
+            run = pool.take(unit.byte_count, remaining)
+            if run is None:
+                self._copy_batch(batch)
+                batch = []
+                self._fill(reservation_id)
+                run = pool.take(unit.byte_count, remaining)
+            if run is None:
+                raise Exhausted(
+                    f"staging has no room for {unit.byte_count} bytes: raise limits.staging_bytes_max, or wait for "
+                    "earlier stores"
+                )
+            remaining -= unit.byte_count
+            self._staged.append((unit, run))  # at once: it is given back whatever comes next
+            batch.append((unit, run))
+        self._copy_batch(batch)
+
+    def _copy_batch(self, batch: list[Staged]) -> None:
+        groups: list[list[Staged]] = []
+        for unit, run in batch:
+            if groups and _continues(groups[-1], unit, run):
+                groups[-1].append((unit, run))
+            else:
+                groups.append([(unit, run)])
+        work = [(group, index) for group in groups for index in range(group[0][0].slab_first, group[0][0].slab_stop)]
+        if work:
+            try:
+                self._copier.split(self._copy_slabs, work, self._timeout_s)
+            except DeadlineExceeded:
+                # A copy may still write to its staging, so that must never be used again: it goes with the session.
+                self._session.close()
+                raise
+
+    def _copy_slabs(self, work: Sequence[tuple[list[Staged], int]]) -> None:
+        for group, index in work:
+            unit, run = group[0]
+            memory = run.memory[run.offset + unit.layout.slabs[index].offset - unit.base :]
+            self._source.copy(unit, index, memory, count=len(group), stride=run.byte_count)
+
+    def _fill(self, reservation_id: int) -> None:
+        if self._staged:
+            self._session.fill(reservation_id, self.finish(), [run for _, run in self._staged], self._timeout_s)
+            self.free()
+
+    def finish(self) -> list[pb.Fill]:
+        """What is staged."""
+        return [unit.fill(run) for unit, run in self._staged]
+
+    def free(self) -> None:
+        """The sidecar has read it."""
+        for run in self.stop():
+            self._pool.give_back(run)
+
+    def stop(self) -> list[StagingRun]:
+        """Let go of what is staged."""
+        runs = [run for _, run in self._staged]
+        self._staged = []
+        return runs

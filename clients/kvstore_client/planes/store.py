@@ -1,0 +1,132 @@
+"""How a plane takes a store's bytes: the same on each plane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvstore.chunk import ChunkLayout
+from kvstore.seams.mapping import Bytes
+from kvstore.spec import ModelSpec, StoreState
+from kvstore.v1 import cache_pb2 as pb
+
+PAGE_BYTES = 4096
+UNIT_BYTES_MAX = 64 << 20
+"""A chunk larger than this is staged in runs of slabs."""
+
+
+class StagingRun(NamedTuple):
+    """A run of one segment, ours until it is given back."""
+
+    staging_id: int
+    offset: int
+    byte_count: int
+    memory: Bytes
+    """The whole segment's bytes."""
+
+
+class Staging(Protocol):
+    """Memory to gather strips in."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What was taken and not given back."""
+
+    def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
+        """A run, or None when there is no room. ``expected_bytes``: what the store still needs. Raises Exhausted when
+        the machine has no memory for it."""
+
+    def give_back(self, run: StagingRun) -> None:
+        """Nobody reads it any more: it may be used again."""
+
+
+class StoreSource(Protocol):
+    """What a store's bytes are copied from. ``part_count``: the parts of a chunk, the cache first, then E of each
+    hidden layer."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def token_count(self) -> int: ...
+
+    @property
+    def part_count(self) -> int: ...
+
+    def layout(self, part: int, token_count: int) -> ChunkLayout:
+        """Of a chunk's part with so many tokens."""
+
+    def copy(
+        self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
+        stride: int = 0,
+    ) -> None:  # fmt: skip
+        """Fill ``memory`` with strips ``first .. stop`` of one slab of the unit's chunk, and of the ``count - 1``
+        chunks behind it, each ``stride`` bytes further."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run of slabs of one chunk: what is staged and filled together."""
+
+    chunk: int
+    part: int
+    token_start: int
+    layout: ChunkLayout
+    slab_first: int
+    slab_stop: int
+
+    @property
+    def base(self) -> int:
+        return self.layout.slabs[self.slab_first].offset
+
+    @property
+    def byte_count(self) -> int:
+        last = self.layout.slabs[self.slab_stop - 1]
+        return last.offset + last.byte_count - self.base
+
+    def fill(self, run: StagingRun) -> pb.Fill:
+        first, last = self.layout.slabs[self.slab_first], self.layout.slabs[self.slab_stop - 1]
+        return pb.Fill(
+            chunk=self.chunk,
+            strip_first=first.strip_first,
+            strip_count=last.strip_first + last.strip_count - first.strip_first,
+            staging_id=run.staging_id,
+            staging_offset=run.offset,
+        )
+
+
+def units_of(source: StoreSource, states: Sequence[int]) -> list[Unit]:
+    """What is wanted of a source. ``states``: one per chunk and part."""
+    units: list[Unit] = []
+    step = source.spec.chunk_tokens
+    for chunk, state in enumerate(states):
+        if state != StoreState.WANTED:
+            continue
+        part, start = chunk % source.part_count, chunk // source.part_count * step
+        layout = source.layout(part, min(step, source.token_count - start))
+        first = size = 0
+        for index, slab in enumerate(layout.slabs):
+            if size and size + slab.byte_count > UNIT_BYTES_MAX:
+                units.append(Unit(chunk, part, start, layout, first, index))
+                first, size = index, 0
+            size += slab.byte_count
+        units.append(Unit(chunk, part, start, layout, first, len(layout.slabs)))
+    return units
+
+
+class Upload(Protocol):
+    """The bytes of one store on their way to the sidecar."""
+
+    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
+        """Returns when nothing reads the caller's memory any more. Raises the typed error of what failed."""
+
+    def finish(self) -> list[pb.Fill]:
+        """Wait until the bytes are in place; what is to be filled by the commit. Raises the typed error of a failed
+        stream."""
+
+    def free(self) -> None:
+        """The commit was taken: nothing of it is needed any more."""
+
+    def stop(self) -> list[StagingRun]:
+        """End it. Afterwards nothing reads the caller's memory; the sidecar may still read these runs."""

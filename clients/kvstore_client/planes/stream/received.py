@@ -1,0 +1,70 @@
+"""Chunks out of messages, whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.chunk import ChunkLayout
+from kvstore.seams.memory import Bytes
+from kvstore.spec import MissReason
+from kvstore_client.arrays import destination
+from kvstore_client.planes.stream.strips import StreamChunk, Strips
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.stream.prefix import StreamPrefix
+
+
+class ReceivedChunk:
+    """A chunk as it comes, strip by strip, each of them checked."""
+
+    def __init__(self, chunk: StreamChunk) -> None:
+        self.token_start = chunk.token_start
+        self.layout: ChunkLayout = chunk.layout
+        self._memory = destination(0)
+        self._strip_count = 0
+
+    def take(self, strips: Strips) -> bool:
+        """Whether they are the next of it, and what its header says."""
+        slab, extent = self.layout.slabs[0], strips.extent
+        if extent.first != self._strip_count or not strips.is_intact():
+            return False
+        if not self._strip_count:
+            self._memory = destination(slab.byte_count)
+        start, size = int(self.layout.strip_offsets[extent.first]), extent.spans[-1][1]
+        self._memory[start : start + size] = strips.memory[:size]
+        self._strip_count = extent.stop
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return self._strip_count == self.layout.slabs[0].strip_count
+
+    def slab(self, _: int) -> Bytes:
+        return self._memory
+
+    def is_intact(self, *_: object) -> bool:
+        """It would not be here."""
+        return True
+
+
+class ReceivedPrefix:
+    """The chunks of a query, received to the end. Held beside where they go."""
+
+    def __init__(self, prefix: StreamPrefix) -> None:
+        self._prefix = prefix
+        found = {id(chunk): (chunk, ReceivedChunk(chunk)) for chunk in prefix.chunks}
+        while (strips := prefix.receive()) is not None:
+            for each in strips:
+                if not found[id(each.chunk)][1].take(each):
+                    prefix.cut(each.chunk, MissReason.CORRUPT)
+        for chunk, received in found.values():
+            if not received.is_whole:
+                prefix.cut(chunk, MissReason.UNAVAILABLE)
+        self.chunks = [received for _, received in found.values() if received.token_start < prefix.stop]
+
+    def settle(self, bad: set[int]) -> int:
+        """Leading tokens that are good."""
+        return self._prefix.settle(bad)
+
+    def close(self) -> None:
+        self._prefix.close()

@@ -1,0 +1,183 @@
+"""A remote session: a channel, and the stream whose end is the session's end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.seams.scheduler import start_thread
+from kvstore.spec import Exactness
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import cache_pb2_grpc
+from kvstore.v1 import remote_pb2 as rpb
+from kvstore.v1alpha import admin_pb2_grpc
+from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
+from kvstore.wire.data import split_message
+from kvstore_client.copying import Copier
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.planes.store import StagingRun, StoreSource
+from kvstore_client.planes.stream.prefix import StreamPrefix
+from kvstore_client.planes.stream.staging import PrivatePool, messages_of, stream_timeout_s
+from kvstore_client.planes.stream.store import StreamUpload
+
+PROTOCOL_VERSION = 1
+SERVICE = "/kvstore.v1.RemoteService/"
+MESSAGE_BYTES_MAX = 64 << 20
+LARGE_BYTES = 31 << 20
+"""Just below the largest block from which glibc learns."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    # A server that vanished without a word is noticed.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("SingleThreadedUnaryStream", 1),
+)
+
+
+def keep_message_memory() -> None:
+    """Have the C library keep the memory of messages for the next ones. By default it gives a few MiB back to the
+    kernel as soon as they are free, and faults them in anew: half the rate of a stream. It stops that by itself once
+    a large block was freed, as engines do all the time; a client that has only begun frees one here, untouched."""
+    np.empty(LARGE_BYTES, np.uint8)
+
+
+class StreamSession(Session):
+    """A connected session. Raises: Unavailable when nobody answers or TLS fails, Unauthenticated for a wrong token."""
+
+    message_bytes: int
+    """How many bytes of data a message should carry."""
+
+    def __init__(self, address: str, token: str, credentials: Any, server_name: str, timeout_s: float) -> None:
+        super().__init__()
+        keep_message_memory()
+        self._address = address
+        options = (*OPTIONS, *((("grpc.ssl_target_name_override", server_name),) if server_name else ()))
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options)
+        self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.fetch_bytes = self.channel.unary_stream(
+            SERVICE + "FetchBytes", rpb.FetchBytesRequest.SerializeToString, None
+        )
+        self.store_bytes = self.channel.stream_unary(SERVICE + "StoreBytes", None, rpb.StoreBytesResponse.FromString)
+        bearer = ((METADATA_TOKEN, f"Bearer {token}"),)
+        connect = self.channel.unary_stream(
+            SERVICE + "Connect", rpb.ConnectRequest.SerializeToString, rpb.ConnectResponse.FromString
+        )
+        self._opened = threading.Event()
+        self._welcome: rpb.ConnectResponse | None = None
+        self._failure: KVStoreError = Unavailable(f"{address} closed the session")
+        self._stream = connect(rpb.ConnectRequest(version=PROTOCOL_VERSION), metadata=bearer)
+        start_thread(partial(_watch, weakref.ref(self), self._stream), "kvstore-watch")
+        if not self._opened.wait(timeout_s):
+            self.close()
+            raise DeadlineExceeded(f"{address} did not open a session within {timeout_s} s")
+        if self._welcome is None:
+            self.close()
+            raise self._failure
+        self.metadata = (*bearer, (METADATA_SESSION, self._welcome.secret))
+        self.session_id, self.server_pid = self._welcome.session_id, self._welcome.server_pid
+        self.staging = PrivatePool()
+        self.message_bytes = int(self._welcome.message_bytes)
+        self._start_returns(timeout_s)
+
+    def greeted(self, welcome: rpb.ConnectResponse) -> None:
+        """The session is open."""
+        self._welcome = self._welcome or welcome
+        self._opened.set()
+
+    def lost(self, error: grpc.RpcError | None) -> None:
+        """Its stream has ended."""
+        if error is not None:
+            found = translated(error)
+            if isinstance(found, Unavailable):
+                found = Unavailable(
+                    f"no sidecar answers on {self._address} ({found.message}): start it with remote.address set, and "
+                    "see that tls= is what it expects"
+                )
+            self._failure = found
+        self.close()
+        self._opened.set()
+
+    def open_prefix(
+        self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
+    ) -> StreamPrefix:
+        """Its first message says how long it is, the following ones bring it."""
+        del request.layers[:]
+        request.layers.extend(dict.fromkeys(wanted.layers))
+        count = 0 if wanted.head_stop is None else wanted.head_stop - wanted.head_start
+        asked = rpb.FetchBytesRequest(fetch=request, head_first=wanted.head_start, head_count=count)
+        limit_s = stream_timeout_s(timeout_s, wanted.byte_count(len(digests) * wanted.spec.chunk_tokens))
+        try:
+            stream = noted(self.fetch_bytes(asked, timeout=limit_s, metadata=self.metadata))
+            fields, _ = split_message(rpb.FetchBytesResponse, next(stream))
+        except grpc.RpcError as error:
+            raise translated(error) from error
+        except (StopIteration, ValueError, KVStoreError) as error:
+            raise Unavailable("the sidecar is gone, or speaks another release's protocol") from error
+        return StreamPrefix(self, wanted, fields.head, digests, stream, exactness)
+
+    def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StreamUpload:
+        """In messages, built while others are sent."""
+        return StreamUpload(self, source, copier, timeout_s)
+
+    def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
+        """By a stream of messages."""
+        messages = messages_of(reservation_id, fills, runs, self.message_bytes)
+        limit_s = stream_timeout_s(timeout_s, sum(run.byte_count for run in runs))
+        try:
+            self.store_bytes(messages, timeout=limit_s, metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise translated(error) from error
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        if self.ended.is_set() or self.pid != os.getpid():
+            return
+        self._ending()()
+        self.returns.close()
+
+    def _ending(self) -> Callable[[], object]:
+        return partial(_end, self.ended, self._stream, self.channel)
+
+
+def _end(ended: threading.Event, stream: Any, channel: Any) -> None:
+    ended.set()
+    stream.cancel()
+    channel.close()
+
+
+def _watch(session_of: weakref.ref[StreamSession], stream: Any) -> None:
+    """Wait for the end of the session's stream. The thread that does this does not keep the session alive."""
+    failure: grpc.RpcError | None = None
+    try:
+        for message in stream:
+            session = session_of()
+            if session is not None:
+                session.greeted(message)
+            session = None
+    except grpc.RpcError as error:
+        failure = error
+    except ValueError:
+        pass  # the channel was closed before the stream began
+    finally:
+        session = session_of()
+        if session is not None:
+            session.lost(failure)

@@ -1,0 +1,176 @@
+"""A store's bytes in a stream between reserve and commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import xxhash
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1 import remote_pb2 as rpb
+from kvstore.wire.data import ALIGNMENT, data_prefix
+from kvstore_client.arrays import fresh_message
+from kvstore_client.copying import Copier, check
+from kvstore_client.planes.session import noted, translated
+from kvstore_client.planes.store import StagingRun, StoreSource, Unit
+from kvstore_client.planes.stream.staging import stream_timeout_s
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.stream.session import StreamSession
+
+
+@dataclass(frozen=True)
+class _SentStrips:
+    """Strips ``first .. stop`` of a slab of a unit's chunk."""
+
+    unit: Unit
+    slab: int
+    first: int
+    stop: int
+    byte_count: int
+
+    def run(self) -> rpb.StripRun:
+        entry = self.unit.layout.slabs[self.slab]
+        return rpb.StripRun(
+            chunk=self.unit.chunk, strip_first=entry.strip_first + self.first, strip_count=self.stop - self.first,
+            byte_count=self.byte_count,
+        )  # fmt: skip
+
+
+class StreamUpload:
+    """Messages on their way to another host. ``put`` returns when every byte is in a message."""
+
+    def __init__(self, session: StreamSession, source: StoreSource, copier: Copier, timeout_s: float) -> None:
+        self._session = session
+        self._source = source
+        self._copier = copier
+        self._timeout_s = timeout_s
+        self._reservation_id = 0
+        self._stream: Any = None
+        self._limit_s = timeout_s
+        self._builds: list[Future[bytes]] = []
+        self._has_stopped = False
+        self._turn = threading.Lock()
+        self._read = threading.Event()
+        """Nothing reads the caller's tensors any more, or the stream has ended."""
+
+    def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
+        """Returns when nothing reads the caller's tensors any more. Raises the typed error of a failed stream."""
+        self._reservation_id = reservation_id
+        messages = list(_messages(units, self._session.message_bytes))
+        if messages:
+            self._send(messages, sum(unit.byte_count for unit in units))
+
+    def _send(self, messages: list[list[_SentStrips]], byte_count: int) -> None:
+        session = self._session
+        self._limit_s = stream_timeout_s(self._timeout_s, byte_count)
+        try:
+            self._stream = noted(
+                session.store_bytes.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.metadata)
+            )
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error
+        self._stream.add_done_callback(lambda _: self._read.set())
+        read = self._read.wait(self._limit_s)
+        if not read or self._stream.done():
+            self.stop()
+        if not read:
+            raise DeadlineExceeded(f"the store was not sent within {self._limit_s:.0f} s")
+        if self._stream.done():
+            self._result()
+
+    def _outgoing(self, messages: Sequence[list[_SentStrips]]) -> Iterator[bytes]:
+        """The messages, each built while the one before is sent. gRPC takes the next when it has room."""
+        for number in range(len(messages) + 1):
+            with self._turn:
+                if self._has_stopped:
+                    return
+                built = self._builds[-1:]
+                if number < len(messages):
+                    self._builds = [*built, self._copier.submit(self._build, messages[number])]
+            if built:
+                message = built[0].result(self._limit_s)
+                if number == len(messages):
+                    self._read.set()
+                yield message
+
+    def _build(self, pieces: list[_SentStrips]) -> bytes:
+        """One message: the tensors' bytes, copied to where they will be sent from."""
+        size = sum(piece.byte_count for piece in pieces)
+        fields = rpb.StoreBytesRequest(
+            reservation_id=self._reservation_id, runs=[piece.run() for piece in pieces], checksum=bytes(16)
+        )
+        start = len(data_prefix(fields, size))
+        message, memory = fresh_message(start + size)
+        place = start
+        for piece in pieces:
+            self._source.copy(
+                piece.unit, piece.slab, memory[place : place + piece.byte_count], first=piece.first, stop=piece.stop
+            )
+            place += piece.byte_count
+        fields.checksum = xxhash.xxh3_128_digest(memory[start:].data)
+        memory[:start] = np.frombuffer(data_prefix(fields, size), np.uint8)
+        return message
+
+    def stop(self) -> list[StagingRun]:
+        """End the stream."""
+        with self._turn:
+            self._has_stopped = True
+        if self._stream is not None:
+            self._stream.cancel()
+        wait(self._builds, self._limit_s)
+        return []
+
+    def _result(self) -> None:
+        """Wait until the bytes are in place. Raises the typed error of a failed stream."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.result(self._limit_s)
+        except grpc.RpcError as error:
+            for build in self._builds:
+                if build.done():
+                    check(build)  # to gRPC a message that could not be built is a stream without a reason
+            raise translated(error) from error
+        except (grpc.FutureTimeoutError, grpc.FutureCancelledError) as error:
+            raise DeadlineExceeded(f"the store was not taken within {self._limit_s:.0f} s") from error
+
+    def finish(self) -> list[pb.Fill]:
+        """Wait for the stream."""
+        self._result()
+        return []
+
+    def free(self) -> None:
+        """It has gone with the stream."""
+
+
+def _messages(units: Sequence[Unit], message_bytes: int) -> Iterator[list[_SentStrips]]:
+    """The units' strips, in messages of at most ``message_bytes``; a strip larger than that has one of its own."""
+    pieces: list[_SentStrips] = []
+    size = 0
+    for unit in units:
+        layout = unit.layout
+        for slab in range(unit.slab_first, unit.slab_stop):
+            entry = layout.slabs[slab]
+            first = 0
+            for strip in range(entry.strip_count):
+                number = entry.strip_first + strip
+                strip_bytes = -(-int(layout.strip_lengths[number]) // ALIGNMENT) * ALIGNMENT
+                begun = int(layout.strip_offsets[number] - layout.strip_offsets[entry.strip_first + first])
+                if size + begun + strip_bytes > message_bytes and (pieces or begun):
+                    if begun:
+                        pieces.append(_SentStrips(unit, slab, first, strip, begun))
+                    yield pieces
+                    pieces, size, first, begun = [], 0, strip, 0
+                if strip == entry.strip_count - 1:
+                    pieces.append(_SentStrips(unit, slab, first, strip + 1, begun + strip_bytes))
+                    size += begun + strip_bytes
+    if pieces:
+        yield pieces

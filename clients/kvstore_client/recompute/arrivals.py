@@ -1,0 +1,131 @@
+"""Arrivals: the transfers of a plan, which bring its runs to where they are merged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvstore.errors import DataLoss
+from kvstore.planning import Plan, PlannedRun, StoredCache, StoredE
+from kvstore.spec import Exactness, ModelSpec
+from kvstore_client.fetch.transfer import Transfer
+from kvstore_client.prompt import Prompt
+from kvstore_client.recompute.merged import dense_planes
+from kvstore_client.recompute.request import Request
+from kvstore_client.recompute.runs import Run
+from kvstore_client.recompute.sources import Ahead, FetchedRun, ProjectedRun, places
+from kvstore_client.segments.runs import segment_prompt
+
+if TYPE_CHECKING:
+    from kvstore_client.client import Client
+
+Planes = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Arrivals:
+    """What is fetched of one prompt, and where it goes. ``tickets``: by which caches are held, by model."""
+
+    def __init__(self, client: Client, request: Request, timeout_s: float) -> None:
+        self._client, self._request, self._timeout_s = client, request, timeout_s
+        self.tickets: dict[ModelSpec, bytes] = {}
+        self._given: list[bytes] = []
+        self._sources: list[FetchedRun] = []
+        self._transfers: dict[StoredCache, Transfer] = {}
+        self._ahead: dict[tuple[StoredCache, int], Transfer] = {}
+
+    def fetch_e(self, cache: StoredCache, layer: int) -> StoredE:
+        """Fetch E of a layer, and KV of layer 0, which is always loaded then. How much is there shows at once."""
+        transfer = self._ahead[cache, layer] = self._asked(cache, (0,), None, (layer,))
+        return StoredE(cache, layer, transfer.token_count, transfer.reason)
+
+    def run(self, plan: Plan) -> tuple[list[Run], Planes]:
+        """Start what the plan fetches. Returns its runs, and where they land. The merge of these runs waits for each
+        layer that is fetched: after it nothing is on its way there."""
+        runner = self._request.runner
+        planes = dense_planes(runner.spec, plan.token_count, runner.device)
+        runs = []
+        for planned in plan.runs:
+            source = self._source(plan, planned)
+            self._sources.append(source)
+            self._follow(source, plan, planned, planes)
+            runs.append(
+                Run(planned.token_start, planned.token_count, source, planned.rotated_from, planned.sender,
+                    planned.is_exact)
+            )  # fmt: skip
+        self._release()
+        self._ahead.clear()  # the runs have it, until each took its E
+        return runs, planes
+
+    def close(self) -> None:
+        """Stop what is on its way, and hold nothing. Idempotent."""
+        for source in self._sources:
+            source.close()
+        for transfer in self._ahead.values():
+            transfer.cancel(self._timeout_s)
+        while self._given:  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
+            self._client.release_ticket(self._given.pop())
+        self._release()
+
+    def _release(self) -> None:
+        while self.tickets:
+            self._client.release_ticket(self.tickets.popitem()[1])
+
+    def _source(self, plan: Plan, run: PlannedRun) -> FetchedRun:
+        runner = self._request.runner
+        rows = slice(run.rows.start, run.rows.stop)
+        if self._spec(run.cache).keeps_e:
+            hidden_layer = plan.recompute.first_layer if plan.recompute else 0
+            return ProjectedRun(self._timeout_s, runner, rows, run.token_start, hidden_layer)
+        if run.hidden_layer is None:
+            return FetchedRun(self._timeout_s, runner.device)
+        ahead = Ahead(self._ahead[run.cache, run.hidden_layer], run.hidden_layer, rows)
+        return FetchedRun(self._timeout_s, runner.device, ahead)
+
+    def _follow(self, source: FetchedRun, plan: Plan, run: PlannedRun, planes: Planes) -> None:
+        """Let the source's other layers come, by the one transfer of its cache; the first came with E, if that did."""
+        layers = run.layers if run.hidden_layer is None else run.layers[1:]
+        if not layers:
+            return
+        if run.cache not in self._transfers:
+            self._transfers[run.cache] = self._started(plan, run, layers, planes)
+        source.follow(self._transfers[run.cache])
+
+    def _started(self, plan: Plan, run: PlannedRun, layers: tuple[int, ...], planes: Planes) -> Transfer:
+        cache, spec, into = run.cache, self._spec(run.cache), None
+        parts = [each for each in plan.runs if each.cache == cache]
+        if not spec.keeps_e:
+            window = slice(cache.token_start, cache.token_stop)
+            windows = [(k[:, window], v[:, window]) for k, v in planes]
+            wanted = [
+                range(each.token_start - cache.token_start, each.token_stop - cache.token_start) for each in parts
+            ]
+            is_last = not any(parts[-1].token_stop <= each.token_start < cache.token_stop for each in plan.runs)
+            into = places(windows, layers, wanted, is_last=is_last)
+        if not cache.is_standalone:
+            transfer = self._client.start_fetch(self.tickets[spec], into=into, layers=layers)
+            self._given.append(self.tickets.pop(spec))  # the transfer redeems it; one that could not begin does not
+            return transfer
+        transfer = self._asked(cache, layers, into)
+        if transfer.token_count < parts[-1].rows.stop:
+            transfer.cancel(self._timeout_s)
+            raise DataLoss(f"a segment was lost since it was looked up: {transfer.reason.name}")
+        return transfer
+
+    def _asked(
+        self, cache: StoredCache, layers: tuple[int, ...], into: Any, hidden_layers: tuple[int, ...] = ()
+    ) -> Transfer:
+        """Fetch by tokens what a cache is stored under."""
+        spec, tokens, extras = self._spec(cache), self._request.tokens, self._request.extras
+        if not cache.is_standalone:
+            return self._client.start_fetch_prefix(
+                spec, tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=extras
+            )
+        whole = Prompt.of(spec, tokens, extras, Exactness.EXACT)
+        segment = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
+        return self._client.start_fetch_segment(
+            spec, segment.tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=segment.extras
+        )
+
+    def _spec(self, cache: StoredCache) -> ModelSpec:
+        return cache.sender or self._request.runner.spec

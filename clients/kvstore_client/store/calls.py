@@ -1,0 +1,151 @@
+"""Stores: of a whole context, and of one that is written as the engine goes, by one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.spec import LEVELS, Durability, Exactness
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire import spec_from_message
+from kvstore_client.arrays import Layer, Tensor
+from kvstore_client.context import Context
+from kvstore_client.copying import commit_beside
+from kvstore_client.fetch.ticket import cut
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.tails import superseded
+from kvstore_client.prompt import EXACTNESSES, Prompt, check_count
+from kvstore_client.store.receipt import Outcome, Receipt, Settle, Settling
+from kvstore_client.store.store import Store, ask_settled, beyond, reserve_request
+from kvstore_client.store.tensors import Tensors
+from kvstore_client.store.writer import Reservation, StoreWriter, unpacked
+
+
+def check_durability(durability: Durability | None) -> None:
+    """Raises InvalidRequest for what is no level. Whether a tier gives it the sidecar says."""
+    if durability is not None and durability not in LEVELS:
+        raise InvalidRequest(f"durability {durability!r}: use one of {', '.join(level.name for level in LEVELS)}")
+
+
+def _gone(why: str) -> Outcome:
+    return Outcome(dict.fromkeys(LEVELS, why), True)
+
+
+def _asked_nobody(why: str) -> Settling:
+    answered: Future[None] = Future()
+    answered.set_result(None)
+    return Settling(answered, partial(_gone, why))
+
+
+def settle_of(
+    context: Context, prompt: Prompt, hidden_layers: tuple[int, ...], durability: Durability | None
+) -> Settle | None:
+    """How a receipt asks for the levels beyond memory; None where nobody wants to know."""
+    if durability is Durability.MEMORY:
+        return None
+    wanted, step = durability or Durability.LOCAL, prompt.spec.chunk_tokens
+
+    def ask(token_count: int, wait_s: float) -> Settling:
+        with context.or_miss() as miss:
+            session, name = context.ready(prompt.spec)
+            query = prompt.query(name, prompt.digests[: -(-token_count // step)], hidden_layers)
+            request = pb.Settle(query=query, timeout_seconds=wait_s, durability=int(beyond(wanted)))  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+            asked = ask_settled(session, request, token_count, step, context.timeout_s)
+            return asked._replace(outcome=partial(_answered, context, asked))
+        return _asked_nobody(miss.why)
+
+    return Settle(wanted, ask)
+
+
+def _answered(context: Context, asked: Settling) -> Outcome:
+    with context.or_miss() as miss:
+        return asked.outcome()
+    return _gone(miss.why)
+
+
+def keep(
+    context: Context, prompt: Prompt, kv: Sequence[Layer], hidden: Mapping[int, Tensor] | None,
+    durability: Durability | None,
+) -> Receipt:  # fmt: skip
+    """See ``Client.store``."""
+    check_durability(durability)
+    if not prompt.digests:
+        raise InvalidRequest("tokens is empty: there is nothing to store")
+    source = Tensors.of(prompt, kv, hidden)
+    try:
+        with context.or_miss() as miss:
+            session, name = context.ready(prompt.spec)
+            store = Store(session, source, context)
+            store.stage(reserve_request(name, prompt, source.hidden_layers, durability=durability), prompt)
+            settle = settle_of(context, prompt, source.hidden_layers, durability)
+            return Receipt(commit_beside(context.committer, store.commit, store.abort, waits=store.waits), settle)
+    except Exhausted as error:
+        context.counters["stores_refused"] += 1
+        return Receipt.nothing(error.message)
+    return Receipt.nothing(miss.why)
+
+
+def start(
+    context: Context, prompt: Prompt, hidden_layers: Sequence[int], shards: int, durability: Durability | None
+) -> StoreWriter:
+    """See ``Client.start_store``."""
+    check_durability(durability)
+    if not prompt.digests:
+        raise InvalidRequest("tokens is empty: there is nothing to store")
+    check_count(shards, "shards")
+    hidden = Wanted.of(prompt.spec, (), None, hidden_layers, False).hidden_layers
+    reservation = Reservation(
+        prompt.spec, prompt.digests, prompt.exactness, prompt.token_count, hidden, shards,
+        is_claimed=prompt.is_claimed,
+    )  # fmt: skip
+    return _writer(
+        context,
+        reservation,
+        0,
+        prompt,
+        durability,
+        lambda name: reserve_request(name, prompt, hidden, shards, durability),
+    )
+
+
+def join(
+    context: Context, ticket: bytes, shard: int, durability: Durability | None, exactness: Exactness | None
+) -> StoreWriter:  # fmt: skip
+    """See ``Client.join_store``."""
+    check_durability(durability)
+    held = unpacked(ticket)
+    prompt = Prompt.known(spec_from_message(held.spec), cut(held.digests), int(held.exactness))
+    reservation = Reservation(
+        prompt.spec, prompt.digests, prompt.exactness, int(held.token_count), tuple(held.hidden_layers),
+        int(held.shards), is_claimed=exactness is not None,
+    )  # fmt: skip
+    if exactness not in (None, EXACTNESSES.get(prompt.exactness)):
+        raise InvalidRequest(f"exactness {exactness}: the store was started as {EXACTNESSES[prompt.exactness]}")
+    if not 0 < shard < reservation.shards:
+        raise InvalidRequest(f"shard {shard} must be in 1..{reservation.shards - 1}: shard 0 is who started the store")
+
+    def request(name: bytes) -> pb.StoreRequest:
+        level = int(beyond(durability))
+        return pb.StoreRequest(join=pb.Join(ticket=held.ticket, fingerprint=name, durability=level))  # type: ignore[arg-type]  # as above
+
+    return _writer(context, reservation, shard, prompt, durability, request)
+
+
+def _writer(
+    context: Context, reservation: Reservation, shard: int, prompt: Prompt, durability: Durability | None,
+    request: Callable[[bytes], pb.StoreRequest],
+) -> StoreWriter:  # fmt: skip
+    """``request``: of the name that the model has there."""
+    try:
+        with context.or_miss() as miss:
+            session, name = context.ready(prompt.spec)
+            reply = session.call(session.cache.Store, request(name), context.timeout_s)
+            settle = settle_of(context, prompt, reservation.hidden_layers, durability)
+            known = reservation.known(reply, partial(superseded, prompt, list(reply.tails)))
+            return StoreWriter(session, known, shard, context, settle)
+    except Exhausted as error:
+        context.counters["stores_refused"] += 1
+        return StoreWriter(None, reservation, shard, context, None, error.message)
+    return StoreWriter(None, reservation, shard, context, None, miss.why)

@@ -1,0 +1,96 @@
+"""Pieces of a cache as an engine has them, gathered in staging until whole strips are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import ChunkLayout, Part, slab_parts
+from kvstore.errors import InvalidRequest
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.arrays import Tensor, settle_device
+from kvstore_client.copying import copy, raw
+from kvstore_client.fetch.paged import Pages
+from kvstore_client.planes.store import StagingRun
+
+
+class StripRange(NamedTuple):
+    """Some heads of one layer of one chunk: consecutive strips."""
+
+    entry: int
+    slab: int
+    head_start: int
+    head_stop: int
+
+
+class Pile:
+    """StripRange that are being gathered in staging. ``there``: which tokens are."""
+
+    def __init__(self, strips: StripRange, layout: ChunkLayout, run: StagingRun) -> None:
+        self.first, self.count = strip_range(layout, strips)
+        self.run = run
+        self.strips = strips
+        self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
+        first, stop = (0, None) if layout.blocked else (strips.head_start, strips.head_stop)
+        memory = run.memory[run.offset : run.offset + run.byte_count]  # and not a byte of the next run
+        self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
+
+    def fill(self) -> pb.Fill:
+        return pb.Fill(
+            chunk=self.strips.entry, strip_first=self.first, strip_count=self.count,
+            staging_id=self.run.staging_id, staging_offset=self.run.offset,
+        )  # fmt: skip
+
+
+def strip_range(layout: ChunkLayout, strips: StripRange) -> tuple[int, int]:
+    """(first, count): all of a slab where it is cut by tokens, not by heads."""
+    slab = layout.slabs[strips.slab]
+    if layout.blocked:
+        return slab.strip_first, slab.strip_count
+    return slab.strip_first + strips.head_start, strips.head_stop - strips.head_start
+
+
+class Dense:
+    """Tokens of one layer, dense: ``planes`` are [heads, tokens, dim]."""
+
+    def __init__(self, planes: Sequence[Tensor]) -> None:
+        settle_device(planes)
+        self._planes = [raw(plane) for plane in planes]
+        self.token_count = int(planes[0].shape[1])
+
+    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
+        """Tokens ``start .. stop`` of a part; ``token`` is where the part's first one is in this source."""
+        target = part.array[0, :, start - part.token_start : stop - part.token_start]
+        source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
+        copy(raw(target), source)
+
+
+class FromPages:
+    """Tokens of one layer, in an engine's pages. Every slot must be there."""
+
+    def __init__(self, pages: Pages) -> None:
+        if (pages.slots < 0).any():
+            raise InvalidRequest("slots: a token without a place cannot be stored: put runs without gaps")
+        self._pages = pages
+        self.token_count = len(pages.slots)
+
+    def copy(self, part: Part, start: int, stop: int, token: int) -> None:
+        """As ``Dense.copy``. Whole pages come in one call, by numpy's index."""
+        pages, base = self._pages, token - part.token_start
+        plane, array = pages.planes[0][part.which], pages.arrays[0][part.which]
+        cut = pages.whole_pages if array is not None else pages.pieces_only
+        runs, rest = cut(base + start, base + stop)
+        strips = part.array[0]
+        heads, _, dim = strips.shape
+        for first, numbers in runs:
+            count = len(numbers) * pages.page_size
+            target = strips[:, first - token : first - token + count].view(array.dtype)  # type: ignore[union-attr]
+            shaped = target.reshape(heads, len(numbers), pages.page_size, dim).transpose(1, 2, 0, 3)
+            shaped[...] = array[numbers]  # type: ignore[index]
+        tensor = raw(strips) if rest else None
+        for piece in rest:
+            target = tensor[:, piece.token - token : piece.token - token + piece.token_count]  # type: ignore[index]
+            copy(pages.shaped(target, piece), pages.place(plane, piece))

@@ -1,0 +1,172 @@
+"""What became of a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.errors import DeadlineExceeded
+from kvstore.seams import SystemClock
+from kvstore.spec import LEVELS, Durability
+from kvstore_client.awaiting import ended
+
+SETTLE_S_MAX = 60.0
+"""How long ``wait()`` without a timeout waits for the device."""
+REPLY_S = 1.0
+"""How long its answer may be on its way."""
+
+
+NOT_ASKED = "nobody asked: wait() does, of a store that did not ask for less"
+
+
+class Outcome(NamedTuple):
+    """What stored tokens have reached: why of each level that they have not, and whether it will stay so."""
+
+    missing: Mapping[Durability, str]
+    is_settled: bool
+
+
+class Settling(NamedTuple):
+    """A question to the sidecar: what stored tokens have reached below memory. ``outcome`` says it once ``answered`` is
+    done."""
+
+    answered: Future[None]
+    outcome: Callable[[], Outcome]
+
+
+@dataclass(frozen=True)
+class Settle:
+    """How a receipt waits for the level that was ``wanted``. ``ask``: of so many leading tokens; the sidecar waits so
+    many seconds at most."""
+
+    wanted: Durability
+    ask: Callable[[int, float], Settling]
+
+
+class Receipt:
+    """The promise of a store. The tensors may be reused as soon as it is in your hands.
+
+    Levels are a set, not an order. MEMORY is lost with the sidecar's process; LOCAL is on its device; SHARED was
+    readable by other nodes when that was said, and may be gone a moment later; OBJECT is in the object store, with
+    every chunk that it hangs on. SHARED and OBJECT count whole chunks: a partial last one stays on its node.
+    """
+
+    _clock = SystemClock()
+
+    def __init__(self, future: Future[tuple[Durability, int, str]], settle: Settle | None = None) -> None:
+        """``settle``: None where nobody wants to know what is reached beyond memory."""
+        self._future = future
+        self._settle = settle
+        self._found: Outcome | None = None
+        self._pid = os.getpid()
+
+    def _outcome(self, timeout: float | None = None) -> tuple[Durability, int, str]:
+        if self._is_elsewhere:
+            return Durability.NONE, 0, "the process that stored it knows; this is a fork of it"
+        return self._future.result(timeout)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._pid != os.getpid() and not self._future.done()
+
+    @staticmethod
+    def nothing(reason: str) -> Receipt:
+        """The receipt of a store that kept nothing."""
+        future: Future[tuple[Durability, int, str]] = Future()
+        future.set_result((Durability.NONE, 0, reason))
+        return Receipt(future)
+
+    def wait(self, timeout: float | None = None) -> Durability:
+        """The highest level, up to the one that was asked for (None: LOCAL), that the leading ``stored_token_count``
+        tokens have reached; NONE when nothing was kept. Waits for the level that was asked for; where that is refused,
+        ``reason`` says why. Afterwards ``reached`` and ``missing`` tell of every level.
+
+        Raises: DeadlineExceeded after ``timeout`` seconds (None: as long as the calls' own deadlines allow).
+        """
+        until_s = self._until_s(timeout)
+        try:
+            self._outcome(timeout)
+        except TimeoutError:
+            raise _unfinished(timeout) from None
+        settle, count, left_s = self._to_settle(until_s)
+        if settle is not None:
+            settling = settle.ask(count, left_s)
+            wait([settling.answered], left_s + REPLY_S)
+            self._settled(settling, left_s)
+        return self._level
+
+    async def waited(self, timeout: float | None, call: Callable[..., Awaitable[Settling]]) -> Durability:  # noqa: ASYNC109 - as in ``wait``
+        """``wait`` without a thread that waits. ``call`` runs what connects or sends."""
+        until_s = self._until_s(timeout)
+        if not self._is_elsewhere and not await ended(self._future, timeout):
+            raise _unfinished(timeout)
+        settle, count, left_s = self._to_settle(until_s)
+        if settle is not None:
+            settling = await call(settle.ask, count, left_s)
+            await ended(settling.answered, left_s + REPLY_S)
+            self._settled(settling, left_s)
+        return self._level
+
+    def _until_s(self, timeout: float | None) -> float:
+        """When the device must have taken it."""
+        return self._clock.monotonic() + (SETTLE_S_MAX if timeout is None else timeout)
+
+    def _to_settle(self, until_s: float) -> tuple[Settle | None, int, float]:
+        """(what asks, of how many tokens, for how long), of a store that has ended. None: there is nothing to ask."""
+        level, count, _ = self._outcome()
+        is_known = level is Durability.NONE or level >= self._wanted or (self._found and self._found.is_settled)
+        left_s = max(0.0, min(until_s - self._clock.monotonic(), SETTLE_S_MAX))
+        return None if is_known else self._settle, count, left_s
+
+    def _settled(self, settling: Settling, waited_s: float) -> None:
+        if settling.answered.done():
+            self._found = settling.outcome()
+            if self._found.is_settled:
+                return
+        tier = "the device" if self._wanted is Durability.LOCAL else f"the tier of {self._wanted.name}"
+        raise DeadlineExceeded(f"the store is in memory; {tier} did not take it within {waited_s:.1f} s")
+
+    @property
+    def _wanted(self) -> Durability:
+        return Durability.MEMORY if self._settle is None else self._settle.wanted
+
+    @property
+    def _level(self) -> Durability:
+        if self._found is None:
+            return self._outcome()[0]
+        return max((level for level in self.reached if level <= self._wanted), default=Durability.NONE)
+
+    @property
+    def reached(self) -> frozenset[Durability]:
+        """The levels that all of the leading ``stored_token_count`` tokens had reached when it was last asked: by
+        ``wait()``; before that MEMORY at most. Waits until the store has ended."""
+        return frozenset(LEVELS) - self.missing.keys()
+
+    @property
+    def missing(self) -> dict[Durability, str]:
+        """Of each other level why not, naming the setting that would change it. Waits like ``reached``."""
+        if self._found is not None:
+            return dict(self._found.missing)
+        level, _, reason = self._outcome()
+        return {each: NOT_ASKED if level else reason for each in LEVELS if each > level}
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    @property
+    def stored_token_count(self) -> int:
+        """Leading tokens that are resident now. Waits like ``wait()``."""
+        return self._outcome()[1]
+
+    @property
+    def reason(self) -> str:
+        """Why less than everything was kept; empty otherwise. Waits like ``wait()``."""
+        return self._outcome()[2] or (self._found.missing.get(self._wanted, "") if self._found is not None else "")
+
+
+def _unfinished(timeout: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the store did not finish within {timeout} s")

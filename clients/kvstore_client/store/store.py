@@ -1,0 +1,145 @@
+"""Stores: reserve, hand the bytes over (the caller waits for this), commit in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from kvstore.errors import KVStoreError
+from kvstore.spec import LEVELS, Durability, StoreState
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_client.context import Context
+from kvstore_client.copying import Committed
+from kvstore_client.lookup.tails import superseded
+from kvstore_client.planes.session import Session
+from kvstore_client.planes.store import Staging, StagingRun, StoreSource, units_of
+from kvstore_client.prompt import Prompt
+from kvstore_client.store.receipt import Outcome, Settling
+
+
+class Store:
+    """One store on its way."""
+
+    def __init__(self, session: Session, source: StoreSource, context: Context) -> None:
+        self._session = session
+        self._source = source
+        self._pool = session.staging
+        self._upload = session.upload(source, context.copier, context.timeout_s)
+        self._faults = context.faults
+        self._timeout_s = context.timeout_s
+        self.waits = False
+        """Whether the commit waits for other stores, perhaps of this very client."""
+        self._reservation_id = 0
+        self._supersedes: Callable[[], bytes] = bytes
+        """Digests of the partial chunks that this store's begin with."""
+
+    def stage(self, request: pb.StoreRequest, prompt: Prompt | None = None) -> None:
+        """Reserve, and hand over what is wanted. ``prompt``: whose chunks may supersede partial ones."""
+        response = self._call(request)
+        self._reservation_id = response.reservation_id
+        if prompt is not None:
+            self._supersedes = partial(superseded, prompt, list(response.tails))
+        states: list[int] = list(response.states)
+        self.waits = StoreState.PENDING in states
+        try:
+            self._upload.put(self._reservation_id, units_of(self._source, states))
+            self._faults.reach("store.staged")
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self) -> Committed:
+        """Send what is left and commit. Runs in the background. Failures are the outcome, not exceptions."""
+        try:
+            fills = self._upload.finish()
+            step = pb.Commit(reservation_id=self._reservation_id, fills=fills, supersedes=self._supersedes())
+            response = self._call(pb.StoreRequest(commit=step))
+            self._upload.free()
+        except KVStoreError as error:
+            self.abort()
+            return Durability.NONE, 0, error.message
+        step_tokens = self._source.spec.chunk_tokens
+        stored = min(response.committed_count * step_tokens, self._source.token_count)
+        return Durability(response.durability), stored, response.refusal
+
+    def abort(self) -> None:
+        """Drop the reservation, and wait for that as long as for any call."""
+        runs = self._upload.stop()
+        drop_reservation(self._session, self._pool, self._reservation_id, runs, self._timeout_s)
+
+    def _call(self, request: pb.StoreRequest) -> pb.StoreResponse:
+        reply: pb.StoreResponse = self._session.call(self._session.cache.Store, request, self._timeout_s)
+        return reply
+
+
+def drop_reservation(
+    session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
+) -> None:  # fmt: skip
+    """Returns when the sidecar has forgotten it, or has not answered in time; then it is told again until it has, or
+    the session ends. Its staging is free once the sidecar says so: until then it may read there."""
+    try:
+        session.give_back(dropping(session, pool, reservation_id, runs, timeout_s))
+    except KVStoreError:
+        return
+
+
+def dropping(
+    session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
+) -> Callable[[], None]:  # fmt: skip
+    """The call that drops a reservation. It keeps nothing of the store alive but its staging."""
+    request = pb.StoreRequest(abort=pb.Abort(reservation_id=reservation_id))
+
+    def drop() -> None:
+        session.call(session.cache.Store, request, timeout_s)
+        for run in runs:
+            pool.give_back(run)
+
+    return drop
+
+
+def beyond(durability: Durability | None) -> Durability:
+    """The level to name in a store's first call: only one beyond the node concerns the sidecar so early."""
+    return durability if durability is not None and durability > Durability.LOCAL else Durability.NONE
+
+
+def reserve_request(
+    name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], shards: int = 1, durability: Durability | None = None
+) -> pb.StoreRequest:
+    """Ask for room for a prompt's chunks."""
+    return pb.StoreRequest(
+        reserve=pb.Reserve(
+            query=prompt.query(name, prompt.digests, hidden_layers),
+            token_digests=b"".join(prompt.token_digests()),
+            tail_token_count=prompt.token_count % prompt.spec.chunk_tokens,
+            shards=shards,
+            durability=int(beyond(durability)),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        )
+    )
+
+
+def ask_settled(
+    session: Session, request: pb.Settle, token_count: int, chunk_tokens: int, timeout_s: float
+) -> Settling:
+    """Ask the sidecar what so many leading tokens have reached; it answers when the request says, and ``timeout_s``."""
+    asked = session.begin(session.cache.Store, pb.StoreRequest(settle=request), request.timeout_seconds + timeout_s)
+
+    def outcome() -> Outcome:
+        reply = session.answer(asked)
+        if min(reply.committed_count * chunk_tokens, token_count) < token_count:
+            return Outcome(dict.fromkeys(LEVELS, "a part of it is gone again: raise arena.capacity_bytes"), True)
+        return Outcome(reported(reply), reply.is_settled)
+
+    answered: Future[None] = Future()
+    asked.add_done_callback(lambda _: answered.set_result(None))
+    return Settling(answered, outcome)
+
+
+def reported(reply: pb.StoreResponse) -> dict[Durability, str]:
+    """Why levels were not reached. A sidecar of an earlier release tells of the node's own, and knows no others."""
+    if reply.levels:
+        known = dict.fromkeys(LEVELS, "this sidecar does not know it")
+        told = {each.durability: "" if each.is_reached else each.reason for each in reply.levels}
+        return {level: why for level in LEVELS if (why := told.get(int(level), known[level]))}  # type: ignore[call-overload]  # as above
+    older = dict.fromkeys(LEVELS, reply.refusal or "this sidecar does not know it")
+    return {level: why for level, why in older.items() if level > reply.durability}

@@ -1,0 +1,84 @@
+"""The caller's tensors, as what a store copies from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.chunk import ChunkLayout, layout_of, slab_parts
+from kvstore.errors import InvalidRequest
+from kvstore.seams.memory import Bytes
+from kvstore.spec import CacheKind, Exactness, ModelSpec
+from kvstore_client.arrays import Layer, Tensor, checked, settle_device
+from kvstore_client.copying import copy, plane_run, raw
+from kvstore_client.derived import check_exact
+from kvstore_client.halves import checked_planes
+from kvstore_client.planes.store import Unit
+from kvstore_client.prompt import EXACT, Prompt
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The caller's tensors, checked. ``planes[part]`` has per slab of the part's layout its (K, V) or (E,)."""
+
+    spec: ModelSpec
+    token_count: int
+    hidden_layers: tuple[int, ...]
+    planes: list[list[tuple[Tensor, ...]]]
+
+    @staticmethod
+    def of(prompt: Prompt, kv: Sequence[Layer], hidden: Mapping[int, Tensor] | None) -> Tensors:
+        """Raises InvalidRequest naming the argument whose type, shape or dtype is wrong, and for a merged cache that
+        is to be kept as better than it is."""
+        spec, token_count = prompt.spec, prompt.token_count
+        if prompt.exactness == EXACT and getattr(kv, "exactness", Exactness.EXACT) is not Exactness.EXACT:
+            raise InvalidRequest(
+                "kv was built on a cache that was not exact: store it with exactness=Exactness.DERIVED"
+            )
+        if not isinstance(kv, Sequence) or len(kv) != spec.layer_count:
+            found = len(kv) if isinstance(kv, Sequence) else type(kv).__name__
+            entry = "E" if spec.keeps_e else "(K, V)"
+            raise InvalidRequest(f"kv must be one {entry} per layer, {spec.layer_count} of them, not {found}")
+        if hidden and spec.keeps_e:
+            raise InvalidRequest("hidden: this spec keeps E of every layer as its cache (keeps_e): leave it out")
+        is_claimed = prompt.is_claimed or prompt.exactness != EXACT
+        planes: list[list[tuple[Tensor, ...]]] = [[]]
+        for index in spec.slab_layers:
+            given = checked_planes(spec, index, kv[index], f"kv[{index}]", token_count)
+            if not is_claimed:
+                check_exact(given, f"kv[{index}]")
+            planes[0].append(tuple(map(raw, given)))
+        if hidden is not None and not isinstance(hidden, Mapping):
+            raise InvalidRequest(f"hidden must be {{layer: [tokens, hidden]}}, not {type(hidden).__name__}")
+        for layer_index in hidden or ():
+            if not isinstance(layer_index, int) or not 0 <= layer_index < spec.layer_count:
+                raise InvalidRequest(f"hidden[{layer_index}]: the model has layers 0..{spec.layer_count - 1}")
+        hidden_layers = tuple(sorted(hidden or ()))
+        for layer_index in hidden_layers:
+            shape = (token_count, spec.hidden_size)
+            x = checked((hidden or {})[layer_index], shape, spec.hidden_dtype, f"hidden[{layer_index}]")
+            if not is_claimed:
+                check_exact([x], f"hidden[{layer_index}]")
+            planes.append([(raw(x.reshape(1, *shape)),)])
+        settle_device([plane for part in planes for slab in part for plane in slab])
+        return Tensors(spec, token_count, hidden_layers, planes)
+
+    def layout(self, part: int, token_count: int) -> ChunkLayout:
+        if part == 0:
+            return layout_of(self.spec, self.spec.kind, token_count)
+        return layout_of(self.spec, CacheKind.E, token_count, self.hidden_layers[part - 1])
+
+    @property
+    def part_count(self) -> int:
+        return len(self.planes)
+
+    def copy(
+        self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
+        stride: int = 0,
+    ) -> None:  # fmt: skip
+        """As ``planes.store.StoreSource.copy``: strips are heads, where there are heads."""
+        layout, planes = unit.layout, self.planes[unit.part][slab]
+        heads = slice(None) if layout.blocked else slice(first, stop)
+        for part in slab_parts(layout, slab, memory, count, stride, first=first, stop=stop):
+            source = plane_run(planes[part.which], unit.token_start, layout.token_count, count, part)
+            copy(raw(part.array), source[:, heads])

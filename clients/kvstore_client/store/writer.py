@@ -1,0 +1,400 @@
+"""Stores written as the engine goes: layer by layer, piece by piece of a prefill, by one process or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError
+from kvstore.seams.jobs import NotBegun, begun, failure_of
+from kvstore.spec import CacheKind, Durability, ModelSpec, StoreState
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.wire import spec_to_message
+from kvstore.wire.bounds import decode
+from kvstore_client.arrays import Layer, Tensor, checked
+from kvstore_client.context import Context
+from kvstore_client.copying import commit_beside
+from kvstore_client.derived import check_exact
+from kvstore_client.fetch.paged import Paged, Pages
+from kvstore_client.fetch.wanted import Heads, Wanted
+from kvstore_client.halves import checked_planes
+from kvstore_client.planes.session import Session
+from kvstore_client.planes.store import Staging, StagingRun
+from kvstore_client.prompt import EXACT
+from kvstore_client.store.gathering import Dense, FromPages, Pile, StripRange, strip_range
+from kvstore_client.store.receipt import Receipt, Settle
+from kvstore_client.store.store import drop_reservation, dropping
+
+COMMIT_S_MAX = 90.0
+"""The sidecar ends a store whose writers do not all commit (limits.reservation_age_s_max); this is past that."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What is stored, and what of it is still wanted. ``states``: one per chunk and part, the KV part first."""
+
+    spec: ModelSpec
+    digests: list[bytes]
+    exactness: int
+    token_count: int
+    hidden_layers: tuple[int, ...]
+    shards: int
+    reservation_id: int = 0
+    states: Sequence[int] = ()
+    ticket: bytes = b""
+    supersedes: Callable[[], bytes] = bytes
+    """Digests of the partial chunks that this store's begin with."""
+    is_claimed: bool = False
+    """Whether the caller said how exact it is."""
+
+    def check_exact(self, planes: Sequence[Tensor], name: str, slots: NDArray[np.int64] | None = None) -> None:
+        """Raises InvalidRequest for what is not exact, where nobody said so."""
+        if self.exactness == EXACT and not self.is_claimed:
+            check_exact(planes, name, slots)
+
+    def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> Reservation:
+        """With what the sidecar answered."""
+        return replace(
+            self, reservation_id=reply.reservation_id, states=list(reply.states), ticket=reply.ticket,
+            supersedes=supersedes,
+        )  # fmt: skip
+
+    def entry(self, chunk: int, part: int) -> int:
+        """The number of a chunk's part in the reservation."""
+        return chunk * (1 + len(self.hidden_layers)) + part
+
+    def layout(self, chunk: int, part: int) -> ChunkLayout:
+        count = min(self.spec.chunk_tokens, self.token_count - chunk * self.spec.chunk_tokens)
+        if part == 0:
+            return layout_of(self.spec, self.spec.kind, count)
+        return layout_of(self.spec, CacheKind.E, count, self.hidden_layers[part - 1])
+
+    def packed(self) -> bytes:
+        """What another process needs to join, as one run of bytes."""
+        if not self.ticket:
+            return b""
+        return pb.SharedStore(
+            ticket=self.ticket, spec=spec_to_message(self.spec), digests=b"".join(self.digests),
+            exactness=self.exactness,  # type: ignore[arg-type]  # the wire's number
+            token_count=self.token_count, hidden_layers=self.hidden_layers, shards=self.shards,
+        ).SerializeToString()  # fmt: skip
+
+
+class StoreWriter:
+    """A store in flight. Nothing of it can be seen before ``commit``; leaving the ``with`` block without one, or
+    dropping it, aborts.
+
+    The sidecar's failures never raise here: what is put then goes nowhere, and the receipt says why. For one thread.
+    """
+
+    def __init__(
+        self, session: Session | None, reservation: Reservation, shard: int, context: Context, settle: Settle | None,
+        failure: str = "",
+    ) -> None:  # fmt: skip
+        self._has_ended = False
+        self._session = session
+        self._reservation = reservation
+        self._shard = shard
+        self._copier = context.copier
+        self._committer = context.committer
+        self._settle = settle
+        self._timeout_s = context.timeout_s
+        self._failure = failure
+        self._piles: dict[StripRange, Pile] = {}
+        self._done: set[StripRange] = set()
+        self._cuts: dict[tuple[int, int], set[StripRange]] = {}
+        """Which heads came together, per chunk and layer: their strips are gathered and sent together."""
+        self._sent: list[Future[None]] = []
+        self._unread: list[Pile] = []
+        """What the sidecar was told to read and did not say that it had."""
+        if session is not None:
+            self._pool: Staging = session.staging
+
+    @property
+    def ticket(self) -> bytes:
+        """For ``join_store`` in the processes of the other shards; empty when there are none."""
+        return self._reservation.packed()
+
+    @property
+    def wanted_token_count(self) -> int:
+        """How many tokens' caches the sidecar asks for: it has the others, or no room."""
+        reservation, step = self._reservation, self._reservation.spec.chunk_tokens
+        chunks = [number for number in range(len(reservation.digests)) if self._wants(number, 0)]
+        return sum(min(step, reservation.token_count - number * step) for number in chunks)
+
+    # ------------------------------------------------------------ put
+
+    def put_layer(self, layer: int, kv: Layer | Paged, *, heads: Heads | None = None, token_start: int = 0) -> None:
+        """Keep some tokens of one layer. Returns when the tensors may be reused.
+
+        Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
+        where the spec keeps E that, [tokens, hidden_size].
+        ``heads``: which kv heads these are (None: all), the same ones together for all tokens of a chunk.
+        ``token_start``: the first token's place in the prompt.
+        Raises: InvalidRequest naming what does not fit, or was put before.
+        """
+        wanted = Wanted.of(self._reservation.spec, [layer], heads, (), False)
+        if isinstance(kv, Paged):
+            pages = Pages(wanted, kv)
+            self._reservation.check_exact(pages.views[0], "kv", pages.slots)
+            source: Dense | FromPages = FromPages(pages)
+        else:
+            planes = checked_planes(wanted.spec, layer, kv, "kv", None, wanted.heads_of(layer))
+            self._reservation.check_exact(planes, "kv")
+            source = Dense(planes)
+        stop = wanted.head_start + wanted.heads_of(layer)
+        self._put(source, 0, lambda layout: layout.slab_of_layer[layer], wanted.head_start, stop, token_start)
+
+    def put_hidden(self, layer: int, hidden: Tensor, *, token_start: int = 0) -> None:
+        """Keep some tokens' hidden states entering a layer, [tokens, hidden_size]. Raises like ``put_layer``."""
+        spec, layers = self._reservation.spec, self._reservation.hidden_layers
+        if layer not in layers:
+            raise InvalidRequest(f"hidden layer {layer}: this store was started with hidden_layers={layers}")
+        count = int(hidden.shape[0]) if len(getattr(hidden, "shape", ())) == 2 else 0
+        x = checked(hidden, (count, spec.hidden_size), spec.hidden_dtype, "hidden")
+        self._reservation.check_exact([x], "hidden")
+        source = Dense([x.reshape(1, count, spec.hidden_size)])
+        self._put(source, 1 + layers.index(layer), lambda _: 0, 0, 1, token_start)
+
+    def _put(
+        self, source: Dense | FromPages, part: int, slab_of: Callable[[ChunkLayout], int], head_start: int,
+        head_stop: int, token_start: int,
+    ) -> None:  # fmt: skip
+        reservation, step = self._reservation, self._reservation.spec.chunk_tokens
+        stop = token_start + source.token_count
+        if not 0 <= token_start <= stop <= reservation.token_count:
+            raise InvalidRequest(f"tokens {token_start}..{stop} of a store of {reservation.token_count}")
+        if self._has_ended:
+            raise InvalidRequest("this store was committed or aborted")
+        if self._is_elsewhere:  # its staging is not mapped here
+            return
+        work: list[tuple[Pile, int, int, int]] = []
+        for chunk in range(token_start // step, -(-stop // step)):
+            if self._failure or not self._wants(chunk, part):
+                continue
+            layout = reservation.layout(chunk, part)
+            strips = StripRange(reservation.entry(chunk, part), slab_of(layout), head_start, head_stop)
+            first = chunk * step
+            start, end = max(token_start - first, 0), min(stop - first, layout.token_count)
+            pile = self._pile(strips, layout)
+            if pile is None:
+                return
+            if pile.there[start:end].any():
+                raise InvalidRequest(f"some of tokens {first + start}..{first + end} were put before")
+            work.append((pile, start, end, first - token_start))
+        self._copy(source, work)
+
+    def _wants(self, chunk: int, part: int) -> bool:
+        entry = self._reservation.entry(chunk, part)
+        return entry < len(self._reservation.states) and self._reservation.states[entry] == StoreState.WANTED
+
+    def _pile(self, strips: StripRange, layout: ChunkLayout) -> Pile | None:
+        """Where the strips are gathered. None when staging has no room for them: the store has failed."""
+        if strips in self._done:
+            raise InvalidRequest("this layer of these tokens was put before")
+        for other in self._cuts.get((strips.entry, strips.slab), ()):
+            if other != strips and other.head_start < strips.head_stop and strips.head_start < other.head_stop:
+                raise InvalidRequest(
+                    f"heads {strips.head_start}..{strips.head_stop}: of the same chunk and layer heads "
+                    f"{other.head_start}..{other.head_stop} were put together: put the same heads together for all its "
+                    "tokens"
+                )
+        pile = self._piles.get(strips)
+        if pile is None:
+            first, count = strip_range(layout, strips)
+            last = first + count - 1
+            base = int(layout.strip_offsets[first])
+            run = self._take(int(layout.strip_offsets[last]) + int(layout.strip_lengths[last]) - base)
+            if run is None:
+                return None
+            pile = self._piles[strips] = Pile(strips, layout, run)
+        return pile
+
+    def _take(self, byte_count: int) -> StagingRun | None:
+        """Room in staging; what was sent before gives its own back first."""
+        while True:
+            try:
+                run = self._pool.take(byte_count, byte_count)
+            except KVStoreError as error:
+                self._fail(error.message)
+                return None
+            if run is not None or not self._sent:
+                break
+            self._settled(self._sent.pop(0))
+            if self._failure:
+                return None
+        if run is None:
+            self._fail(
+                f"staging has no room for {byte_count} bytes more: raise limits.staging_bytes_max, or put fewer tokens "
+                "at a time"
+            )
+        return run
+
+    def _copy(self, source: Dense | FromPages, work: list[tuple[Pile, int, int, int]]) -> None:
+        def copy_some(some: Sequence[tuple[Pile, int, int, int]]) -> None:
+            for pile, start, stop, offset in some:
+                for part in pile.parts:
+                    first, last = max(start, part.token_start), min(stop, part.token_stop)
+                    if first < last:
+                        source.copy(part, first, last, offset + part.token_start)
+
+        if not work:
+            return
+        try:
+            self._copier.split(copy_some, work, self._timeout_s)
+        except DeadlineExceeded as error:
+            # A copy may still write to its staging, so that must never be used again: it goes with the session.
+            if self._session is not None:
+                self._session.close()
+            self._fail(error.message)
+            return
+        except KVStoreError as error:
+            self._fail(error.message)
+            return
+        whole: list[Pile] = []
+        for pile, start, stop, _ in work:
+            pile.there[start:stop] = True
+            self._cuts.setdefault((pile.strips.entry, pile.strips.slab), set()).add(pile.strips)
+            if pile.there.all():
+                whole.append(self._piles.pop(pile.strips))
+                self._done.add(pile.strips)
+        if whole:
+            sent = begun(self._committer, self._send, whole)
+            self._sent.append(sent)
+            if sent.done() and isinstance(refusal := failure_of(sent), NotBegun):
+                self._fail(refusal.message)
+                self._free(pile.run for pile in whole)
+
+    # ------------------------------------------------------------ what runs beside the caller
+
+    def _send(self, piles: list[Pile]) -> None:
+        if not self._failure:
+            try:
+                self._fill(piles)
+            except InvalidRequest as error:  # nothing was read: the store has ended
+                self._fail(error.message)
+            except KVStoreError as error:
+                self._fail(error.message)
+                self._unread += piles  # the server may still read that staging
+                return
+        self._free(pile.run for pile in piles)
+
+    def _free(self, runs: Iterable[StagingRun]) -> None:
+        for run in runs:
+            self._pool.give_back(run)
+
+    def _fill(self, piles: list[Pile]) -> None:
+        assert self._session is not None
+        fills, runs = [pile.fill() for pile in piles], [pile.run for pile in piles]
+        self._session.fill(self._reservation.reservation_id, fills, runs, self._timeout_s)
+
+    def _settled(self, sent: Future[None]) -> None:
+        try:
+            sent.result(self._timeout_s)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it was, this store has failed
+            self._fail(f"the sidecar did not take what was put: {error!r}")
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a forked child, and the store its parent's: then it has failed here, and goes on there."""
+        if self._session is None or self._session.pid == os.getpid():
+            return False
+        self._fail("this store is of the process that this one is a fork of: start one here")
+        return True
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+
+    def _call(self, request: pb.StoreRequest, timeout_s: float | None = None) -> pb.StoreResponse:
+        assert self._session is not None
+        reply: pb.StoreResponse = self._session.call(self._session.cache.Store, request, timeout_s or self._timeout_s)
+        return reply
+
+    # ------------------------------------------------------------ end
+
+    def commit(self) -> Receipt:
+        """Have what was put published: at once, or when every other shard has committed, too. Chunks of which some
+        strips were never put are not stored."""
+        if self._has_ended:
+            raise InvalidRequest("this store was committed or aborted")
+        self._has_ended = True
+        if self._session is None or self._is_elsewhere:
+            return Receipt.nothing(self._failure)
+        beside = commit_beside(self._committer, self._commit, self._abort, waits=self._waits)
+        return Receipt(beside, self._settle)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the commit waits for others, perhaps of this very client."""
+        return self._reservation.shards > 1 or StoreState.PENDING in self._reservation.states
+
+    def _commit(self) -> tuple[Durability, int, str]:
+        if self._waits:
+            for sent in self._sent:
+                self._settled(sent)
+        if not self._failure:
+            reservation = self._reservation
+            step = pb.Commit(
+                reservation_id=reservation.reservation_id, shard=self._shard, supersedes=reservation.supersedes()
+            )
+            try:
+                response = self._call(
+                    pb.StoreRequest(commit=step), COMMIT_S_MAX if self._reservation.shards > 1 else self._timeout_s
+                )
+                self._free(self._unsent())
+                stored = min(
+                    response.committed_count * self._reservation.spec.chunk_tokens, self._reservation.token_count
+                )
+                return Durability(response.durability), stored, response.refusal
+            except KVStoreError as error:
+                self._fail(error.message)
+        self._abort()
+        return Durability.NONE, 0, self._failure
+
+    def abort(self) -> None:
+        """Drop it, for every shard. Idempotent, also after ``commit``. Returns when the sidecar has forgotten it."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._fail("it was aborted")
+            if self._session is not None:
+                self._abort()
+
+    def _abort(self) -> None:
+        assert self._session is not None
+        drop_reservation(self._session, self._pool, self._reservation.reservation_id, self._unsent(), self._timeout_s)
+
+    def _unsent(self) -> list[StagingRun]:
+        """What was gathered and not sent, or sent in vain: its last use is to be given back."""
+        runs = [pile.run for pile in (*self._piles.values(), *self._unread)]
+        self._piles.clear()
+        self._unread.clear()
+        return runs
+
+    def __del__(self) -> None:
+        if self._session is not None and not self._has_ended:
+            end = (self._session, self._pool, self._reservation.reservation_id, self._unsent(), self._timeout_s)
+            self._session.returns.soon(dropping(*end))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def unpacked(ticket: bytes) -> pb.SharedStore:
+    """Raises InvalidRequest when the bytes are no writer's ticket."""
+    try:
+        message: pb.SharedStore = decode(pb.SharedStore, ticket)
+    except Exception as error:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket") from error
+    if not message.ticket or not message.token_count:
+        raise InvalidRequest("ticket must be the bytes of a writer's ticket")
+    return message

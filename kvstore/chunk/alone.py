@@ -1,0 +1,63 @@
+"""A chunk of which nobody here knows the spec: its header says where its strips lie and what they check to, and their
+layers and heads are found by trying."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import xxhash
+
+from kvstore.chunk.checksum import CHECKSUM_BYTES, seeds_of, strip_key
+from kvstore.chunk.header import _ENTRY, ChunkHeader, parse_header
+from kvstore.chunk.layout import FIXED_HEADER_BYTES
+from kvstore.errors import DataLoss
+from kvstore.seams.memory import Bytes
+
+LAYERS_BETWEEN_MAX = 256
+"""Layers that keep nothing may lie between two slabs."""
+_LENGTHS = struct.Struct("<12xIQ")
+
+
+def object_lengths(data: bytes) -> tuple[int, int]:
+    """(header bytes, body bytes) by the first 24 bytes of a header that is yet to be checked. Raises DataLoss."""
+    if len(data) < _LENGTHS.size:
+        raise DataLoss("chunk header: truncated", reason="truncated")
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+    return header_bytes, body_bytes
+
+
+def check_alone(data: Bytes) -> ChunkHeader:
+    """The header of a whole chunk, each strip of which is right. Raises DataLoss. Cost: one hash of all bytes, and a
+    few more of the first strip of each slab."""
+    header = parse_header(data)
+    header_bytes, body_bytes = object_lengths(data[: _LENGTHS.size].tobytes())
+    if data.size != header_bytes + body_bytes:
+        raise DataLoss("the chunk is not as long as its header says", reason="truncated")
+    stop = FIXED_HEADER_BYTES + len(header.checksums) * _ENTRY.itemsize
+    table = np.frombuffer(data[FIXED_HEADER_BYTES:stop].tobytes(), _ENTRY)
+    body = data[header_bytes:]
+    key = strip_key(header.storage_key, header.write_id)
+    layer, head = -1, -1
+    for offset, length, expected in zip(
+        table["offset"].tolist(), table["length"].tolist(), table["checksum"], strict=True
+    ):
+        strip = body[offset : offset + length]
+        if strip.size != length:
+            raise DataLoss("a strip lies beyond the chunk's end", reason="truncated")
+        layer, head = _place(key, layer, head, strip, bytes(expected))
+    return header
+
+
+def _place(key: bytes, layer: int, head: int, strip: Bytes, expected: bytes) -> tuple[int, int]:
+    """The layer and head of a strip, by those of the strip before it. Raises DataLoss where it fits none."""
+    assert len(expected) == CHECKSUM_BYTES
+    following = [(layer, head + 1)] if layer >= 0 else []
+    tried = following + [(layer + step, 0) for step in range(1, LAYERS_BETWEEN_MAX)]
+    for at in range(0, len(tried), 4):
+        few = tried[at : at + 4]
+        layers, heads = (np.array(each, np.int32) for each in zip(*few, strict=True))
+        for place, seed in zip(few, seeds_of(key, layers, heads), strict=True):
+            if xxhash.xxh3_128_digest(strip.data, seed) == expected:
+                return place
+    raise DataLoss("a strip fails its check", reason="checksum")

@@ -1,0 +1,98 @@
+"""What proves that one strip is ours, and hides it where that is asked for: a tag of 16 bytes under a copy's key.
+
+``mac``: BLAKE3 keyed with the copy's key, over the bytes and where they belong; the bytes stay as they are. ``aead``:
+AES-256-GCM, which encrypts them in their place, too. The nonce is the strip's number: a key belongs to one copy, and a
+copy is sealed once.
+
+Cost, one thread of a machine with other work, the best of five: strips of 128 KiB mac 6.0 GB/s, aead 6.7 GB/s; strips
+of 4 KiB 1.5 and 0.6 GB/s (2.7 and 6.7 us each). Both release the GIL during a large strip.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.errors import InvalidRequest
+from kvstore.seams.memory import Bytes
+from kvstore.spec import ENVELOPES
+
+TAG_BYTES = 16
+_, MAC, AEAD = ENVELOPES
+HEADER_NUMBER = (1 << 64) - 1
+"""In the place of a strip's number: the header."""
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StripSeal:
+    """The key of one copy, and what its tags are bound to beside their strips' numbers."""
+
+    kind: str
+    key: bytes = field(repr=False)
+    about: bytes = field(repr=False)
+
+    def seal(self, number: int, source: Bytes, target: Bytes, more: bytes = b"") -> bytes:
+        """The tag of a strip, and of ``more``. With ``aead`` its encrypted bytes go to ``target``, which may be the
+        source; with ``mac`` nothing does."""
+        if self.kind == MAC:
+            return self._mac(number, source, more)
+        cipher = _gcm(self.key, number, None).encryptor()
+        cipher.authenticate_additional_data(self._bound(number) + more)
+        cipher.update_into(source.data, target.data)
+        cipher.finalize()
+        return bytes(cipher.tag)
+
+    def opens(self, number: int, data: Bytes, tag: bytes, more: bytes = b"") -> bool:
+        """Whether these are the bytes that were sealed; with ``aead`` they are decrypted in their place. ``data`` holds
+        nothing of use where they are not."""
+        if self.kind == MAC:
+            return hmac.compare_digest(self._mac(number, data, more), tag)
+        from cryptography.exceptions import InvalidTag
+
+        cipher = _gcm(self.key, number, tag).decryptor()
+        cipher.authenticate_additional_data(self._bound(number) + more)
+        cipher.update_into(data.data, data.data)
+        try:
+            cipher.finalize()
+        except InvalidTag:
+            return False
+        return True
+
+    def _mac(self, number: int, data: Bytes, more: bytes) -> bytes:
+        """The bytes come first: whole subtrees of them are hashed at once."""
+        state = blake3(data.data, key=self.key)
+        state.update(more + self._bound(number))
+        return state.digest(TAG_BYTES)
+
+    def _bound(self, number: int) -> bytes:
+        return self.about + _NUMBER.pack(number)
+
+
+def check_available(kind: str, setting: str) -> None:
+    """Raises InvalidRequest where what an envelope needs is not installed."""
+    if kind != AEAD:
+        return
+    try:
+        _gcm(bytes(32), 0, None)
+    except ImportError:
+        raise InvalidRequest(
+            f"{setting} = aead needs the package cryptography: pip install 'kvstore[aead]', or use mac",
+            setting=setting,
+        ) from None
+
+
+def _gcm(key: bytes, number: int, tag: bytes | None) -> Any:
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    return Cipher(algorithms.AES(key), modes.GCM(_NUMBER.pack(number) + bytes(4), tag))
+
+
+def as_bytes(data: bytes | bytearray) -> Bytes:
+    """A copy, to be sealed or opened."""
+    return np.frombuffer(bytearray(data), np.uint8)

@@ -1,0 +1,57 @@
+"""A file that a tier keeps beside chunks, in an envelope: what it says of them could confirm a guessed prompt, too.
+
+      0  magic "KVSENVEL", envelope kind u8, 7 zero bytes
+     16  envelope key id 16, salt 16, tag 16
+     64  the file: encrypted with ``aead``, as it is with ``mac``
+
+The key is derived from the envelope key, from what the file is, and from a salt drawn anew each time.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.chunk.envelope import Sealing
+from kvstore.chunk.seal import TAG_BYTES, StripSeal
+from kvstore.errors import DataLoss
+from kvstore.seams import EnvelopeKey, EnvelopeRing, SystemRandom
+from kvstore.spec import ENVELOPES
+
+_MAGIC = b"KVSENVEL"
+_CONTEXT = "kvstore 2026-11 envelope of one file"
+_HEAD = struct.Struct(f"<8sB7x16s16s{TAG_BYTES}s")
+_random = SystemRandom()
+
+
+def seal_file(sealing: Sealing, about: bytes, data: bytes) -> bytes:
+    """The file that holds ``data``. ``about``: what it is; who opens it says the same."""
+    salt, body = _random.bytes(16), np.frombuffer(bytearray(data), np.uint8)
+    tag = _seal_of(sealing.kind, sealing.key, about, salt).seal(0, body, body)
+    return _HEAD.pack(_MAGIC, ENVELOPES.index(sealing.kind), sealing.key.key_id, salt, tag) + body.tobytes()
+
+
+def open_file(ring: EnvelopeRing, about: bytes, data: bytes) -> bytes | None:
+    """What a file holds; one without an envelope holds what it is. None: it is sealed with a key that is not in the
+    ring. Raises DataLoss where it was altered."""
+    if data[: len(_MAGIC)] != _MAGIC:
+        return data
+    if len(data) < _HEAD.size:
+        raise DataLoss("a sealed file ends early", reason="truncated")
+    _, kind, key_id, salt, tag = _HEAD.unpack_from(data)
+    if not 0 < kind < len(ENVELOPES):
+        raise DataLoss("a sealed file of no envelope that there is", reason="tag")
+    key = ring.key_of(key_id)
+    if key is None:
+        return None
+    body = np.frombuffer(bytearray(data[_HEAD.size :]), np.uint8)
+    if not _seal_of(ENVELOPES[kind], key, about, salt).opens(0, body, tag):
+        raise DataLoss("a sealed file was altered, or is not ours", reason="tag")
+    return body.tobytes()
+
+
+def _seal_of(kind: str, key: EnvelopeKey, about: bytes, salt: bytes) -> StripSeal:
+    own = blake3(key.key + salt + bytes([ENVELOPES.index(kind)]) + about, derive_key_context=_CONTEXT).digest()
+    return StripSeal(kind, own, about)

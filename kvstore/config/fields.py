@@ -1,0 +1,41 @@
+"""What every class of settings is made of: types that are read with units, and the error that names a wrong value.
+
+The string below a setting is its entry in docs/configuration.md: what it does, and after "Default:" what it is where
+nobody sets it, if that depends on the machine or on other settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from kvstore.errors import InvalidRequest
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE_BYTES = 4096
+
+Size = Annotated[int, "size"]
+"""Bytes; read from texts like "64 GiB", too."""
+Duration = Annotated[float, "duration"]
+"""Seconds; read from texts like "30 s", too."""
+
+
+def wrong_setting(setting: str, value: object, remedy: str) -> InvalidRequest:
+    """The error that names a setting, its value and what would be right."""
+    return InvalidRequest(f"{setting} = {value}: {remedy}", setting=setting)
+
+
+def check_setting(condition: bool, setting: str, value: object, remedy: str) -> None:
+    """Raises InvalidRequest unless ``condition`` holds."""
+    if not condition:
+        raise wrong_setting(setting, value, remedy)
+
+
+def checks_of(section: str) -> Callable[[bool, str, object, str], None]:
+    """``check_setting`` by the names of one section's settings."""
+
+    def check(condition: bool, name: str, value: object, remedy: str) -> None:
+        check_setting(condition, f"{section}.{name}", value, remedy)
+
+    return check

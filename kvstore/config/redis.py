@@ -1,0 +1,178 @@
+"""Settings of the Redis tier: which servers, who we are to them, and how much of them we use."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from kvstore.config.fields import GIB, MIB, Duration, Size, checks_of
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ENCODING_SETTINGS, ENVELOPES
+from kvstore.units import split_address
+
+SCHEMES = {
+    "redis": ("server", False), "rediss": ("server", True), "unix": ("server", False),
+    "redis+sentinel": ("sentinel", False), "rediss+sentinel": ("sentinel", True),
+    "redis+cluster": ("cluster", False), "rediss+cluster": ("cluster", True),
+}  # fmt: skip
+"""Scheme -> (what is there, whether the line is encrypted)."""
+ENVELOPE_SETTINGS = ("", *ENVELOPES)
+PORTS = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+EXAMPLE = (
+    "use redis://HOST:PORT, rediss://HOST:PORT, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or "
+    "redis+cluster://HOST:PORT,HOST:PORT"
+)
+_check = checks_of("tiers.redis")
+_USER = re.compile(r"(?<=://).*@")
+
+
+def without_password(text: str) -> str:
+    """A URL as it may be shown: nothing before its last "@"."""
+    return _USER.sub("***@", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisAddress:
+    """What ``tiers.redis.url`` says. ``kind``: "server", "sentinel" or "cluster"; ``places``: (host, port) of each that
+    is named, or a server's ``path``. ``service``: what Sentinels call the server."""
+
+    kind: str
+    is_tls: bool = False
+    places: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    service: str = ""
+    database: int = 0
+    username: str = ""
+    password: str = field(default="", repr=False)
+
+    @staticmethod
+    def of(url: str) -> RedisAddress:
+        """Raises InvalidRequest, which never shows a password."""
+        try:
+            return _parsed(url)
+        except ValueError as error:
+            shown = without_password(url)
+            raise InvalidRequest(f"tiers.redis.url = {shown}: {error}", setting="tiers.redis.url") from None
+
+
+def _parsed(url: str) -> RedisAddress:
+    """Raises ValueError saying what would be right."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(EXAMPLE) from None  # what it says may show the password
+    if parts.scheme not in SCHEMES:
+        raise ValueError(EXAMPLE)
+    kind, is_tls = SCHEMES[parts.scheme]
+    user, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = user.partition(":")
+    path, service = "", ""
+    places: tuple[tuple[str, int], ...] = ()
+    if parts.scheme == "unix":
+        path = unquote(parts.path)
+        if not path.startswith("/"):
+            raise ValueError("a socket is named by its whole path: unix:///run/redis.sock")
+    else:
+        places = tuple(_place(each, PORTS[kind]) for each in hosts.split(","))
+    if kind == "sentinel":
+        service, _, _ = parts.path.strip("/").partition("/")
+        if not service:
+            raise ValueError("name the service, too: redis+sentinel://HOST:PORT/SERVICE")
+    elif kind == "server" and len(places) > 1:
+        raise ValueError("these are several servers: use redis+cluster:// or redis+sentinel://")
+    return RedisAddress(
+        kind=kind, is_tls=is_tls, places=places, path=path, service=service, database=_database(kind, parts),
+        username=unquote(username), password=unquote(password),
+    )  # fmt: skip
+
+
+def _place(text: str, port: int) -> tuple[str, int]:
+    is_bare = ":" not in text.rpartition("]")[2]
+    try:
+        return split_address(f"{text}:{port}" if is_bare else text, "tiers.redis.url")
+    except InvalidRequest:
+        raise ValueError(EXAMPLE) from None
+
+
+def _database(kind: str, parts: SplitResult) -> int:
+    """Which of the server's: /1 after the host, ?db=1 after a socket's path. A cluster has one."""
+    words = parts.path.strip("/").split("/")
+    text = {"server": words[0], "sentinel": "".join(words[1:2]), "cluster": ""}[kind]
+    if parts.scheme == "unix":
+        text = parse_qs(parts.query).get("db", [""])[0]
+    if text and not text.isdecimal():
+        raise ValueError("a database is a number: redis://HOST:PORT/0")
+    return int(text or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisSettings:
+    """A Redis or Valkey that other nodes use, too ([cluster.md](cluster.md)). Off while ``url`` is empty and
+    ``embedded`` is false."""
+
+    url: str = field(default="", repr=False)
+    """`redis://HOST:PORT`, `rediss://` (TLS), `unix:///path`, `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE` or
+    `redis+cluster://HOST:PORT,...`. Empty: off."""
+    embedded: bool = False
+    """Whether the sidecar starts a server of its own, one for each tenant."""
+    embedded_bytes: Size = GIB
+    """How much such a server holds, at least 16 MiB."""
+    prefix: str = "kvstore"
+    """What all its keys begin with."""
+    ttl_s: Duration = 7 * 86400.0
+    """How long what nobody uses stays. Managed services often evict only keys that have such a time."""
+    lookup_s_max: Duration = 0.005
+    """How long a lookup waits for an answer."""
+    write: str = "back"
+    """What is written there: `back`, what is stored here, at once; `reuse`, at its second use; `never`, nothing."""
+    username: str = ""
+    """The ACL user."""
+    password_file: str = ""
+    """A file with the password, read at each connect: it can be changed while the service runs."""
+    ca_file: str = ""
+    """For `rediss://`: who signed the server's certificate, PEM."""
+    certificate_file: str = ""
+    """For `rediss://`: the sidecar's own certificate, PEM."""
+    key_file: str = ""
+    """For `rediss://`: the key of that certificate, PEM."""
+    reader_count: int = 2
+    """Threads of the byte movers that read, 1 to 64."""
+    writer_count: int = 2
+    """Threads of the byte movers that write, 1 to 64."""
+    control_count: int = 8
+    """Connections for what is not bytes, 1 to 64."""
+    encoding: str = "raw"
+    """`raw` or `lz4`, which takes a sixth less room and traffic for bf16 caches, and processor time
+    ([cluster.md](cluster.md)). Nodes read both."""
+    envelope: str = ""
+    """What proves copies there to be ours: `none`, `mac`, or `aead`, which encrypts them, too ([trust.md](trust.md)).
+    Empty: `mac` where the tenant has a key, else `none`."""
+
+    def __post_init__(self) -> None:
+        if self.url:
+            address = RedisAddress.of(self.url)
+            is_once = not (address.password and self.password_file)
+            _check(is_once, "password_file", self.password_file, "the URL has a password, too: name one of them")
+            files = self.ca_file or self.certificate_file
+            fits = address.is_tls or not files
+            _check(fits, "ca_file or certificate_file", files, "use rediss:// in tiers.redis.url, or leave it out")
+        _check(not (self.url and self.embedded), "embedded", True, "leave out tiers.redis.url, or this")
+        _check(self.embedded_bytes >= 16 * MIB, "embedded_bytes", self.embedded_bytes, "use at least 16 MiB")
+        plain = bool(self.prefix) and not set(self.prefix) & set("{}")
+        _check(plain, "prefix", self.prefix, "braces in it would put all chunks on one node: use none")
+        _check(self.ttl_s >= 1, "ttl_s", self.ttl_s, "use at least 1 s")
+        _check(self.lookup_s_max > 0, "lookup_s_max", self.lookup_s_max, "use more than 0")
+        _check(self.write in ("back", "reuse", "never"), "write", self.write, "use back, reuse or never")
+        _check(self.encoding in ENCODING_SETTINGS, "encoding", self.encoding, "use raw or lz4")
+        _check(self.envelope in ENVELOPE_SETTINGS, "envelope", self.envelope, "use none, mac or aead")
+        is_both = bool(self.certificate_file) == bool(self.key_file)
+        _check(is_both, "certificate_file", self.certificate_file, "set tiers.redis.key_file with it, or neither")
+        for name in ("reader_count", "writer_count", "control_count"):
+            count = getattr(self, name)
+            _check(1 <= count <= 64, name, count, "use 1..64")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is such a tier."""
+        return bool(self.url) or self.embedded

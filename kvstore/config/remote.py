@@ -1,0 +1,54 @@
+"""Settings of the plane for clients on other hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.config.fields import MIB, Duration, Size, check_setting
+from kvstore.units import is_loopback, split_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings:
+    """gRPC over TCP for clients on other hosts ([remote.md](remote.md))."""
+
+    address: str = ""
+    """`HOST:PORT` or `[V6]:PORT` to listen on; port 0 takes a free one. Empty: off."""
+    token_file: str = ""
+    """File of mode 0600 with the clients' tokens: one per line, or `sha256:` and its digest in hex; `#` begins a
+    comment."""
+    certificate_file: str = ""
+    """The server's certificate, PEM; needed unless the address is loopback."""
+    key_file: str = ""
+    """The key of that certificate, PEM."""
+    client_ca_file: str = ""
+    """PEM; only clients with a certificate of this authority are let in."""
+    message_bytes: Size = 2 * MIB
+    """How much a message carries, 1 to 4 MiB; a strip larger than that has a message of its own."""
+    stream_count_max: int = 64
+    """Streams of bytes of one session at once."""
+    stall_s: Duration = 10.0
+    """A reader that takes no message, or a writer that sends none, for so long is let go."""
+    connection_count_max: int = 512
+    """Connections of all tenants at once; one more is closed."""
+    call_count_max: int = 256
+    """Calls of one tenant at once, refused before their message is read."""
+
+    def __post_init__(self) -> None:
+        certificate, key, authority = self.certificate_file, self.key_file, self.client_ca_file
+        if self.address:
+            is_local = is_loopback(split_address(self.address, "remote.address")[0])
+            remedy = (
+                "it is no loopback address, so it needs TLS: set remote.certificate_file and remote.key_file, or "
+                "listen on 127.0.0.1"
+            )
+            check_setting(is_local or bool(certificate and key), "remote.address", self.address, remedy)
+        both = bool(certificate) == bool(key)
+        check_setting(both, "remote.certificate_file", certificate, "set remote.key_file with it, or neither")
+        has_own = bool(certificate) or not authority
+        check_setting(has_own, "remote.client_ca_file", authority, "set remote.certificate_file and key_file too")
+        fits = MIB <= self.message_bytes <= 4 * MIB
+        check_setting(fits, "remote.message_bytes", self.message_bytes, "use 1 MiB to 4 MiB")
+        for name in ("stream_count_max", "connection_count_max", "call_count_max"):
+            check_setting(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "use at least 1")
+        check_setting(self.stall_s > 0, "remote.stall_s", self.stall_s, "use more than 0")

@@ -1,0 +1,90 @@
+"""Settings of the S3 tier: which bucket, how it is reached, and how much it may cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.config.fields import MIB, Duration, Size, checks_of
+from kvstore.spec import ENCODING_SETTINGS, ENVELOPES
+
+WRITES = ("reuse", "demote", "back", "never")
+ADDRESSINGS = ("auto", "path", "virtual")
+_check = checks_of("tiers.s3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Settings:
+    """A bucket of any S3 endpoint ([cluster.md](cluster.md)). Credentials come as botocore finds them (environment,
+    ``profile``, ``credentials_file``, instance role), and never from here. What limits the cost counts for each server
+    process and tenant by itself, both ways together."""
+
+    bucket: str = ""
+    """The bucket's name. Empty: off."""
+    prefix: str = "kvstore"
+    """What the names of all objects begin with; it may have parts, like `kvstore/production`."""
+    endpoint_url: str = ""
+    """`https://...` of another provider than AWS."""
+    region: str = ""
+    """The bucket's region. Empty: as the AWS tools find it."""
+    profile: str = ""
+    """A profile of the AWS configuration."""
+    credentials_file: str = ""
+    """A file of credentials, as the AWS tools write it."""
+    addressing: str = "auto"
+    """Where the bucket's name goes: `path`, `virtual` (into the host's name), or `auto`."""
+    expected_owner: str = ""
+    """The account that must own the bucket; another one's is refused."""
+    sse_kms_key_id: str = ""
+    """The key with which the provider encrypts objects."""
+    proxy: str = ""
+    """`http://...` of a proxy, without a user or password."""
+    ca_file: str = ""
+    """Who signed the endpoint's certificate, PEM. Empty: whom the system trusts."""
+    write: str = "reuse"
+    """What goes there: `reuse`, a chunk at its second use; `demote`, what is about to leave its last local tier;
+    `back`, what is stored here, at once; `never`, nothing."""
+    lookup_s_max: Duration = 0.05
+    """How long a lookup waits for an answer."""
+    timeout_s: Duration = 5.0
+    """An answer that stays away for so long has failed."""
+    chunk_bytes_min: Size = 256 << 10
+    """Smaller chunks are not sent: each object costs a request."""
+    range_bytes: Size = 4 * MIB
+    """How much one request reads of an object; 4 to 8 MiB are best."""
+    reader_count: int = 8
+    """Threads of the byte movers that read, 1 to 64."""
+    writer_count: int = 4
+    """Threads of the byte movers that write, 1 to 64."""
+    bytes_per_s_max: Size = 0
+    """How fast bytes may move; 0: no limit."""
+    day_bytes_max: Size = 0
+    """What may move in one day; then the tier is left alone until the next. 0: no limit."""
+    day_request_count_max: int = 0
+    """Requests of one day; then the tier is left alone until the next. 0: no limit."""
+    encoding: str = "raw"
+    """`raw` or `lz4`, which takes a sixth less room and traffic for bf16 caches, and processor time
+    ([cluster.md](cluster.md)). Nodes read both."""
+    envelope: str = ""
+    """What proves copies there to be ours, as `tiers.redis.envelope`."""
+
+    def __post_init__(self) -> None:
+        words = self.prefix.split("/")
+        clean = self.prefix.isascii() and self.prefix.isprintable() and not {"", ".", ".."} & set(words)
+        _check(clean, "prefix", self.prefix, "use plain words with single / between them, like kvstore/production")
+        _check("/" not in self.bucket, "bucket", self.bucket, "use a bucket's name; what follows it is tiers.s3.prefix")
+        for name in ("endpoint_url", "proxy"):
+            url = getattr(self, name)
+            _check(not url or url.startswith(("http://", "https://")), name, url, "use http://... or https://...")
+            remedy = "no user or password here: put HTTPS_PROXY into the service's environment"
+            _check("@" not in url, name, "(hidden)", remedy)  # ``kvstore config`` would print it
+        _check(self.addressing in ADDRESSINGS, "addressing", self.addressing, f"use one of {', '.join(ADDRESSINGS)}")
+        _check(self.write in WRITES, "write", self.write, f"use one of {', '.join(WRITES)}")
+        _check(self.encoding in ENCODING_SETTINGS, "encoding", self.encoding, "use raw or lz4")
+        _check(self.envelope in ("", *ENVELOPES), "envelope", self.envelope, f"use one of {', '.join(ENVELOPES)}")
+        for name in ("lookup_s_max", "timeout_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "use more than 0")
+        for name in ("chunk_bytes_min", "bytes_per_s_max", "day_bytes_max", "day_request_count_max"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
+        _check(self.range_bytes >= 4096, "range_bytes", self.range_bytes, "use at least 4 KiB; 4 to 8 MiB are best")
+        for name in ("reader_count", "writer_count"):
+            _check(1 <= getattr(self, name) <= 64, name, getattr(self, name), "use 1..64")

@@ -1,0 +1,103 @@
+"""Where a prompt's prefix is: on which node, in which tier, how far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+from kvstore.controller.fetches.lookup import namespaces_of
+from kvstore.controller.parts import Parts
+from kvstore.controller.values import ChainQuery, Located, NodePrefix
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.seams import Deadline
+from kvstore.spec import Tier
+
+LOCATED_CHUNKS_MAX = 16_384
+"""Of all chains of a call, times their parts."""
+SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
+"""The tiers, the fastest first."""
+NO_DIRECTORY = "other nodes are not known here: set tiers.redis.url to a server that they use, too"
+
+
+class Locates:
+    """Answers of one tenant. Of this node they are certain, of others and of shared tiers hints."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def locate(self, queries: Sequence[ChainQuery], deadline: Deadline) -> Located:
+        """Of each chain. Raises InvalidRequest for more than ``LOCATED_CHUNKS_MAX`` chunks."""
+        if sum(len(query.digests) * (len(query.hidden_layers) + 1) for query in queries) > LOCATED_CHUNKS_MAX:
+            raise InvalidRequest(f"locate: more than {LOCATED_CHUNKS_MAX} chunks in one call: ask for fewer contexts")
+        keys = [self._keys(query) for query in queries]
+        (others, reason), shared = await asyncio.gather(self._others(keys, deadline), self._shared(keys, deadline))
+        chains = [
+            [*self._here(query), *elsewhere, *beyond]
+            for query, elsewhere, beyond in zip(queries, others, shared, strict=True)
+        ]
+        return Located(self._parts.node, chains, reason)
+
+    def _keys(self, query: ChainQuery) -> list[list[bytes]]:
+        """The storage keys of each chunk, one per part."""
+        spaces = namespaces_of(self._parts.catalog, query)
+        return [[self._parts.storage_key(space, digest) for space in spaces] for digest in query.digests]
+
+    def _here(self, query: ChainQuery) -> list[NodePrefix]:
+        walk = self._parts.catalog.walk(namespaces_of(self._parts.catalog, query), query.digests)
+        tiers = [run.tier for run in walk.runs for _ in range(run.chunk_count)][: walk.hit_count]
+        return _prefixes(self._parts.node, tiers)
+
+    async def _others(
+        self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline
+    ) -> tuple[list[list[NodePrefix]], str]:
+        """Of each chain, what other nodes have; and why that is not known."""
+        nothing: list[list[NodePrefix]] = [[] for _ in chains]
+        directory = self._parts.directory
+        if directory is None:
+            return nothing, NO_DIRECTORY
+        asked = list(dict.fromkeys(key for chunks in chains for keys in chunks for key in keys))
+        try:
+            found = dict(zip(asked, await directory.where(asked, deadline.left_s), strict=True))
+        except Unavailable as error:
+            return nothing, error.message
+        return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], ""
+
+    async def _shared(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[list[NodePrefix]]:
+        """Of each chain, what shared tiers say they have."""
+        shared = self._parts.movement.shared_tiers
+        found = []
+        for chunks in chains:
+            asked = [key for keys in chunks for key in keys]
+            prefixes = []
+            for tier, there in await shared.said(asked, deadline.left_s):
+                count = _leading(all(key in there for key in keys) for keys in chunks)
+                prefixes += [NodePrefix("", tier, count)] if count else []
+            found.append(prefixes)
+        return found
+
+
+def _leading(flags: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, flags))
+
+
+def _prefixes(node: str, tiers: Sequence[Tier]) -> list[NodePrefix]:
+    """``tiers``: where each chunk of a prefix is. A row per tier in which more of it is than in faster ones."""
+    found: list[NodePrefix] = []
+    for speed, tier in enumerate(SPEED):
+        count = _leading(SPEED.index(each) <= speed for each in tiers)
+        if count > (found[-1].chunk_count if found else 0):
+            found.append(NodePrefix(node, tier, count))
+    return found
+
+
+def _of_nodes(chunks: Sequence[Sequence[Mapping[str, Tier]]]) -> list[NodePrefix]:
+    """``chunks``: of each part of each chunk, which nodes have it, and where."""
+    first = chunks[0] if chunks else ()
+    nodes = sorted(set.intersection(*(set(part) for part in first))) if first else []
+    found = []
+    for node in nodes:
+        tiers = [[part.get(node, Tier.NONE) for part in each] for each in chunks]
+        found += _prefixes(node, [max(each, key=SPEED.index) for each in takewhile(all, tiers)])
+    return found

@@ -1,0 +1,170 @@
+"""The directory in Redis.
+
+    <prefix>:v1:nodes:<tenant>      sorted set: "<node> <incarnation>", scored by when it was heard last (Redis's clock)
+    <prefix>:v1:d:{<storage key>}   hash: node -> "<incarnation> <tier>", the fastest tier there that has the chunk
+
+A node's entries count while its incarnation was heard within ``LIVE_S``: nobody renews them one by one, and those of a
+node that died count no more. A node begins a new incarnation, and tells all it has, at each start and whenever it
+cannot be sure that Redis has all it told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kvstore.errors import Unavailable
+from kvstore.seams import Clock, Random
+from kvstore.spec import Tier
+
+LIVE_S = 30.0
+ENTRY_S = 7 * 86400
+"""A chunk of which nobody told for so long has no entries any more."""
+FORGOTTEN_S = 3600
+"""A node that was not heard for so long is no member any more."""
+CALL_S_MAX = 5.0
+PIPELINE_COUNT = 128
+"""Commands of one pipeline: others are answered between two of them."""
+INCARNATION_BYTES = 8
+BEAT = """
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local added = redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREM', KEYS[1], ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3])
+return {string.format('%.6f', now), added, redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')}
+"""
+"""Adds a member, removes its former self and whom nobody hears any more. Gives Redis's time, 1 where the member is new,
+and who was heard when."""
+_log = logging.getLogger("kvstore.directory")
+
+
+class NodeDirectory:
+    """One node's view of it, through an asyncio ``client`` of redis-py of its own. ``node`` names this node to
+    others, ``owner`` its tenant. All calls but ``renew`` raise Unavailable when Redis does not answer."""
+
+    def __init__(self, client: Any, node: str, prefix: str, owner: str, clock: Clock, random: Random) -> None:
+        self.node = node
+        self.is_reachable = False
+        """Whether Redis answered last."""
+        self._client = client
+        self._prefix = prefix
+        self._nodes = f"{prefix}:v1:nodes:{owner or 'default'}"
+        self._clock = clock
+        self._random = random
+        self._former = ""
+        self._incarnation = self._drawn()
+        self._began_s = float("inf")
+        """When this process was first heard, by Redis's clock."""
+        self._ahead_s = 0.0
+        """Of Redis's clock, over this process's."""
+        self._has_rival = False
+
+    def _drawn(self) -> str:
+        return self._random.bytes(INCARNATION_BYTES).hex()
+
+    @property
+    def _member(self) -> str:
+        return f"{self.node} {self._incarnation}"
+
+    def renew(self) -> None:
+        """Have what was told before count no more, from the next ``beat`` on."""
+        self._former, self._incarnation = self._member, self._drawn()
+
+    async def beat(self) -> bool:
+        """Say that this node lives; to be done several times in ``LIVE_S``. False: Redis did not know of it, and may
+        have lost what it told."""
+        told = self._client.eval(BEAT, 1, self._nodes, self._member, self._former, FORGOTTEN_S)
+        now, added, heard = await self._answered(told, CALL_S_MAX)
+        self._ahead_s = float(now) - self._clock.monotonic()
+        self._began_s = min(self._began_s, float(now))
+        lately = [member for member, at_s in zip(heard[::2], heard[1::2], strict=True) if float(at_s) > self._began_s]
+        self._look_for_rival(_members(lately))
+        return not added
+
+    def _look_for_rival(self, heard: Iterable[tuple[str, str]]) -> None:
+        """A namesake that was heard after this process began is another node. (One that was not is what this node was
+        before it started again.)"""
+        has_rival = any(node == self.node and each != self._incarnation for node, each in heard)
+        if has_rival and not self._has_rival:
+            _log.error("another node has this node's name: set server.node to its own", extra={"node": self.node})
+        self._has_rival = has_rival
+
+    async def tell(self, changes: Mapping[bytes, Tier]) -> None:
+        """Storage key -> the fastest tier here that has the chunk; NONE: none has it any more."""
+        pipeline = self._client.pipeline(transaction=False)
+        for key, tier in changes.items():
+            name = self._entry(key)
+            if tier is Tier.NONE:
+                pipeline.hdel(name, self.node)
+            else:
+                pipeline.hset(name, self.node, f"{self._incarnation} {int(tier)}")
+                pipeline.expire(name, ENTRY_S)
+        await self._answered(pipeline.execute(), CALL_S_MAX)
+
+    async def where(self, keys: Sequence[bytes], timeout_s: float) -> list[dict[str, Tier]]:
+        """Of each chunk, the other nodes that have it, each with its fastest tier there. One round trip, or none where
+        Redis did not answer last. Raises Unavailable after ``timeout_s``, too."""
+        if not self.is_reachable:
+            raise Unavailable("the directory in Redis does not answer at present")
+        since_s = self._clock.monotonic() + self._ahead_s - LIVE_S
+        pipelines = [self._client.pipeline(transaction=False).zrangebyscore(self._nodes, since_s, "+inf")]
+        for first in range(0, len(keys), PIPELINE_COUNT):
+            pipelines.append(self._client.pipeline(transaction=False))
+            for key in keys[first : first + PIPELINE_COUNT]:
+                pipelines[-1].hgetall(self._entry(key))
+        asked = asyncio.gather(*(each.execute(raise_on_error=False) for each in pipelines))
+        (live,), *found = await self._answered(asked, timeout_s)
+        if isinstance(live, Exception):
+            raise Unavailable(f"the directory in Redis did not answer: {live}") from live
+        members = set(_members(live))
+        return [self._counted(each, members) if isinstance(each, dict) else {} for some in found for each in some]
+
+    def _counted(self, entries: Mapping[bytes, bytes], members: set[tuple[str, str]]) -> dict[str, Tier]:
+        """Those of other nodes that live. What is no entry was written by somebody else, and is none."""
+        found = {}
+        for field, value in entries.items():
+            node, (incarnation, _, number) = (
+                field.decode(errors="replace"),
+                value.decode(errors="replace").partition(" "),
+            )
+            if node != self.node and (node, incarnation) in members and number.isdecimal():
+                found[node] = Tier(int(number))
+        return {node: tier for node, tier in found.items() if tier is not Tier.NONE}
+
+    async def close(self) -> None:
+        """Withdraw this node's entries. Never raises."""
+        with suppress(Unavailable):
+            if self.is_reachable:
+                await self._answered(self._client.zrem(self._nodes, self._member), CALL_S_MAX)
+        with suppress(Unavailable):
+            await self._answered(self._client.aclose(), CALL_S_MAX)
+
+    def _entry(self, key: bytes) -> str:
+        return f"{self._prefix}:v1:d:{{{key.hex()}}}"
+
+    async def _answered(self, asked: Awaitable[Any], timeout_s: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await asked
+        except TimeoutError as error:
+            self.is_reachable = False
+            raise Unavailable("the directory in Redis did not answer in time") from error
+        except Exception as error:
+            from redis.exceptions import RedisError  # here: redis-py takes memory and time, where it is used at all
+
+            if not isinstance(error, RedisError | OSError):
+                raise
+            self.is_reachable = False
+            raise Unavailable(f"the directory in Redis did not answer: {error}") from error
+        self.is_reachable = True
+        return answer
+
+
+def _members(raw: Iterable[bytes]) -> list[tuple[str, str]]:
+    """(node, incarnation) of each member. A node's name has no spaces."""
+    parts = [each.decode(errors="replace").partition(" ") for each in raw]
+    return [(node, incarnation) for node, _, incarnation in parts]

@@ -1,0 +1,253 @@
+"""How durable a chain is: which levels all of it has reached, and why not the others. This is the only place where a
+level is promised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.catalog import ROOT_ROW, Catalog
+from kvstore.config import LEVEL_SETTINGS
+from kvstore.errors import InvalidRequest
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.shared import SharedCopies, is_for_others
+from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
+from kvstore.movement.writes import Writes
+from kvstore.seams import Clock, Deadline
+from kvstore.spec import Durability
+
+ROUND_COUNT = 2
+"""What an engine dropped while the rest of a chain was sent is sent once more."""
+PATIENCE = 0.5
+"""For this share of the time that is left others are waited for that write the same; then it is written here, too."""
+BEYOND = (Durability.SHARED, Durability.OBJECT)
+"""The levels of tiers that other nodes use, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelsReached:
+    """``missing``: of each level that was not reached, why; the others were. ``is_settled``: that will stay so, for the
+    level that was waited for."""
+
+    missing: Mapping[Durability, str]
+    is_settled: bool
+
+    @property
+    def durability(self) -> Durability:
+        """The highest level on the node itself."""
+        if Durability.MEMORY in self.missing:
+            return Durability.NONE
+        return Durability.MEMORY if Durability.LOCAL in self.missing else Durability.LOCAL
+
+    @property
+    def reason(self) -> str:
+        """Why that is no higher."""
+        return self.missing.get(Durability.MEMORY) or self.missing.get(Durability.LOCAL, "")
+
+
+@dataclass(frozen=True)
+class SharedWrites:
+    """A shared tier, and the chunks that it is to have."""
+
+    copies: SharedCopies
+    writes: Writes
+
+
+class _Reached(NamedTuple):
+    """Of one level: why it was not reached, empty if it was, and whether that will stay so."""
+
+    reason: str
+    is_settled: bool
+
+
+class Levels:
+    """Waits for levels. ``writes`` are those to slower local tiers, ``shared`` those to shared ones; ``absent`` says
+    why tiers that are configured are not in use."""
+
+    def __init__(
+        self, catalog: Catalog, names: ChunkNames, clock: Clock, writes: Sequence[Writes],
+        shared: Sequence[SharedWrites], absent: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._table = catalog.table
+        self._names = names
+        self._clock = clock
+        self._writes = writes
+        self._shared = shared
+        self._absent = absent
+
+    def check(self, level: Durability) -> None:
+        """Raises InvalidRequest for a level beyond the node that no tier gives here."""
+        if level in BEYOND and self._of(level) is None:
+            raise InvalidRequest(f"durability {level.name}: {self._not_configured(level)}", durability=level.name)
+
+    def _of(self, level: Durability) -> SharedWrites | None:
+        """The fastest tier of a level."""
+        return next((each for each in self._shared if each.writes.target.durability is level), None)
+
+    def demand(self, rows: Sequence[int], level: Durability) -> None:
+        """Have these chunks, and for OBJECT what they hang on, written to the tier of a level at once."""
+        shared = self._of(level)
+        if shared is not None:
+            for row in self._chunks(shared, rows):
+                shared.writes.demand(row)
+
+    async def settle(self, rows: Sequence[int], wanted: Durability, timeout_s: float) -> LevelsReached:
+        """What all of these chunks have reached once ``wanted`` is reached or refused, at most ``timeout_s`` seconds
+        from now. No other level is waited for, but the node's own where a level beyond it is refused; tiers that are
+        known to have all of it are asked whether they still do, for as long as a lookup waits for them."""
+        until = Deadline.of(self._clock, timeout_s, timeout_s)
+        asked = self._of(wanted) if wanted in BEYOND else None
+        digests = [self._table.digests[row] for row in rows]
+        beyond: dict[Durability, _Reached] = {}
+        if asked is not None:
+            beyond[wanted] = await self._reach(asked, rows, until)
+        is_waited_for = asked is None or bool(beyond[wanted].reason and beyond[wanted].is_settled)
+        level, reason, is_settled = await self._local(rows, until.left_s if is_waited_for else 0.0)
+        others = [each for each in BEYOND if each not in beyond]
+        known = await asyncio.gather(*(self._known(each, rows, until) for each in others))
+        beyond.update(zip(others, known, strict=True))
+        if level > Durability.MEMORY:  # some of it may have gone while other tiers were asked
+            level, reason = self._local_now(rows, digests)
+        missing = {each: found.reason for each, found in beyond.items() if found.reason}
+        if level < Durability.MEMORY:
+            missing[Durability.MEMORY] = reason
+        if level < Durability.LOCAL:
+            missing[Durability.LOCAL] = reason
+        return LevelsReached(missing, beyond[wanted].is_settled if asked is not None else is_settled)
+
+    def _not_configured(self, level: Durability) -> str:
+        said = f"no tier of this level is configured: set {LEVEL_SETTINGS[level]}"
+        return "; ".join((said, *self._absent))
+
+    # ------------------------------------------------------------ on the node
+
+    async def _local(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
+        """The level that all of these have reached once a tier has them all, or every tier is through with them; why it
+        is no higher; and whether it will stay so."""
+        if not self._writes:
+            return Durability.MEMORY, self._not_configured(Durability.LOCAL), True
+        found: list[tuple[Durability, str, bool]] = []
+        highest = max(writes.target.durability for writes in self._writes)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(writes.settle(rows, timeout_s)) for writes in self._writes]
+            for ended in asyncio.as_completed(tasks):
+                found.append(await ended)
+                if found[-1][0] == highest:  # another tier may stall: nobody waits for it
+                    break
+            for task in tasks:
+                task.cancel()
+        level, reason, _ = max(found, key=lambda each: each[0])
+        return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
+
+    def _local_now(self, rows: Sequence[int], digests: Sequence[bytes]) -> tuple[Durability, str]:
+        return max((writes.level(rows, digests) for writes in self._writes), key=lambda each: each[0])
+
+    # ------------------------------------------------------------ beyond it
+
+    async def _reach(self, shared: SharedWrites, rows: Sequence[int], until: Deadline) -> _Reached:
+        """Have a tier take these chunks, and wait for that."""
+        found = _Reached("", False)
+        for _ in range(ROUND_COUNT):
+            chunks = self._chunks(shared, rows)
+            digests = [self._table.digests[row] for row in chunks]
+            for row in chunks:
+                shared.writes.demand(row)
+            is_through = await shared.writes.through(chunks, until.left_s * PATIENCE)
+            if not is_through:
+                shared.writes.insist(chunks)
+                is_through = await shared.writes.through(chunks, until.left_s)
+            found = self._seen(shared, rows, chunks, digests, is_through=is_through)
+            if found.reason:
+                return found
+            found = await self._confirmed(shared, chunks, until.left_s)
+            if not found.reason or not found.is_settled:
+                return found
+        return found
+
+    async def _known(self, level: Durability, rows: Sequence[int], until: Deadline) -> _Reached:
+        """What a tier is known to have of these, of which nobody waits for it."""
+        shared = self._of(level)
+        if shared is None:
+            return _Reached(self._not_configured(level), True)
+        chunks = self._chunks(shared, rows)
+        found = self._seen(shared, rows, chunks, [self._table.digests[row] for row in chunks], is_through=True)
+        if found.reason:
+            return found
+        return await self._confirmed(shared, chunks, min(until.left_s, shared.copies.lookup_s_max))
+
+    def _chunks(self, shared: SharedWrites, rows: Sequence[int]) -> list[int]:
+        """What the tier must have: the whole chunks among these, and for OBJECT all that they hang on."""
+        found = [row for row in rows if shared.writes.target.admits(row)]
+        if shared.writes.target.durability is not Durability.OBJECT:
+            return found
+        return [*self._above(found), *found]
+
+    def _above(self, rows: Sequence[int]) -> Iterator[int]:
+        """The ancestors of these that are not among them."""
+        seen = set(rows)
+        for row in rows:
+            parent = self._table.parents[row]
+            while parent != ROOT_ROW and parent not in seen:
+                seen.add(parent)
+                yield parent
+                parent = self._table.parents[parent]
+
+    def _seen(
+        self, shared: SharedWrites, rows: Sequence[int], chunks: Sequence[int], digests: Sequence[bytes], *,
+        is_through: bool,
+    ) -> _Reached:  # fmt: skip
+        """Whether the tier was seen to have all of these."""
+        writes, name = shared.writes, shared.writes.target.name
+        own = set(rows)
+        if not own & set(chunks):
+            return _Reached(self._why_none(rows), True)
+        for row, digest in zip(chunks, digests, strict=True):
+            if self._table.digests[row] != digest:
+                return _Reached("a part of it is gone again: raise arena.capacity_bytes", True)
+            if not writes.target.is_proven(row):
+                if not self._table.is_resident(row):
+                    return _Reached(f"a chunk that it hangs on is neither in tiers.{name} nor on this node", is_through)
+                return _Reached(self._why_not(shared, row), is_through)
+        return _Reached("", True)
+
+    def _why_none(self, rows: Sequence[int]) -> str:
+        if not all(is_for_others(self._catalog.space_of(row)) for row in rows):
+            return "values that may be replaced stay on their node"
+        return "partial chunks stay on their node, and it has no whole one"
+
+    def _why_not(self, shared: SharedWrites, row: int) -> str:
+        writes, name = shared.writes, shared.writes.target.name
+        if writes.reason:
+            return f"tiers.{name}: {writes.reason}"
+        if row in writes:
+            return f"tiers.{name} has not taken it yet"
+        if writes.is_parked(row):
+            return "memory has no room to read it back: raise arena.capacity_bytes"
+        if row in shared.copies:
+            level = writes.target.durability.name
+            return f"tiers.{name} says that it has it, and nobody has looked: ask for durability = {level}"
+        return f"tiers.{name} was not given it (tiers.{name}.write = {shared.copies.write_policy})"
+
+    async def _confirmed(self, shared: SharedWrites, chunks: Sequence[int], timeout_s: float) -> _Reached:
+        """Whether the tier still says that it has what it was seen to have, at the moment at which that is promised."""
+        copies, name = shared.copies, shared.writes.target.name
+        until = Deadline.of(self._clock, timeout_s, timeout_s)
+        gone = 0
+        for start in range(0, len(chunks), PROBE_COUNT_MAX):
+            part = chunks[start : start + PROBE_COUNT_MAX]
+            digests = [self._table.digests[row] for row in part]
+            keys = [self._names.of(row).storage_key for row in part]
+            if not copies.is_asked:
+                return _Reached(f"tiers.{name} does not answer at present: it is left alone for a while", True)
+            answers = await copies.ask(keys, until.left_s) if until.left_s > 0 else None
+            if answers is None:
+                return _Reached(f"tiers.{name} did not say in time that it still has it", until.left_s > 0)
+            for row, digest, is_there in zip(part, digests, answers, strict=True):
+                if not is_there:
+                    gone += 1
+                    if self._table.digests[row] == digest:
+                        copies.take(row)
+        return _Reached(f"tiers.{name} dropped {gone} of {len(chunks)} chunks again" if gone else "", True)

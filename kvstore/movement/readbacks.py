@@ -1,0 +1,64 @@
+"""Chunks that memory gave up before a slower tier took them: read back, written from there, and given up again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from kvstore.catalog import Catalog, MappedCopies
+from kvstore.movement.loads import Loading, Loads
+from kvstore.movement.removal import Removal
+from kvstore.spec import MissReason
+from kvstore.telemetry import Counters
+
+READ_BACK_S_MAX = 30.0
+"""A chunk that takes longer to come back is written later."""
+
+
+class ReadBacks:
+    """Lends memory's room to chunks that are on their way from one slower tier to another."""
+
+    def __init__(
+        self, catalog: Catalog, memory: MappedCopies, loads: Loads, removal: Removal, counters: Counters
+    ) -> None:
+        self._table = catalog.table
+        self._memory = memory
+        self._loads = loads
+        self._removal = removal
+        self._counters = counters
+        self._lent: set[int] = set()
+
+    async def bring(self, row: int, *, is_urgent: bool) -> bool:
+        """Have a chunk, which the caller holds, in memory; ``give_back`` it. False where it does not come now. Unless
+        it ``is_urgent`` no chunk makes way that no slower tier has."""
+        if row in self._memory:
+            return True
+        found, _ = self._loads.begin([row], frozenset([row]), evict_unwritten=is_urgent)
+        loading = found[0] if found else None  # None: there is no room
+        if loading is not None:
+            self._counters.add("read_back_chunks")
+            self._lent.add(row)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READ_BACK_S_MAX):
+                    await _ended(loading)
+        return row in self._memory
+
+    def give_back(self, row: int) -> None:
+        """Memory gives up what it had for a move only, once nobody holds it."""
+        if row not in self._lent or self._table.is_held(row):
+            return
+        self._lent.discard(row)
+        if row in self._memory and any(row in copies for copies in self._table.copies[1:]):
+            self._removal.drop(self._memory, row, MissReason.EVICTED)
+
+
+async def _ended(loading: Loading) -> None:
+    """Wait until it is there, or lost."""
+    news = asyncio.Event()
+    loading.listeners[news] = None
+    try:
+        while not (loading.is_done or loading.lost):
+            news.clear()
+            await news.wait()
+    finally:
+        del loading.listeners[news]

@@ -1,0 +1,302 @@
+"""The shared tiers of a tenant, and chunks that come from them. What they have is not known but hinted: a tier is
+asked, its answer is a hint for some seconds, and the read alone decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+from kvstore.catalog import Catalog, Namespace
+from kvstore.chunk import ChunkHeader, write_mark
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.keys import ROOT_DIGEST
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
+from kvstore.movement.sources import may_enter
+from kvstore.seams import Clock
+from kvstore.spec import Tier
+from kvstore.telemetry import Counters
+from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
+
+CLOSE_S_MAX = 5.0
+"""A stop goes on without a tier that takes longer to close."""
+REARM_S_MIN = 0.1
+PROBE_COUNT_MAX = 1024
+"""Keys of one question."""
+HINT_S = 5.0
+"""For how long an answer is not asked for again."""
+HINT_COUNT_MAX = 65_536
+RANK = 1000
+"""Of the fastest shared tier among sources: all of them are slower than local ones."""
+_log = logging.getLogger("kvstore.movement")
+
+
+class SharedSource:
+    """A chunk that a shared tier is said to have."""
+
+    patience_s = STALL_S
+
+    def __init__(
+        self,
+        shared: SharedCopies,
+        row: int,
+        chunk: ChunkName,
+        catalog: Catalog,
+        names: ChunkNames,
+        shared_tiers: SharedTiers,
+    ) -> None:
+        self.name, self.kind, self.rank = shared.tier.name, shared.tier.kind, shared.rank
+        self._shared = shared
+        self._row = row
+        self._chunk = chunk
+        self._catalog = catalog
+        self._names = names
+        self._shared_tiers = shared_tiers
+
+    async def open(self) -> StoredChunk | None:
+        found = await self._shared.tier.open(self._chunk)
+        if found is None:
+            self._forget()
+        elif not self._names.fits(self._row, found.header):
+            found.close()
+            raise DataLoss("another chunk lies where this one should", reason="header")
+        return found
+
+    def is_current(self, header: ChunkHeader) -> bool:
+        return may_enter(self._catalog, self._row, write_mark(header.write_id), self._chunk.mark)
+
+    def worked(self) -> None:
+        self._shared.breaker.worked()
+        self._shared.see(self._row)
+
+    async def failed(self, error: KVStoreError) -> None:
+        """A copy that failed its check is written anew when the chunk is stored again."""
+        if isinstance(error, DataLoss):
+            self._shared.is_bad(self._chunk.storage_key)
+            self._forget()
+        else:
+            self._shared.breaker.failed()
+
+    def late(self) -> float:
+        """Wait longer for a tier that answers others meanwhile: it is busy."""
+        more_s = self.patience_s - self._shared.tier.stalled_s()
+        if more_s >= REARM_S_MIN:
+            return more_s
+        self._shared.breaker.failed()
+        return 0.0
+
+    def _forget(self) -> None:
+        self._shared.take(self._row)
+        self._shared_tiers.was_wrong(self._chunk.storage_key, self._shared)
+
+
+class ChunkHint(NamedTuple):
+    """Where one chunk is said to be: for each part the shared tier that has it, None where the node has it."""
+
+    parts: tuple[SharedCopies | None, ...]
+
+    @property
+    def kind(self) -> Tier | None:
+        """The slowest of them; None where the node has all parts."""
+        slowest = max((each for each in self.parts if each), key=lambda each: each.rank, default=None)
+        return slowest.tier.kind if slowest else None
+
+
+class KeyHint(NamedTuple):
+    """What was last learnt of one key, and when. ``shared``: the tier that has it (``is_there``), or that said so and
+    was wrong; None: the key is on the node (``is_there``), or nowhere."""
+
+    at_s: float
+    shared: SharedCopies | None
+    is_there: bool
+
+
+_HERE = KeyHint(0.0, None, is_there=True)
+
+
+class SharedTiers:
+    """All shared tiers of one tenant, the fastest first, and hints of what they have."""
+
+    def __init__(self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters) -> None:
+        self.tiers: list[SharedCopies] = []
+        self._catalog = catalog
+        self._names = names
+        self._clock = clock
+        self._counters = counters
+        self._hints: OrderedDict[bytes, KeyHint] = OrderedDict()
+
+    def add(self, use: SharedUse) -> SharedCopies:
+        """Take a tier into use, slower than those before it."""
+        shared = SharedCopies(use, self._catalog, self._clock, self._counters, RANK + len(self.tiers))
+        self.tiers.append(shared)
+        return shared
+
+    def source(self, row: int) -> SharedSource | None:
+        """The fastest shared tier that is said to have a chunk, and answers."""
+        for shared in self.tiers:
+            if row in shared and shared.is_asked:
+                chunk = self._names.of(row)
+                if not self._catalog.table.is_resident(row):
+                    chunk = ChunkName(chunk.storage_key, chunk.layout)  # any write of it
+                return SharedSource(shared, row, chunk, self._catalog, self._names, self)
+        return None
+
+    # ------------------------------------------------------------ what they have
+
+    async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[ChunkHint]:
+        """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
+        shared tier. As ``find_all``."""
+        return (await self.find_all([(spaces, digests)], timeout_s))[0]
+
+    async def find_all(
+        self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
+    ) -> list[list[ChunkHint]]:
+        """``find`` of each chain. One question to each tier, answered within the tier's own bound, or not at all.
+        ``timeout_s``: for how long the caller is waited for; half of that is left, for what the node has itself."""
+        wanted = []
+        for spaces, digests in chains:
+            wanted.append(self._keys(spaces, digests))
+            await self._clock.sleep(0)  # they may be many, each of many chunks: others are answered in between
+        asked = dict.fromkeys(key for chunks in wanted for keys in chunks for key in keys if key)
+        now_s = self._clock.monotonic()
+        unheard = [key for key in asked if self._may_be_in(self.tiers[-1], key, now_s)][:PROBE_COUNT_MAX]
+        await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)
+        return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
+
+    def _found(
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], chunks: Sequence[Sequence[bytes]]
+    ) -> list[ChunkHint]:
+        """What the hints say of one chain."""
+        now_s = self._clock.monotonic()
+        found: list[ChunkHint] = []
+        for digest, keys in zip(digests, chunks, strict=False):
+            parts = []
+            for space, key in zip(spaces, keys, strict=True):
+                hint = self._hint_of(key, now_s) if key else _HERE
+                if hint is None or not hint.is_there or (not key and digest not in space.index):
+                    return found  # nobody has it, or it left the node meanwhile
+                parts.append(hint.shared)
+            found.append(ChunkHint(tuple(parts)))
+        return found
+
+    def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
+        """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
+        being stored here, and before all where other nodes have nothing of these."""
+        chunks: list[list[bytes]] = []
+        if not self.tiers or not all(map(is_for_others, spaces)):
+            return chunks
+        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:
+            if any(digest in space.pending for space in spaces):
+                break
+            chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
+        return chunks
+
+    async def _ask_all(self, keys: list[bytes], until_s: float) -> None:
+        """Ask each tier for what no faster one has. What none of them has is remembered only if all of them said so."""
+        have_all_answered = True
+        for shared in self.tiers:
+            now_s = self._clock.monotonic()
+            timeout_s = min(shared.lookup_s_max, until_s - now_s)
+            asked = [key for key in keys if self._may_be_in(shared, key, now_s)]
+            answers = await shared.ask(asked, timeout_s) if asked and shared.is_asked and timeout_s > 0 else None
+            have_all_answered &= answers is not None or not asked
+            found = set(compress(asked, answers or ()))
+            there = KeyHint(self._clock.monotonic(), shared, is_there=True)
+            for key in found:
+                self._remember(key, there)
+            keys = [key for key in keys if key not in found]
+        if have_all_answered:
+            nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
+            for key in keys:
+                self._remember(key, nowhere)
+
+    async def said(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
+        """Which of a chain's keys each tier says it has, all asked at once. One that does not answer is left out."""
+        asked = [shared for shared in self.tiers if shared.is_asked and keys]
+        answers = await asyncio.gather(
+            *(each.ask(keys[:PROBE_COUNT_MAX], min(each.lookup_s_max, timeout_s)) for each in asked)
+        )
+        return [(each.tier.kind, set(compress(keys, said))) for each, said in zip(asked, answers, strict=True) if said]
+
+    def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
+        """The hint of a key, unless it is too old."""
+        hint = self._hints.get(key)
+        return hint if hint is not None and now_s - hint.at_s < HINT_S else None
+
+    def _may_be_in(self, shared: SharedCopies, key: bytes, now_s: float) -> bool:
+        """Whether a tier is to be asked: there is no hint, or only that a faster tier was wrong."""
+        hint = self._hint_of(key, now_s)
+        if hint is None:
+            return True
+        return not hint.is_there and hint.shared is not None and hint.shared.rank < shared.rank
+
+    def _remember(self, key: bytes, hint: KeyHint) -> None:
+        self._hints[key] = hint
+        self._hints.move_to_end(key)
+        if len(self._hints) > HINT_COUNT_MAX:
+            self._hints.popitem(last=False)
+
+    def was_wrong(self, key: bytes, shared: SharedCopies) -> None:
+        """Remember that a tier that was said to have a chunk has it not, or not whole."""
+        self._remember(key, KeyHint(self._clock.monotonic(), shared, is_there=False))
+
+    def written(self, row: int) -> None:
+        """Forget the hint of a chunk that was written: a tier has it by now."""
+        self._hints.pop(self._names.of(row).storage_key, None)
+
+    # ------------------------------------------------------------ rows
+
+    def rows(
+        self, spaces: Sequence[Namespace], digests: Sequence[bytes], start: int, found: Sequence[ChunkHint]
+    ) -> list[list[int]]:
+        """The rows, part by part, of a chain's chunks from number ``start`` on, each held by the caller from now on
+        (``release``). Ends before a chunk that was claimed by a store meanwhile, or that is nowhere by now. Nothing is
+        held when it raises: MemoryError, OverflowError."""
+        chains: list[list[int]] = [[] for _ in spaces]
+        try:
+            self._fill(chains, spaces, digests, start, found)
+        except BaseException:
+            self.release(chains)
+            raise
+        return chains
+
+    def release(self, chains: Iterable[Iterable[int]]) -> None:
+        """Undo the holds of ``rows``."""
+        for chain in chains:
+            for row in chain:
+                self._catalog.unhold(row)
+
+    def _fill(
+        self, chains: list[list[int]], spaces: Sequence[Namespace], digests: Sequence[bytes], start: int,
+        found: Sequence[ChunkHint],
+    ) -> None:  # fmt: skip
+        for number, each in enumerate(found, start):
+            digest, parent = digests[number], digests[number - 1] if number else ROOT_DIGEST
+            parts = list(zip(spaces, each.parts, chains, strict=True))
+            if any(digest in space.pending or (not shared and digest not in space.index) for space, shared, _ in parts):
+                break
+            for space, shared, chain in parts:
+                row = self._catalog.known_row(space, digest, parent, space.spec.chunk_tokens)
+                self._catalog.table.hold(row)
+                if shared is not None:
+                    shared.put(row)
+                chain.append(row)
+
+    async def close(self) -> None:
+        """Close every tier. What one raises, or that it takes too long, is logged: the stop goes on."""
+        async with asyncio.TaskGroup() as group:
+            for shared in self.tiers:
+                group.create_task(_closed(shared.tier))
+        self.tiers.clear()
+
+
+async def _closed(tier: SharedTier) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S_MAX):
+            await tier.close()
+    except Exception as error:  # noqa: BLE001 - the boundary: the engine is not ours
+        _log.warning("a tier was not closed", extra={"tier": tier.name, "reason": repr(error)})

@@ -1,0 +1,92 @@
+"""What the use of chunks on this node means to shared tiers: which have come back, and which an engine is to keep."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvstore.catalog import USE_COUNT_MAX, Catalog
+from kvstore.movement.names import ChunkNames
+from kvstore.movement.shared import REUSED, SharedCopies
+from kvstore.movement.writes import Writes
+from kvstore.seams import Clock
+from kvstore.telemetry import Counters
+
+TOUCH_INTERVAL_S = 1.0
+TOUCH_AGAIN_S = 60.0
+"""How often an engine is told of one chunk at most."""
+TOUCH_COUNT_MAX = 65_536
+"""Chunks of which engines are told in that time; what is used beyond it has to wait."""
+TOUCHES_AT_ONCE = 1024
+TOUCH_S_MAX = 5.0
+"""How long an engine may take to be told."""
+_log = logging.getLogger("kvstore.movement")
+
+
+class Uses:
+    """Counts uses, and tells shared tiers of them: those whose settings wait for a chunk's second use, and, beside all
+    else and in batches, those that have a chunk and would drop it because nobody reads it there."""
+
+    def __init__(
+        self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedCopies],
+        writes: Sequence[Writes],
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._table = catalog.table
+        self._names = names
+        self._clock = clock
+        self._counters = counters
+        self._shared = shared
+        self._writes = writes
+        self._touched: set[int] = set()
+        self._waiting: set[int] = set()
+        self._since_s = clock.monotonic()
+
+    def count(self, chain: Sequence[int]) -> None:
+        """A store, a lookup or a fetch had these. Cost: nothing without shared tiers, else some 50 ns a chunk."""
+        if not self._shared:
+            return
+        if self._clock.monotonic() - self._since_s >= TOUCH_AGAIN_S:
+            self._touched.clear()
+            self._since_s = self._clock.monotonic()
+        if len(self._touched) < TOUCH_COUNT_MAX:
+            fresh = set(chain) - self._touched
+            self._touched |= fresh
+            self._waiting |= fresh
+        uses = self._table.uses
+        for row in chain:
+            if uses[row] < USE_COUNT_MAX:
+                uses[row] += 1
+                if uses[row] == REUSED:
+                    for writes in self._writes:
+                        writes.offer(row)
+
+    async def run(self) -> None:
+        """Tell engines what was used, for ever."""
+        while True:
+            await self._clock.sleep(TOUCH_INTERVAL_S)
+            waiting, self._waiting = sorted(self._waiting), set()
+            async with asyncio.TaskGroup() as group:
+                for shared in self._shared:
+                    group.create_task(self._tell(shared, waiting))
+
+    async def _tell(self, shared: SharedCopies, rows: Sequence[int]) -> None:
+        """Tell a tier which of its chunks were used. One that does not answer is told nothing until it does."""
+        for start in range(0, len(rows), TOUCHES_AT_ONCE):
+            part = [row for row in rows[start : start + TOUCHES_AT_ONCE] if row in shared and self._table.digests[row]]
+            if not shared.is_asked:
+                return
+            if part:
+                await self._touch(shared, [self._names.of(row).storage_key for row in part])
+            await self._clock.sleep(0)
+
+    async def _touch(self, shared: SharedCopies, keys: Sequence[bytes]) -> None:
+        try:
+            async with asyncio.timeout(TOUCH_S_MAX):
+                await shared.tier.touch(keys)
+        except Exception as error:  # noqa: BLE001 - the boundary: what an engine does to a hint is nobody's failure
+            _log.warning("a tier was not told of uses", extra={"tier": shared.tier.name, "reason": repr(error)})
+            shared.breaker.failed()
+            return
+        self._counters.add_of(shared.tier.name, "touched_chunks", len(keys))

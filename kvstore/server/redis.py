@@ -1,0 +1,57 @@
+"""Where the Redis tier is built: to the server that settings name, or to one of the sidecar's own."""
+
+from __future__ import annotations
+
+from kvstore.config import RedisAddress, Settings
+from kvstore.directory import NodeDirectory
+from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.server.descriptors import Need
+from kvstore.server.trust import trust_of
+from kvstore.server.world import TierOwner, World
+from kvstore.tiers import SharedUse, WritePolicy
+from kvstore.tiers.redis.embedded import EmbeddedServer
+
+
+def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
+    """As a ``Builder`` does. That its server cannot be reached is no reason to go without it: it may come.
+    Each tenant has an embedded server of its own. Raises Unavailable where that cannot be started."""
+    redis = settings.tiers.redis
+    if not redis.is_on:
+        return None
+    from kvstore.tiers.redis.tier import RedisTier  # redis-py takes memory and time, where it is used at all
+
+    trust = trust_of("redis", redis.envelope, owner)
+    own = None
+    if redis.embedded:
+        own = EmbeddedServer(
+            settings.server.state_directory / "redis" / (owner.name or "default"), redis.embedded_bytes
+        )
+        own.start()
+    tier = RedisTier(
+        redis, clock=world.clock, own=own, trust=trust,
+        readers=world.movers.lane("redis-read", redis.reader_count, nice=MOVER_NICE),
+        writers=world.movers.lane("redis-write", redis.writer_count, nice=MOVER_NICE),
+    )  # fmt: skip
+    tier.begin()
+    return SharedUse(tier=tier, lookup_s_max=redis.lookup_s_max, write=WritePolicy(redis.write))
+
+
+def open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:
+    """Where nodes tell each other what they have; None where they share no Redis. Connects to nothing yet."""
+    redis = settings.tiers.redis
+    if not redis.url:
+        return None
+    from kvstore.tiers.redis.access import Access
+    from kvstore.tiers.redis.topology import topology_of
+
+    address = RedisAddress.of(redis.url)
+    topology = topology_of(address, Access.of(redis, address), redis.control_count)
+    return NodeDirectory(topology.client, settings.server.node, redis.prefix, owner, world.clock, world.random)
+
+
+def needs_of_redis(settings: Settings) -> list[Need]:
+    """Its connections."""
+    redis = settings.tiers.redis
+    if not redis.is_on:
+        return []
+    return [Need(2 * redis.control_count + 4, "tiers.redis.control_count", redis.control_count, "one each: lower it")]

@@ -1,0 +1,50 @@
+"""Where the S3 tier is built."""
+
+from __future__ import annotations
+
+from kvstore.config import Settings
+from kvstore.seams import WorkerThreads
+from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.server.descriptors import Need
+from kvstore.server.trust import trust_of
+from kvstore.server.world import TierOwner, World
+from kvstore.tiers import SharedUse, UploadClaims, WritePolicy
+from kvstore.tiers.s3 import Lanes, S3Tier
+
+ASKER_COUNT = 16
+"""Lookups that wait for a bucket at once."""
+CLAIM_FILES = 4
+"""To the Redis in which uploads are claimed."""
+
+
+def build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
+    """As a ``Builder`` does. That the bucket cannot be reached is no reason to go without it: it may be later."""
+    s3 = settings.tiers.s3
+    if not s3.bucket:
+        return None
+    trust = trust_of("s3", s3.envelope, owner)
+    lanes = Lanes(
+        readers=world.movers.lane("s3-read", s3.reader_count, nice=MOVER_NICE),
+        writers=world.movers.lane("s3-write", s3.writer_count, nice=MOVER_NICE),
+        askers=world.movers.lane("s3-ask", ASKER_COUNT, nice=MOVER_NICE),
+        near=WorkerThreads(1, "s3-near", nice=MOVER_NICE),
+    )
+    tier = S3Tier(s3, lanes, world.clock, trust, _claims(settings, world))
+    tier.prepare()
+    return SharedUse(tier=tier, lookup_s_max=s3.lookup_s_max, write=WritePolicy(s3.write))
+
+
+def _claims(settings: Settings, world: World) -> UploadClaims | None:
+    """In the Redis that nodes share; None where they share none."""
+    if not settings.tiers.redis.url:
+        return None
+    from kvstore.tiers.redis.claims import RedisClaims  # redis-py takes memory and time, where it is used at all
+
+    return RedisClaims(settings.tiers.redis, "s3", world.clock)
+
+
+def needs_of_s3(settings: Settings) -> list[Need]:
+    """Its connections."""
+    s3 = settings.tiers.s3
+    files = s3.reader_count + s3.writer_count + ASKER_COUNT + CLAIM_FILES
+    return [Need(files, "tiers.s3.reader_count", s3.reader_count, "one each: lower it")] if s3.bucket else []

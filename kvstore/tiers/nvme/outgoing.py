@@ -1,0 +1,75 @@
+"""A chunk on its way to a slot, as a byte mover is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, Run, Sealing, sealed_header_bytes, slab_range, slab_runs, stored_run
+from kvstore.seams.memory import Bytes, joined
+from kvstore.spec import CacheKind
+from kvstore.tiers.nvme.io import IO_BYTES, seated, write_runs, write_sealed
+
+
+def stored_header_bytes(layout: ChunkLayout, sealing: Sealing | None) -> int:
+    """Of a header as it is stored."""
+    return layout.header_bytes if sealing is None else sealed_header_bytes(layout.strip_count)
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """``memory``: the packed header, and the body as it is encoded. ``sealing``: the envelope it gets."""
+
+    header: ChunkHeader
+    layout: ChunkLayout
+    memory: Sequence[Bytes] = field(repr=False)
+    sealing: Sealing | None
+
+    @property
+    def byte_count(self) -> int:
+        """What it takes on the device."""
+        packed = sum(piece.size for piece in self.memory)
+        return packed - self.layout.header_bytes + stored_header_bytes(self.layout, self.sealing)
+
+    @property
+    def may_be_replaced(self) -> bool:
+        return self.header.kind is CacheKind.OPAQUE
+
+    def job(self, seat: int) -> tuple[Callable[..., None], tuple[object, ...]]:
+        """What writes it: a function, and its arguments after the engine, the file and the offset there."""
+        if self.sealing is not None:
+            header_bytes = stored_header_bytes(self.layout, self.sealing)
+            return write_sealed, (
+                header_bytes,
+                self.sealing,
+                seat,
+                self.memory[0][: self.layout.header_bytes],
+                self._runs(),
+            )
+        runs = joined(self.memory)
+        return write_runs, (seated(runs, self.layout.header_bytes, seat) if self.may_be_replaced else runs,)
+
+    def _runs(self) -> list[Run]:
+        """The body, cut where slabs end, in runs of about a request of the device's."""
+        header, layout = self.header, self.layout
+        key, write_id, runs = header.storage_key, header.write_id, list[Run]()
+        for slabs in _parts(layout):
+            if header.stored is None:
+                memory = self.memory[1 + slabs.start : 1 + slabs.stop]
+                runs += slab_runs(layout, key, write_id, slabs, memory)
+            else:
+                start, size = slab_range(header, layout, slabs.start, slabs.stop)
+                place = layout.header_bytes + start
+                runs.append((self.memory[0][place : place + size], stored_run(header, layout, slabs)))
+        return runs
+
+
+def _parts(layout: ChunkLayout) -> Iterator[range]:
+    """Slabs of IO_BYTES together, or of one that is larger."""
+    first = size = 0
+    for number, slab in enumerate(layout.slabs):
+        if size and size + slab.byte_count > IO_BYTES:
+            yield range(first, number)
+            first, size = number, 0
+        size += slab.byte_count
+    yield range(first, len(layout.slabs))

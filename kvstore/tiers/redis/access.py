@@ -1,0 +1,76 @@
+"""A server as a byte mover is told of it: where it listens, who we are to it, how the line is secured."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.config import RedisAddress, RedisSettings
+from kvstore.errors import Unavailable
+
+PASSWORD_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who the sidecar is to a server, and how its lines are secured. Files are read anew at each connect."""
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+    is_tls: bool = False
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+    database: int = 0
+
+    @staticmethod
+    def of(settings: RedisSettings, address: RedisAddress) -> Access:
+        """The access that the settings and their URL describe."""
+        return Access(
+            username=settings.username or address.username, password=address.password,
+            password_file=settings.password_file, is_tls=address.is_tls, ca_file=settings.ca_file,
+            certificate_file=settings.certificate_file, key_file=settings.key_file, database=address.database,
+        )  # fmt: skip
+
+    def credentials(self) -> tuple[str, ...]:
+        """(password), (user, password), or nothing, at this moment. Raises Unavailable naming the setting."""
+        password = self.password
+        if self.password_file:
+            try:
+                with Path(self.password_file).expanduser().open("rb") as file:
+                    password = file.read(PASSWORD_BYTES_MAX).decode().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is no text"
+                raise Unavailable(
+                    f"tiers.redis.password_file = {self.password_file}: it cannot be read ({reason})"
+                ) from None
+        if not password:
+            return ()
+        return (self.username, password) if self.username else (password,)
+
+    def tls(self) -> ssl.SSLContext:
+        """Raises Unavailable naming the files."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.certificate_file:
+                context.load_cert_chain(self.certificate_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise Unavailable(f"tiers.redis.ca_file, certificate_file or key_file cannot be used: {error}") from error
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server. ``path`` is that of its socket; without one it listens at ``host`` and ``port``. ``is_asked``: a slot
+    is on its way there, and each command on its keys begins with ASKING."""
+
+    access: Access
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    is_asked: bool = False
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"

@@ -1,0 +1,85 @@
+"""A chunk in a server, opened: its slabs into memory, each verified before anybody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.chunk import ChunkHeader, Run, StripRun, Trust, slab_range, slab_runs, strip_run
+from kvstore.errors import DataLoss
+from kvstore.tiers.contract import Buffer, ChunkName, check_header, host_memory
+from kvstore.tiers.redis.control import Opened
+from kvstore.tiers.redis.moves import DecodedSlabs, PartRead
+from kvstore.tiers.redis.names import fields_of, reads_of
+from kvstore.tiers.redis.reads import ChunkReads
+
+
+class RedisReader(Protocol):
+    """What an open chunk asks of its tier."""
+
+    async def read(self, reads: ChunkReads, part: PartRead) -> bool:
+        """Whether all strips are right. Raises typed errors."""
+
+    def was_read(self, byte_count: int) -> None:
+        """Count bytes that were read and passed their checksums."""
+
+
+def read_opened(name: ChunkName, found: Opened, trust: Trust) -> ChunkHeader | None:
+    """The header of what lies there. None: it is none of ours, but a newer release's, or of those who have another key.
+    Raises DataLoss when it is not that chunk, or not all of it, or not to be trusted."""
+    header = trust.read_header(np.frombuffer(bytearray(found.header), np.uint8), name.layout)
+    if header is None:
+        return None
+    if found.byte_count != header.bytes_before(name.layout):
+        raise DataLoss("the chunk's header has another length than it should", reason="header")
+    check_header(name, header)
+    if found.field_count != 1 + len(fields_of(name.layout, header.stored)):
+        raise DataLoss("parts of the chunk are gone", reason="incomplete")
+    return header
+
+
+class RedisChunk:
+    """An open chunk. Nothing keeps the server from dropping it meanwhile."""
+
+    def __init__(self, owner: RedisReader, reads: ChunkReads, header: ChunkHeader, name: ChunkName) -> None:
+        self.header = header
+        self._owner = owner
+        self._reads = reads
+        self._layout = name.layout
+
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
+        """See ``StoredChunk.read``."""
+        header, memory = self.header, host_memory(target)
+        if header.stored is not None:
+            await self._read(slabs, decoded=DecodedSlabs(header, self._layout, slabs, memory))
+            return
+        runs = slab_runs(self._layout, header.storage_key, header.write_id, slabs, memory, header.seal)
+        await self._read(slabs, runs=runs)
+
+    async def check(self, slabs: range) -> None:
+        """As ``read``, without giving the bytes to anybody."""
+        header = self.header
+        if header.stored is not None:
+            await self._read(slabs, decoded=DecodedSlabs(header, self._layout, slabs))
+            return
+        first, stop = self._layout.strips_of(slabs)
+        strips = strip_run(self._layout, header.storage_key, header.write_id, first, stop, header.seal)
+        await self._read(slabs, strips=strips)
+
+    async def _read(
+        self, slabs: range, runs: Sequence[Run] = (), strips: StripRun | None = None,
+        decoded: DecodedSlabs | None = None,
+    ) -> None:  # fmt: skip
+        start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
+        fields = reads_of(self._layout, self.header.write_id, start, start + byte_count, self.header.stored)
+        expected = self.header.checksums_of(*self._layout.strips_of(slabs))
+        if not await self._owner.read(self._reads, PartRead(fields, expected, runs, strips, decoded)):
+            raise DataLoss(
+                f"slabs {slabs.start}..{slabs.stop} from Redis fail their check", reason="checksum", slab=slabs.start
+            )
+        self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
+
+    def close(self) -> None:
+        """Does nothing: an open chunk holds nothing."""

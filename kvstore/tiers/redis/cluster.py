@@ -1,0 +1,141 @@
+"""A cluster's primaries: each command goes to the node that has its key, and once more where another has it by now.
+
+redis-py keeps the map of slots and the connections. It is not asked to follow nodes itself: it says ASKING on one
+connection and the command on another, closes all connections when one node fails, and takes 20 us for each command of
+a pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
+from redis.exceptions import AskError, ClusterDownError, MovedError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from kvstore.config import RedisAddress
+from kvstore.tiers.redis.access import Access, Server
+
+REFRESH_S_MIN = 1.0
+"""Between two looks at the map that failures ask for: each makes all connections anew."""
+
+
+class Command(NamedTuple):
+    """What is asked of the node that has ``key``."""
+
+    key: bytes
+    words: tuple[object, ...]
+
+
+class ClusterNodes:
+    """Nothing is connected to before the first question."""
+
+    def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
+        nodes = [ClusterNode(host, port) for host, port in address.places]
+        options = {key: each for key, each in options.items() if key != "db"}
+        self._access = access
+        self._is_doubted = False
+        self._refreshed_s = float("-inf")
+        self.client: Any = RedisCluster(startup_nodes=nodes, **options)
+
+    @property
+    def cluster(self) -> ClusterNodes:
+        return self
+
+    # ------------------------------------------------------------ commands
+
+    async def ask(self, key: bytes, *words: object) -> Any:
+        """What one command gives. Raises what redis-py raises."""
+        [found] = await self.ask_each([Command(key, words)])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def ask_each(self, commands: Sequence[Command]) -> list[Any]:
+        """What each command gives, or the error that it ends with: one pipeline per node, all at once. What a node has
+        no more, and what a connection failed that was kept, is asked once more. Raises where there is no map."""
+        found = await self._round(commands, [None] * len(commands))
+        again = [number for number, each in enumerate(found) if isinstance(each, AskError | RedisConnectionError)]
+        if not again:
+            return found
+        if any(isinstance(found[number], MovedError) for number in again):
+            await self.refresh()
+        second = await self._round([commands[number] for number in again], [found[number] for number in again])
+        for number, each in zip(again, second, strict=True):
+            found[number] = each
+            if isinstance(each, RedisConnectionError | ClusterDownError):
+                self.doubt()
+        return found
+
+    async def ask_all(self, *words: object) -> list[Any]:
+        """What one command gives on every primary. Raises what redis-py raises."""
+        await self._ready()
+        return await asyncio.gather(*(node.execute_command(*words) for node in self.client.get_primaries()))
+
+    async def _round(self, commands: Sequence[Command], said: Sequence[Any]) -> list[Any]:
+        """``said``: what came of each before, if anything."""
+        await self._ready()
+        piles: dict[str, tuple[Any, list[Any]]] = {}
+        sent = []
+        for command, before in zip(commands, said, strict=True):
+            target = self._asked(before)
+            node = target or self.client.get_node_from_key(command.key)
+            _, pile = piles.setdefault(node.name, (node, []))
+            if target:
+                pile.append(PipelineCommand(0, "ASKING"))
+            sent.append(PipelineCommand(0, *command.words))
+            pile.append(sent[-1])
+        ends = await asyncio.gather(
+            *(node.execute_pipeline(pile) for node, pile in piles.values()), return_exceptions=True
+        )
+        for (_, pile), end in zip(piles.values(), ends, strict=True):
+            if isinstance(end, BaseException):
+                for each in pile:
+                    each.result = end
+        return [each.result for each in sent]
+
+    def _asked(self, said: Any) -> Any:
+        """The node that was named as where a slot is on its way to; None: there is none."""
+        if isinstance(said, AskError) and not isinstance(said, MovedError):
+            return self.client.get_node(host=said.host, port=said.port)
+        return None
+
+    # ------------------------------------------------------------ which node
+
+    async def server_of(self, key: bytes) -> Server:
+        await self._ready()
+        return self._server(self.client.get_node_from_key(key))
+
+    async def followed(self, key: bytes, said: str) -> Server:
+        """Where a key is after a node said ``said``: "MOVED" or "ASK", the slot, and HOST:PORT."""
+        code, _, place = said.partition(" ")
+        host, _, port = place.rpartition(" ")[2].rpartition(":")
+        node = self.client.get_node(host=host, port=int(port)) if code == "ASK" and port.isdecimal() else None
+        if node is not None:
+            return replace(self._server(node), is_asked=True)
+        await self.refresh()
+        return await self.server_of(key)
+
+    def _server(self, node: Any) -> Server:
+        return Server(self._access, str(node.host), int(node.port))
+
+    async def _ready(self) -> None:
+        await self.client.initialize()
+        if self._is_doubted and asyncio.get_running_loop().time() - self._refreshed_s >= REFRESH_S_MIN:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at the map again. Raises what redis-py raises."""
+        self._refreshed_s = asyncio.get_running_loop().time()
+        await self.client.nodes_manager.initialize()
+        self._is_doubted = False
+
+    def doubt(self) -> None:
+        """Take note that a node failed: another one may have its slots soon."""
+        self._is_doubted = True
+
+    async def close(self) -> None:
+        await self.client.aclose()

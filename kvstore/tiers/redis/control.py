@@ -1,0 +1,261 @@
+"""Questions and scripts: everything but the bytes of chunks, by redis-py, each call bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import compress
+from operator import not_
+from typing import Any, NamedTuple
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    SlotNotCoveredError,
+    TryAgainError,
+)
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.seams.scheduler import Result
+from kvstore.tiers.contract import UploadState
+from kvstore.tiers.redis.access import Server
+from kvstore.tiers.redis.cluster import Command
+from kvstore.tiers.redis.replies import refusal, unreachable
+from kvstore.tiers.redis.scripts import CLAIM, COMMIT, HEADER_BYTES_MAX, OPEN, THERE, TOUCH, Script
+from kvstore.tiers.redis.topology import Topology
+from kvstore.tiers.redis.waits import Waits
+
+CALL_S_MAX = 5.0
+"""A call that takes longer has failed."""
+BATCH_COUNT = 512
+"""Keys of one call that nobody waits for."""
+_WHERE = "the server of tiers.redis.url"
+_CODES = {
+    OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
+    MasterDownError: "MASTERDOWN", ClusterDownError: "CLUSTERDOWN", TryAgainError: "TRYAGAIN", AskError: "ASK",
+    ClusterCrossSlotError: "CROSSSLOT", SlotNotCoveredError: "CLUSTERDOWN",
+}  # fmt: skip
+"""What a server said, where redis-py has a class for it; MovedError is an AskError."""
+_STATES = {ord("1"): UploadState.THERE, ord("f"): UploadState.FREE, ord("t"): UploadState.TAKEN}
+_DATABASE = re.compile("db[0-9]+")
+
+
+class Opened(NamedTuple):
+    """``byte_count`` of the header, as much of it as was asked for, and how many fields there are with it."""
+
+    byte_count: int
+    header: bytes
+    field_count: int
+
+
+class Account(NamedTuple):
+    """What the servers say of themselves, together. ``capacity_bytes``: what they may take; 0: they do not say."""
+
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    key_count: int = 0
+
+
+class Control:
+    """At most ``count`` calls at once. Raises: what a server's refusals mean; Unavailable when it does not answer."""
+
+    def __init__(self, topology: Topology, count: int, waits: Waits) -> None:
+        self._topology = topology
+        self._client = topology.client
+        self._cluster = topology.cluster
+        self._turns = asyncio.Semaphore(count)
+        self._waits = waits
+
+    async def there(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Whether each is there. Raises DeadlineExceeded, too."""
+        return await self._answered(self._there, keys, timeout_s=timeout_s) if keys else []
+
+    async def claim(
+        self, claims: Sequence[bytes], chunks: Sequence[bytes], who: bytes, claim_ms: int, timeout_s: float
+    ) -> list[UploadState]:
+        """Of each chunk, of which ``claims`` has the key of its claim. Without ``chunks`` none is there. Raises
+        DeadlineExceeded, too."""
+        if not claims:
+            return []
+        return await self._answered(self._claim, claims, chunks, who, claim_ms, timeout_s=timeout_s)
+
+    async def release(self, claims: Sequence[bytes], timeout_s: float) -> None:
+        """Whoever made these. Raises DeadlineExceeded, too."""
+        await self._answered(self._remove, claims, timeout_s=timeout_s)
+
+    async def _claim(
+        self, claims: Sequence[bytes], chunks: Sequence[bytes], who: bytes, claim_ms: int
+    ) -> list[UploadState]:
+        if self._cluster is None:
+            found = await self._run(CLAIM, [*claims, *chunks], who, claim_ms, len(claims))
+            return [_STATES[each] for each in found]
+        there = await self._there(chunks) if chunks else [False] * len(claims)
+        absent = list(compress(claims, map(not_, there)))
+        commands: list[Command] = []
+        for key in absent:
+            commands += (Command(key, ("SET", key, who, "NX", "PX", claim_ms)), Command(key, ("GET", key)))
+        answers = await self._cluster.ask_each(commands)
+        found = list(zip(answers[::2], answers[1::2], strict=True))
+        own = [key for key, (was_set, holder) in zip(absent, found, strict=True) if not was_set and holder == who]
+        await self._cluster.ask_each([Command(key, ("PEXPIRE", key, claim_ms)) for key in own])
+        states = (_state(was_set, holder, who) for was_set, holder in found)
+        return [UploadState.THERE if each else next(states) for each in there]
+
+    async def _answered(self, function: Callable[..., Awaitable[Result]], *args: object, timeout_s: float) -> Result:
+        try:
+            return await self._call(function, *args, timeout_s=timeout_s)
+        except _Late as error:
+            raise DeadlineExceeded(error.message) from error
+
+    async def _there(self, keys: Sequence[bytes]) -> list[bool]:
+        """What a node of a cluster had that fails is not there for now, while others answer."""
+        if self._cluster is None:
+            return [found == ord("1") for found in await self._run(THERE, keys)]
+        found = await self._cluster.ask_each([Command(key, ("EXISTS", key)) for key in keys])
+        if all(isinstance(each, Exception) for each in found):
+            raise found[0]
+        return [each == 1 for each in found]
+
+    async def open(self, key: bytes, byte_count: int) -> Opened | None:
+        """A chunk's header, at most that many bytes of it. None: there is no chunk."""
+        found = await self._call(self._run, OPEN, [key], byte_count, HEADER_BYTES_MAX)
+        return None if found is None else Opened(*found)
+
+    async def commit(
+        self, unfinished: bytes, key: bytes, claim: bytes, field_count: int, header: bytes, ttl_ms: int, key_ids: bytes
+    ) -> str:
+        """What became of it: "stored", "incomplete" or "newer". ``header``: what it begins with; ``key_ids``: of
+        envelopes that this node opens, one after the other."""
+        keys = [unfinished, key, claim]
+        found: bytes = await self._call(self._run, COMMIT, keys, field_count, header, ttl_ms, key_ids)
+        return found.decode()
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """What is not there is no error."""
+        for first in range(0, len(keys), BATCH_COUNT):
+            await self._call(self._remove, keys[first : first + BATCH_COUNT])
+
+    async def _remove(self, keys: Sequence[bytes]) -> None:
+        if self._cluster is None:
+            await self._client.unlink(*keys)
+        else:
+            await self._done([Command(key, ("UNLINK", key)) for key in keys])
+
+    async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
+        """Have these chunks stay for so long from now on."""
+        for first in range(0, len(keys), BATCH_COUNT):
+            await self._call(self._touch, keys[first : first + BATCH_COUNT], ttl_ms)
+
+    async def _touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
+        if self._cluster is None:
+            await self._run(TOUCH, keys, ttl_ms)
+        else:
+            await self._done([Command(key, ("PEXPIRE", key, ttl_ms)) for key in keys])
+
+    async def _done(self, commands: Sequence[Command]) -> None:
+        """Each on its node of the cluster. Raises the first error, when all have ended."""
+        assert self._cluster is not None
+        for each in await self._cluster.ask_each(commands):
+            if isinstance(each, Exception):
+                raise each
+
+    async def account(self) -> Account:
+        """Empty where this user may not ask."""
+        return await self._call(self._account)
+
+    async def _account(self) -> Account:
+        try:
+            nodes = [await self._client.info()] if self._cluster is None else await self._cluster.ask_all("INFO")
+        except NoPermissionError:
+            return Account()
+        return Account(
+            sum(int(each["used_memory"]) for each in nodes),
+            sum(int(each.get("maxmemory") or each.get("total_system_memory", 0)) for each in nodes),
+            sum(int(db["keys"]) for each in nodes for name, db in each.items() if _DATABASE.fullmatch(name)),
+        )
+
+    async def server_of(self, key: bytes) -> Server:
+        """Where its bytes are."""
+        return await self._call(self._topology.server_of, key)
+
+    async def followed(self, key: bytes, said: str) -> Server:
+        """Where its bytes are, after a server said that another one has them."""
+        return await self._call(self._topology.followed, key, said)
+
+    def doubt(self) -> None:
+        """A server failed: the next ``server_of`` may name another one."""
+        self._topology.doubt()
+
+    async def close(self) -> None:
+        """Of connections. Idempotent."""
+        await self._topology.close()
+
+    async def _run(self, script: Script, keys: Sequence[bytes], *args: object) -> Any:
+        """A server knows a script by its name once it has seen it."""
+        words = (len(keys), *keys, *args)
+        with suppress(NoScriptError):  # then it is told, below
+            return await self._ask(keys[0], "EVALSHA", script.name, *words)
+        return await self._ask(keys[0], "EVAL", script.source, *words)
+
+    async def _ask(self, key: bytes, *words: object) -> Any:
+        return await (self._client.execute_command(*words) if self._cluster is None else self._cluster.ask(key, *words))
+
+    async def _call(
+        self, function: Callable[..., Awaitable[Result]], *args: object, timeout_s: float = CALL_S_MAX
+    ) -> Result:
+        try:
+            async with asyncio.timeout(timeout_s), self._turns:
+                with self._waits.asked() as answered, _translated(answered):
+                    found = await function(*args)
+                    answered()
+                    return found
+        except TimeoutError as error:
+            raise _Late(f"tiers.redis: no answer within {timeout_s} s: see tiers.redis.url") from error
+
+
+def _state(was_set: object, holder: object, who: bytes) -> UploadState:
+    """Of a chunk whose claim was to be set, and was then read. Where that cannot be done none is taken."""
+    is_taken = not was_set and isinstance(holder, bytes) and holder != who
+    return UploadState.TAKEN if is_taken else UploadState.FREE
+
+
+@contextmanager
+def _translated(answered: Callable[[], None]) -> Iterator[None]:
+    """redis-py's errors as ours. A refusal is an answer."""
+    try:
+        yield
+    except (RedisError, RedisClusterException, OSError) as raised:
+        error = _said(raised)
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "")
+        if isinstance(error, AuthenticationError):
+            code = "NOAUTH" if "required" in str(error) else "WRONGPASS"
+        if code or isinstance(error, ResponseError):
+            answered()
+            raise refusal(f"{code} {error}".strip(), _WHERE) from raised
+        raise unreachable(_WHERE, error) from raised
+
+
+def _said(raised: BaseException) -> BaseException:
+    """What a server said to a new connection, which comes as the cause of a ConnectionError; or to who asked it for the
+    map of a cluster, which comes as what "no reachable node" was raised for."""
+    if isinstance(raised, RedisClusterException):
+        while isinstance(inner := raised.__cause__ or raised.__context__, RedisError | RedisClusterException):
+            raised = inner
+    return raised.__cause__ if isinstance(raised.__cause__, RedisError) else raised
+
+
+class _Late(Unavailable):
+    """No answer in time."""

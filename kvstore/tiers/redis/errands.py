@@ -1,0 +1,83 @@
+"""What nobody waits for: chunks that were used stay longer, what was given up is removed, and the server is asked how
+it is. One task of the tier does it, in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvstore.errors import KVStoreError
+from kvstore.seams import Clock
+from kvstore.tiers.redis.control import Account, Control
+
+PERIOD_S = 1.0
+ACCOUNT_EVERY = 5
+"""Rounds, while the server answers."""
+PENDING_COUNT_MAX = 8192
+"""Keys that are remembered. More are used within a second only where none of them grows cold."""
+_log = logging.getLogger("kvstore.redis")
+
+
+class Errands:
+    """``ttl_ms``: how long a chunk stays that was used; 0: this node changes nothing there."""
+
+    def __init__(self, control: Control, clock: Clock, ttl_ms: int) -> None:
+        self._control = control
+        self._clock = clock
+        self._ttl_ms = ttl_ms
+        self._used: dict[bytes, None] = {}
+        self._given_up: dict[bytes, None] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._rounds = 0
+        self.account = Account()
+        self.problem = ""
+        """Why the server does not answer; empty while it does."""
+
+    def begin(self) -> None:
+        """Start the rounds, from the running loop. Idempotent."""
+        if self._task is None:
+            loop = asyncio.get_running_loop()
+            self._task = loop.create_task(self._run())  # seam: tiers have no TaskGroup; ``end`` ends it
+
+    async def end(self) -> None:
+        """Stop the rounds. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def used(self, key: bytes) -> None:
+        """Remember that a chunk was used: its keys are to stay longer."""
+        if self._ttl_ms and len(self._used) < PENDING_COUNT_MAX:
+            self._used[key] = None
+
+    def given_up(self, key: bytes) -> None:
+        """Remember a key of a chunk whose write failed: it is to be removed."""
+        if len(self._given_up) < PENDING_COUNT_MAX:
+            self._given_up[key] = None
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except KVStoreError as error:
+                self._failed(error.message)
+            except Exception as error:  # noqa: BLE001 - the boundary: what a server says ends no errands
+                self._failed(repr(error))
+            await self._clock.sleep(PERIOD_S)
+
+    async def _round(self) -> None:
+        if self.problem or self._rounds % ACCOUNT_EVERY == 0:
+            self.account = await self._control.account()
+        self._rounds += 1
+        used, self._used = list(self._used), {}
+        await self._control.touch(used, self._ttl_ms)
+        await self._control.remove(list(self._given_up))
+        self._given_up.clear()
+        if self.problem:
+            _log.info("the server answers again", extra={"tier": "redis"})
+            self.problem = ""
+
+    def _failed(self, reason: str) -> None:
+        if not self.problem:
+            _log.warning("going on without the server", extra={"tier": "redis", "reason": reason})
+        self.problem = reason

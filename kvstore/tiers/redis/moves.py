@@ -1,0 +1,168 @@
+"""Jobs of byte movers: a chunk's fields between memory and a server. Blocking; each ends by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.chunk import (
+    FIXED_HEADER_BYTES,
+    ChunkHeader,
+    ChunkLayout,
+    Making,
+    Run,
+    StripRun,
+    are_right,
+    decode_slabs,
+)
+from kvstore.errors import DataLoss
+from kvstore.seams.memory import Bytes, joined
+from kvstore.tiers.redis.access import Server
+from kvstore.tiers.redis.line import Line, Sent, command, on_line
+from kvstore.tiers.redis.names import HEADER_FIELD, FieldRead, cut, field_name, fields_of
+
+IN_FLIGHT_COUNT = 2
+"""Fields on one line at a time: one on its way, one being made. More only fill the server's memory."""
+UNFINISHED_MS = 300_000
+"""What is not committed by then goes by itself."""
+JOB_S_MAX = 20.0
+"""No job takes longer."""
+Field = tuple[bytes, Sequence[Bytes]]
+"""A name, and the memory that is written there."""
+
+
+class Written(NamedTuple):
+    """A copy's first bytes, which tell it from any other, and how many fields and bytes it has."""
+
+    head: bytes
+    field_count: int
+    byte_count: int
+
+
+class DecodedSlabs(NamedTuple):
+    """Slabs of an encoded copy, and where they go raw. Without ``target``: nowhere, they are only checked."""
+
+    header: ChunkHeader
+    layout: ChunkLayout
+    slabs: range
+    target: Sequence[Bytes] = ()
+
+    def are_right(self, stored: Bytes) -> bool:
+        """Whether all strips are, as they are stored in ``stored``; they are decoded then."""
+        sizes = [self.layout.slabs[slab].byte_count for slab in self.slabs]
+        target = self.target or [np.empty(size, np.uint8) for size in sizes]
+        return decode_slabs(self.header, self.layout, self.slabs, stored, target)
+
+
+class PartRead(NamedTuple):
+    """What one read wants: bytes of ``fields``, one after the other, into the memory of ``runs``, where strips are to
+    check to ``expected``. Without ``runs``: only whether ``strips`` do. What is ``decoded`` checks itself."""
+
+    fields: Sequence[FieldRead]
+    expected: bytes
+    runs: Sequence[Run] = ()
+    strips: StripRun | None = None
+    decoded: DecodedSlabs | None = None
+
+    @property
+    def byte_count(self) -> int:
+        return sum(field.take for field in self.fields)
+
+
+def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: float) -> list[bool]:
+    """Read parts of one chunk. Of each: whether all its strips are right. Raises DataLoss where the fields are not
+    there, or are others. What is checked is still in the processor's cache, and the server has the next field ready."""
+
+    def read(line: Line) -> list[bool]:
+        ahead = iter([field.name for part in parts for field in part.fields])
+        return [_read_part(line, key, part, ahead) for part in parts]
+
+    return on_line(server, until_s, read)
+
+
+def _read_part(line: Line, key: bytes, part: PartRead, ahead: Iterator[bytes]) -> bool:
+    """``ahead``: the names of fields that are yet to be asked for."""
+    memory = [data for data, _ in part.runs] or [np.empty(part.byte_count, np.uint8)]
+    targets = cut(memory, [field.take for field in part.fields])
+    asking = [command(b"ASKING")] if line.server.is_asked else []
+    reply_count = 1 + len(asking)
+    for field, target in zip(part.fields, targets, strict=True):
+        for name in islice(ahead, IN_FLIGHT_COUNT - line.awaited // reply_count):
+            line.send([*asking, command(b"HGET", key, name)], reply_count)
+        if asking:
+            line.reply()
+        _take(line, field, target)
+    return _is_right(part, memory)
+
+
+def _is_right(part: PartRead, memory: Sequence[Bytes]) -> bool:
+    if part.decoded is not None:
+        return part.decoded.are_right(memory[0])
+    if part.strips is not None:
+        return are_right([(memory[0], part.strips)], part.expected)
+    good = are_right(part.runs, part.expected)
+    if good:
+        for data, strips in part.runs:
+            strips.zero_gaps(data)
+    return good
+
+
+def _take(line: Line, field: FieldRead, target: Iterable[Bytes]) -> None:
+    if not line.bulk(field.byte_count):
+        raise DataLoss("a part of the chunk is gone", reason="gone")
+    _drop(line, field.skip)
+    for each in target:
+        line.fill(each)
+    _drop(line, field.byte_count - field.skip - field.take)
+    line.end()
+
+
+def _drop(line: Line, byte_count: int) -> None:
+    if byte_count:
+        line.fill(np.empty(byte_count, np.uint8))
+
+
+def write_fields(server: Server, key: bytes, fields: Sequence[Field], until_s: float) -> None:
+    """Write fields from memory. What stays unfinished goes by itself after a while."""
+    expire = command(b"PEXPIRE", key, b"%d" % UNFINISHED_MS)
+
+    def write(line: Line) -> None:
+        for number, (name, memory) in enumerate(fields):
+            line.send([*_put(key, name, memory), expire], 2)
+            if number + 1 >= IN_FLIGHT_COUNT:
+                _heard(line)
+        while line.awaited:
+            _heard(line)
+
+    on_line(server, until_s, write)
+
+
+def write_copy(server: Server, key: bytes, making: Making, pieces: Sequence[Bytes], until_s: float) -> Written:
+    """Make a copy of a raw chunk, and write it."""
+    header, made = making.made(pieces)
+    fields = fields_with(header, making.layout, made)
+    write_fields(server, key, fields, until_s)
+    return Written(made[0][:FIXED_HEADER_BYTES].tobytes(), len(fields), sum(each.size for each in made))
+
+
+def fields_with(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> list[Field]:
+    """The fields of a copy: its packed header, then its body, which lies as ``header`` says."""
+    spans = fields_of(layout, header.stored)
+    parts = cut(joined(pieces[1:]), [span.stop - span.start for span in spans])
+    names = [field_name(header.write_id, number, header.stored) for number in range(len(spans))]
+    return [(HEADER_FIELD, pieces[:1]), *zip(names, parts, strict=True)]
+
+
+def _put(key: bytes, name: bytes, memory: Sequence[Bytes]) -> list[Sent]:
+    size = sum(each.size for each in memory)
+    head = b"*4\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(name), name, size)
+    return [head, *memory, b"\r\n"]
+
+
+def _heard(line: Line) -> None:
+    """Read the answer to one field: it is there, and it will not stay for ever."""
+    line.reply()
+    line.reply()

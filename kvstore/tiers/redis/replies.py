@@ -1,0 +1,60 @@
+"""What a server's refusals mean to us."""
+
+from __future__ import annotations
+
+from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
+
+URL = "tiers.redis.url"
+MOVED = "moved"
+"""The field of an error that says: another node has the key by now. It has what the server said."""
+_REMEDIES = {
+    "NOAUTH": "it wants a password: set tiers.redis.password_file, and tiers.redis.username where there are users",
+    "WRONGPASS": "it does not take this password: put the right one into tiers.redis.password_file, or change "
+    "tiers.redis.username",
+    "NOPERM": "the user of tiers.redis.username lacks a right: give it HGET, HSET, HLEN, HSTRLEN, EXISTS, PEXPIRE, "
+    "RENAME, UNLINK, SET, GET, EVAL, EVALSHA, PING and INFO on the keys of tiers.redis.prefix, in a cluster CLUSTER, "
+    "COMMAND and ASKING, too",
+    "READONLY": f"it is a replica that takes no writes: name the primary in {URL}, or set tiers.redis.write = never",
+    "LOADING": "it is still loading its data: it is asked again later",
+    "BUSY": "a script keeps it busy: it is asked again later",
+    "MASTERDOWN": f"it has lost its primary: look at the server of {URL}",
+    "MISCONF": "it takes no writes because it cannot save its data: look at its log, or switch its persistence off",
+    "NOREPLICAS": "it takes no writes because it has too few replicas: look at min-replicas-to-write",
+    "CLUSTERDOWN": f"the cluster is down or has slots without a node: look at CLUSTER INFO on {URL}",
+    "TRYAGAIN": "the key's slot is moving between nodes: it is asked again later",
+    "CROSSSLOT": f"it is a node of a cluster: use redis+cluster:// in {URL}",
+}
+_MOVES = ("MOVED", "ASK")
+
+
+def refusal(text: str, where: str) -> KVStoreError:
+    """The typed error of an error reply, ``text`` being what stands behind its "-"; ``where``: which server."""
+    code, _, rest = text.partition(" ")
+    if code == "WRONGTYPE":
+        return DataLoss("something else lies where a chunk should", reason="type")
+    if code == "OOM":
+        return Exhausted(
+            f"the engine of tiers.redis ({where}) is full and gives nothing up: raise its maxmemory, or set its "
+            "maxmemory-policy to allkeys-lru"
+        )
+    if code in _MOVES:
+        return Unavailable(
+            f"tiers.redis: {where} says that another node has the key, now or soon: it is asked again later; use "
+            f"redis+cluster:// in {URL}",
+            **{MOVED: text},
+        )
+    if "tiers.redis" in text:
+        return Unavailable(rest)  # it is what we said ourselves
+    if code == "ERR" and "invalid password" in rest:
+        code = "WRONGPASS"
+    if code == "ERR" and "unauthenticated" in rest:
+        code = "NOAUTH"
+    if code == "ERR" and "without any password" in rest:
+        return Unavailable(f"tiers.redis: {where} has no password: leave it out of {URL} and tiers.redis.password_file")
+    remedy = _REMEDIES.get(code, f"it says {text[:200]}: kvstore needs Redis 6.2 or Valkey, see {URL}")
+    return Unavailable(f"tiers.redis: {where}: {remedy}")
+
+
+def unreachable(where: str, reason: object) -> Unavailable:
+    """A server that does not answer, or not in time."""
+    return Unavailable(f"tiers.redis: {where} does not answer ({reason}): see {URL}")

@@ -1,0 +1,211 @@
+"""The tier: what its contract says, by byte movers for the bytes and redis-py for all else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
+from kvstore.config import RedisAddress, RedisSettings
+from kvstore.errors import DataLoss, Exhausted, Unavailable
+from kvstore.seams import Clock, SystemRandom, Workers
+from kvstore.seams.jobs import done
+from kvstore.seams.memory import Bytes
+from kvstore.seams.scheduler import Result
+from kvstore.spec import Durability, Tier, encoding_of
+from kvstore.tiers.contract import Buffer, ChunkName, TierStatistics, UploadState, host_memory
+from kvstore.tiers.redis.access import Access
+from kvstore.tiers.redis.chunk import RedisChunk, read_opened
+from kvstore.tiers.redis.control import Control
+from kvstore.tiers.redis.embedded import EmbeddedServer
+from kvstore.tiers.redis.errands import Errands
+from kvstore.tiers.redis.moves import JOB_S_MAX, PartRead, Written, fields_with, write_copy, write_fields
+from kvstore.tiers.redis.names import ChunkKeys
+from kvstore.tiers.redis.reads import AHEAD, ChunkReads, Reads
+from kvstore.tiers.redis.replies import MOVED
+from kvstore.tiers.redis.topology import topology_of
+from kvstore.tiers.redis.waits import Waits
+
+ATTEMPT_BYTES = 16
+WHO_BYTES = 16
+_random = SystemRandom()
+
+
+class RedisTier:
+    """Chunks in a Redis or Valkey. ``readers`` and ``writers`` move bytes, in whatever process, and are the tier's.
+
+    Raises: what the contract says. A server that drops what is being written, or is full, is Exhausted.
+    """
+
+    name = "redis"
+    kind = Tier.REDIS
+    durability = Durability.SHARED
+
+    def __init__(
+        self, settings: RedisSettings, *, readers: Workers, writers: Workers, clock: Clock,
+        own: EmbeddedServer | None = None, trust: Trust | None = None,
+    ) -> None:  # fmt: skip
+        """``own``: the server, where it is the tier's. ``trust``: which copies are believed, and what new ones are
+        sealed with. Nothing is connected to yet."""
+        address = RedisAddress(kind="server", path=own.path) if own else RedisAddress.of(settings.url)
+        self._own = own
+        self._trust = trust or Trust()
+        self._encoding = encoding_of(settings.encoding)
+        self._keys = ChunkKeys(settings.prefix)
+        self._who = _random.bytes(WHO_BYTES).hex().encode()
+        self._ttl_ms = int(settings.ttl_s * 1000)
+        self._clock = clock
+        self._waits = Waits(clock)
+        topology = topology_of(address, Access.of(settings, address), settings.control_count)
+        self._control = Control(topology, settings.control_count, self._waits)
+        errands = Control(topology, 1, Waits(clock))  # nobody waits for these: they say nothing of who does
+        self._errands = Errands(errands, clock, 0 if settings.write == "never" else self._ttl_ms)
+        self._readers, self._writers = readers, writers
+        self._reads = Reads(readers, settings.reader_count, clock, self._waits)
+        self._turns = asyncio.Semaphore(settings.writer_count * AHEAD)
+        self._failure_count = 0
+        self._read_bytes = self._written_bytes = 0
+
+    def begin(self) -> None:
+        """From the running loop: look whether the server is there. The first call does it, too."""
+        self._errands.begin()
+
+    # ------------------------------------------------------------ what is there
+
+    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        self.begin()
+        return await self._control.there([self._keys.chunk(key) for key in storage_keys], timeout_s)
+
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        self.begin()
+        claims = [self._keys.claim(key, self.name) for key in storage_keys]
+        chunks = [self._keys.chunk(key) for key in storage_keys]
+        return await self._control.claim(claims, chunks, self._who, int(claim_s * 1000), timeout_s)
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        return True
+
+    async def open(self, name: ChunkName) -> RedisChunk | None:
+        self.begin()
+        key = self._keys.chunk(name.storage_key)
+        found = await self._control.open(key, self._trust.header_bytes(name.layout))
+        header = None if found is None else read_opened(name, found, self._trust)
+        if header is None:
+            return None
+        self._errands.used(key)
+        return RedisChunk(self, ChunkReads(await self._control.server_of(key), key), header, name)
+
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        """They stay for another ``ttl_s``, and count as used where the engine drops what nobody uses."""
+        for key in storage_keys:
+            self._errands.used(self._keys.chunk(key))
+
+    async def remove(self, storage_keys: Sequence[bytes]) -> None:
+        self.begin()
+        await self._control.remove([self._keys.chunk(key) for key in storage_keys])
+
+    # ------------------------------------------------------------ bytes
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+        self.begin()
+        key = self._keys.chunk(header.storage_key)
+        unfinished = self._keys.unfinished(header.storage_key, _random.bytes(ATTEMPT_BYTES))
+        claim = self._keys.claim(header.storage_key, self.name)
+        try:
+            written = await self._write(unfinished, header, layout, host_memory(pieces))
+            key_ids = b"".join(self._trust.ring.key_ids)
+            outcome = await self._control.commit(
+                unfinished, key, claim, written.field_count, written.head, self._ttl_ms, key_ids
+            )
+        except BaseException as error:
+            self._errands.given_up(unfinished)
+            self._errands.given_up(claim)
+            if isinstance(error, DataLoss):  # somebody else's key: what memory has is as good as before
+                raise Unavailable(f"tiers.redis did not take a chunk: {error.message}") from error
+            raise
+        if outcome == "incomplete":
+            raise Exhausted(
+                "the engine of tiers.redis drops chunks while they are written: raise its maxmemory, or write less"
+            )
+        if outcome == "stored":
+            self._written_bytes += written.byte_count
+
+    async def _write(self, key: bytes, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Written:
+        """A chunk's fields."""
+        making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
+        if not making.is_plain:
+            return await self._move(key, write_copy, making, source)
+        fields = fields_with(header, layout, source)
+        await self._move(key, write_fields, fields)
+        return Written(source[0].tobytes(), len(fields), layout.total_bytes)
+
+    async def _move(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+        """Have fields written; once more where another server has the key by now. While its slot is on its way no chunk
+        is written: no server takes a command with two keys."""
+        try:
+            return await self._move_once(key, function, *args)
+        except Unavailable as error:
+            if MOVED not in error.fields:
+                raise
+            await self._control.followed(key, str(error.fields[MOVED]))
+        return await self._move_once(key, function, *args)
+
+    async def _move_once(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
+        failure_count = self._failure_count
+        async with self._turns:
+            if failure_count != self._failure_count:  # nobody waits for a dead server one after the other
+                raise Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
+            server = await self._control.server_of(key)
+            with self._waits.asked() as answered:
+                try:
+                    found = await done(self._writers, function, server, key, *args, self._clock.monotonic() + JOB_S_MAX)
+                except Unavailable as error:
+                    self._failed(error)
+                    raise
+                answered()
+                return found
+
+    async def read(self, reads: ChunkReads, part: PartRead) -> bool:
+        """Of a chunk that is open; once more where another server has it by now."""
+        try:
+            return await self._reads.read(reads, part)
+        except Unavailable as error:
+            self._failed(error)
+            if MOVED not in error.fields:
+                raise
+            reads.server = await self._control.followed(reads.key, str(error.fields[MOVED]))
+        return await self._reads.read(reads, part)
+
+    def _failed(self, error: Unavailable) -> None:
+        if MOVED not in error.fields:
+            self._failure_count += 1
+            self._control.doubt()
+
+    def was_read(self, byte_count: int) -> None:
+        self._read_bytes += byte_count
+
+    # ------------------------------------------------------------ tell
+
+    def stalled_s(self) -> float:
+        return self._waits.stalled_s()
+
+    async def close(self) -> None:
+        self._failure_count += 1
+        await self._errands.end()
+        self._reads.give_up("tiers.redis is closed")
+        for workers in (self._readers, self._writers):
+            workers.close()
+        await self._control.close()
+        if self._own is not None:
+            self._own.stop()
+
+    def statistics(self) -> TierStatistics:
+        """Of the whole engine, other nodes' chunks and other users' keys included, as it said some seconds ago."""
+        account = self._errands.account
+        capacity = max(account.capacity_bytes, account.used_bytes)
+        return TierStatistics(
+            name=self.name, state="failing" if self._errands.problem else "up", capacity_bytes=capacity,
+            file_bytes=account.used_bytes, allocated_bytes=account.used_bytes, free_bytes=0, quarantined_bytes=0,
+            overhead_bytes=0, chunk_count=account.key_count, read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes, envelope=self._trust.kind,
+        )  # fmt: skip

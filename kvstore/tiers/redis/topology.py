@@ -1,0 +1,152 @@
+"""Which server has a key: one server, the one that Sentinels name, or a cluster's nodes.
+
+redis-py knows topologies; a byte mover is told one server, and connects to it itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
+
+from kvstore.config import RedisAddress
+from kvstore.errors import Unavailable
+from kvstore.tiers.redis.access import Access, Server
+from kvstore.tiers.redis.cluster import ClusterNodes
+from kvstore.tiers.redis.line import CONNECT_S_MAX
+
+SPARE_COUNT = 8
+"""Connections to each node of a cluster beside those of calls: where one is missing, a call fails."""
+
+
+class Topology(Protocol):
+    """Where keys live."""
+
+    @property
+    def client(self) -> Any:
+        """redis-py's, for control."""
+
+    @property
+    def cluster(self) -> ClusterNodes | None:
+        """Where keys of one question may lie on several nodes: who asks them. ``client`` is for one server."""
+
+    async def server_of(self, key: bytes) -> Server:
+        """Raises what redis-py raises."""
+
+    async def followed(self, key: bytes, said: str) -> Server:
+        """Where a key is after a server said ``said``: that another one has it. Raises as above."""
+
+    def doubt(self) -> None:
+        """Take note that a server failed: another one may take its place."""
+
+    async def close(self) -> None: ...
+
+
+def topology_of(address: RedisAddress, access: Access, control_count: int) -> Topology:
+    """What a URL names. Connects to nothing yet."""
+    options = _options(access)
+    if address.kind == "cluster":
+        return ClusterNodes(address, access, {**options, "max_connections": control_count + SPARE_COUNT})
+    if address.kind == "sentinel":
+        return SentinelPrimary(address, access, options)
+    return SingleServer(address, access, options)
+
+
+def _options(access: Access) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "protocol": 2,  # nothing comes unasked
+        "socket_timeout": None,  # each call has a bound of its own
+        "socket_connect_timeout": CONNECT_S_MAX,
+        "retry": Retry(NoBackoff(), 1),  # on a connection that the server has closed
+        "db": access.database,
+    }
+    if access.password or access.password_file:
+        found["credential_provider"] = _Credentials(access)
+    if access.is_tls:
+        found.update(
+            ssl=True, ssl_ca_certs=access.ca_file or None, ssl_certfile=access.certificate_file or None,
+            ssl_keyfile=access.key_file or None, ssl_cert_reqs="required", ssl_check_hostname=True,
+        )  # fmt: skip
+    return found
+
+
+class _Credentials(CredentialProvider):
+    """User and password, read anew at each connect."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def get_credentials(self) -> Any:
+        try:
+            return self._access.credentials()
+        except Unavailable as error:  # of another class redis-py would keep a connection that has no user
+            raise AuthenticationError(error.message) from error
+
+    async def get_credentials_async(self) -> Any:
+        return self.get_credentials()
+
+
+class SingleServer:
+    """The one server that the URL names."""
+
+    cluster: ClusterNodes | None = None
+
+    def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
+        if address.path:
+            self._server = Server(access, path=address.path)
+            place: dict[str, Any] = {"unix_socket_path": address.path}
+        else:
+            host, port = address.places[0]
+            self._server = Server(access, host, port)
+            place = {"host": host, "port": port}
+        self.client: Any = Redis(**place, **options)
+
+    async def server_of(self, key: bytes) -> Server:
+        return self._server
+
+    async def followed(self, key: bytes, said: str) -> Server:
+        return self._server
+
+    def doubt(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+class SentinelPrimary:
+    """The primary of a service, as its Sentinels say at each connect. They are asked without a password."""
+
+    cluster: ClusterNodes | None = None
+
+    def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
+        lines = {key: each for key, each in options.items() if key not in ("db", "credential_provider")}
+        self._sentinel: Any = Sentinel(address.places, sentinel_kwargs=lines, **options)  # type: ignore[no-untyped-call]  # as redis-py has it
+        self._service = address.service
+        self._access = access
+        self._server: Server | None = None
+        self.client: Any = self._sentinel.master_for(address.service)
+
+    async def server_of(self, key: bytes) -> Server:
+        if self._server is None:
+            host, port = await self._sentinel.discover_master(self._service)
+            self._server = Server(self._access, str(host), int(port))
+        return self._server
+
+    async def followed(self, key: bytes, said: str) -> Server:
+        self.doubt()
+        return await self.server_of(key)
+
+    def doubt(self) -> None:
+        """Have the Sentinels asked again."""
+        self._server = None
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        for each in self._sentinel.sentinels:
+            await each.aclose()

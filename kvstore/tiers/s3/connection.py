@@ -1,0 +1,219 @@
+"""One client of an endpoint per process, on an event loop in a thread of its own, so that signing, TLS and the bytes
+themselves never pass through the loop that answers clients. Jobs block their lane's thread until their work on that
+loop has ended, one way or the other: then nothing touches the memory that they were lent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from kvstore.config import S3Settings
+from kvstore.errors import DeadlineExceeded
+from kvstore.seams import SystemRandom
+from kvstore.seams.scheduler import start_thread
+from kvstore.tiers.s3.refusals import CLOSED, RETRIED, STALE, refusal_of
+
+Result = TypeVar("Result")
+ATTEMPTS_MAX = 4
+BACKOFF_S, BACKOFF_S_MAX = 0.05, 2.0
+CONNECT_S_MAX = 3.0
+HIDES_S = 30.0
+CONNECTIONS_BESIDES = 16
+"""For questions, beside those that readers and writers take."""
+
+
+class RetryBudget:
+    """What retries may cost: a tenth of a retry is earned by each request that was answered. A store that refuses
+    everything is asked hardly more often than if nobody tried again."""
+
+    EARNED, FIRST, MOST = 0.1, 4.0, 10.0
+
+    def __init__(self) -> None:
+        self._left = self.FIRST
+
+    def earn(self) -> None:
+        self._left = min(self._left + self.EARNED, self.MOST)
+
+    def spend(self) -> bool:
+        """Whether one more retry may be made."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Connection:
+    """``is_conditional``: False once the endpoint has said that it knows no conditional writes."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._client: Any = None
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._random = SystemRandom()
+        self._budget = RetryBudget()
+        self.is_conditional = True
+        self._hides_until_s = float("-inf")
+        start_thread(self._loop.run_forever, "s3")
+
+    def run(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
+        """Blocking. What the work gives, on this connection's loop. When this returns the work has ended. Raises
+        Refused; DeadlineExceeded."""
+        return asyncio.run_coroutine_threadsafe(self._bounded(work, deadline_s), self._loop).result()
+
+    async def _bounded(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await work(self)
+        except TimeoutError as error:
+            words = f"tiers.s3: no end after {deadline_s:g} s: check the way to tiers.s3.endpoint_url"
+            raise DeadlineExceeded(words) from error
+
+    async def ask(self, request: Callable[[Any], Awaitable[Result]], *, is_urgent: bool = False) -> Result:
+        """One request, with its answer read to the end; tried again where that may help, unless it is urgent: then the
+        caller has no time for it. Only a connection that was kept too long is tried anew in any case. Raises
+        Refused."""
+        for attempt in range(ATTEMPTS_MAX):
+            try:
+                answer = await request(await self._ready())
+            except Exception as error:
+                refused = refusal_of(error)
+                if refused.code in STALE:
+                    await self._begin_anew()
+                is_closed = refused.code in CLOSED and not attempt
+                is_worth_it = is_closed or (refused.code in RETRIED and not is_urgent)
+                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():
+                    raise refused from error
+            else:
+                self._budget.earn()
+                return answer
+            await asyncio.sleep(0 if is_closed else self._backoff_s(attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _backoff_s(self, attempt: int) -> float:
+        """Seconds to wait: random, so that requests that were refused together do not come again together."""
+        share = int.from_bytes(self._random.bytes(4), "little") / (1 << 32)
+        return float(share * min(BACKOFF_S * 2**attempt, BACKOFF_S_MAX))
+
+    @property
+    def hides(self) -> bool:
+        """Whether what is denied was found to be that, and no wrong key, a moment ago."""
+        return self._loop.time() < self._hides_until_s
+
+    def was_denied(self) -> None:
+        """Take note that a bare "403" was a denial: for a while it needs no second question."""
+        self._hides_until_s = self._loop.time() + HIDES_S
+
+    async def _ready(self) -> Any:
+        if self._client is None:
+            async with self._opening:
+                if self._client is None:
+                    self._client = await self._stack.enter_async_context(_client_of(self._settings))
+        return self._client
+
+    async def open(self) -> None:
+        """Have a client, which takes a second of work the first time. Raises Refused."""
+        try:
+            await self._ready()
+        except Exception as error:
+            raise refusal_of(error) from error
+
+    async def _begin_anew(self) -> None:
+        """Have the next request read the credentials again."""
+        self._client, stack, self._stack = None, self._stack, AsyncExitStack()
+        await stack.aclose()
+
+
+def _client_of(settings: S3Settings) -> Any:
+    """A client that is not open yet. Imported here: only processes that speak S3 pay for it."""
+    from aiobotocore.config import AioConfig
+    from aiobotocore.session import AioSession
+
+    session = AioSession(profile=settings.profile or None)
+    session.register_component("data_loader", _loader())
+    if settings.credentials_file:
+        session.set_config_variable("credentials_file", settings.credentials_file)
+    region = settings.region or session.get_config_variable("region") or None
+    if settings.endpoint_url and not region:
+        region = "us-east-1"  # what stores that are not Amazon's are signed for
+    config = AioConfig(
+        s3={"addressing_style": settings.addressing, "payload_signing_enabled": False},
+        retries={"total_max_attempts": 1, "mode": "standard"},  # ours have a budget
+        connect_timeout=min(CONNECT_S_MAX, settings.timeout_s),
+        read_timeout=settings.timeout_s,
+        max_pool_connections=settings.reader_count + settings.writer_count + CONNECTIONS_BESIDES,
+        request_checksum_calculation="when_required",  # of a body it is made in the lane's thread, not on the loop
+        response_checksum_validation="when_required",  # strips have their own
+        proxies={"http": settings.proxy, "https": settings.proxy} if settings.proxy else None,
+    )
+    session.register("before-sign.s3", _without_expectation)
+    session.register("before-call.s3.HeadBucket", _without_a_search)
+    return session.create_client(
+        "s3", region_name=region, endpoint_url=settings.endpoint_url or None, verify=settings.ca_file or None,
+        config=config,
+    )  # fmt: skip
+
+
+@cache
+def _loader() -> Any:
+    """botocore's descriptions of services, read once: that is most of the work of making a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
+def _without_expectation(request: Any, **_: object) -> None:
+    """A body is sent at once: what lies there was looked at before, and a store that never says "100 Continue" would be
+    waited for without end."""
+    del request.headers["Expect"]
+
+
+def _without_a_search(**_: object) -> Any:
+    """A bucket's region is what an answer names that sends a request elsewhere. Where it names none botocore would ask
+    for the region, and for that question's own when it is sent elsewhere, too: a server that sends http to https would
+    be asked thousands of times."""
+    nothing = {"Error": {"Code": "404"}, "ResponseMetadata": {"HTTPStatusCode": 404, "HTTPHeaders": {}}}
+    return SimpleNamespace(status_code=404), nothing
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -> list[Result]:
+    """What all of these give, so many at a time. Raises what the first that failed raised, once none of them runs."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(work: Coroutine[Any, Any, Result]) -> Result:
+        async with limit:
+            return await work
+
+    waiting = list(works)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(work)) for work in waiting]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    finally:
+        for work in waiting:
+            work.close()  # one that never had its turn
+    return [task.result() for task in tasks]
+
+
+_connections: dict[object, Connection] = {}
+_lock = threading.Lock()
+
+
+def connection_to(settings: S3Settings) -> Connection:
+    """This process's, made when it is first asked for. Those of one endpoint share it, whatever they store there."""
+    reach = (
+        settings.endpoint_url, settings.region, settings.profile, settings.credentials_file, settings.addressing,
+        settings.proxy, settings.ca_file, settings.timeout_s, settings.reader_count, settings.writer_count,
+    )  # fmt: skip
+    with _lock:
+        found = _connections.get(reach)
+        if found is None:
+            found = _connections[reach] = Connection(settings)
+        return found

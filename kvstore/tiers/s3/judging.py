@@ -1,0 +1,51 @@
+"""What an object is to somebody who looks for one chunk there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvstore.chunk import ChunkHeader, Trust
+from kvstore.errors import DataLoss
+from kvstore.tiers.contract import ChunkName, check_header
+from kvstore.tiers.s3.looking import Looked
+
+
+class Finding(Enum):
+    """HIDDEN: denied, and perhaps not there. NEWER: written by a newer release, or in an envelope of a key that this
+    node has not: it neither reads nor replaces that. DAMAGED: nobody's any more."""
+
+    ABSENT = "absent"
+    HIDDEN = "hidden"
+    OURS = "ours"
+    NEWER = "newer"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``header`` of what is ours; ``etag`` of what is there; ``reason`` for what is damaged."""
+
+    finding: Finding
+    etag: str = ""
+    header: ChunkHeader | None = None
+    reason: DataLoss | None = None
+
+
+def judge(looked: Looked | None, name: ChunkName, trust: Trust) -> Judgement:
+    """Say what an object is, by its header and its length. Any write of the chunk will do. Strips are not looked at."""
+    if looked is None:
+        return Judgement(Finding.ABSENT)
+    try:
+        header = trust.read_header(np.frombuffer(bytearray(looked.data), np.uint8), name.layout)
+        if header is None:
+            return Judgement(Finding.NEWER, looked.etag)
+        check_header(ChunkName(name.storage_key, name.layout), header)
+        body_bytes = name.layout.body_bytes if header.stored is None else header.stored.body_bytes
+        if looked.total_bytes != header.bytes_before(name.layout) + body_bytes:
+            raise DataLoss("the object is not as long as the chunk", reason="truncated")
+    except DataLoss as error:
+        return Judgement(Finding.DAMAGED, looked.etag, reason=error)
+    return Judgement(Finding.OURS, looked.etag, header)

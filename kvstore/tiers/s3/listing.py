@@ -1,0 +1,140 @@
+"""A bucket read back: which objects there are, and what they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.chunk import (
+    ChunkHeader,
+    check_alone,
+    is_newer_format,
+    is_sealed,
+    object_lengths,
+    parse_header,
+    shown_header,
+)
+from kvstore.config import S3Settings
+from kvstore.errors import DataLoss
+from kvstore.tiers.s3.connection import Connection, together
+from kvstore.tiers.s3.looking import Looked, first_bytes
+from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
+
+HEADER_BYTES = 16 << 10
+"""What is read of an object first. A longer header is read again."""
+HEADERS_AT_ONCE = 16
+WHOLE_AT_ONCE = 4
+EXAMINE_S_MAX = 600.0
+
+
+class Listed(NamedTuple):
+    """One object. ``modified_s``: wall seconds of its write."""
+
+    storage_key: bytes
+    etag: str
+    byte_count: int
+    modified_s: float
+
+
+@dataclass(frozen=True)
+class Examined:
+    """``header``: of a chunk that is right as far as it was looked at; of one in an envelope what it shows, and its
+    strips are not looked at. ``reason``: why it is damaged; "newer": it takes
+    a newer release to tell; "gone": it went meanwhile."""
+
+    listed: Listed
+    header: ChunkHeader | None = None
+    reason: str = ""
+
+
+def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
+    """Blocking. The chunks' objects, a page at a time, and how many others lie among them. Raises PermissionDenied,
+    Unavailable."""
+    token = ""
+    while True:
+        found, others, token = finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
+        yield found, others
+        if not token:
+            return
+
+
+async def _page(settings: S3Settings, token: str, connection: Connection) -> tuple[list[Listed], int, str]:
+    more = {"ContinuationToken": token} if token else {}
+    answer = await connection.ask(
+        lambda client: client.list_objects_v2(Prefix=f"{settings.prefix}/{VERSION}/", **bucket_of(settings), **more)
+    )
+    found, rows = [], answer.get("Contents", [])
+    for row in rows:
+        key = storage_key_of(settings, row["Key"])
+        if key is not None:
+            found.append(Listed(key, row["ETag"], int(row["Size"]), row["LastModified"].timestamp()))
+    return found, len(rows) - len(found), answer.get("NextContinuationToken", "")
+
+
+def storage_key_of(settings: S3Settings, key: str) -> bytes | None:
+    """The chunk whose object this is; None: it is none of ours."""
+    try:
+        found = bytes.fromhex(key.rpartition("/")[2])
+    except ValueError:
+        return None
+    return found if len(found) == 32 and object_key(settings, found) == key else None
+
+
+def examine(settings: S3Settings, listed: Sequence[Listed], *, whole: bool) -> list[Examined]:
+    """Blocking. What these objects are, by their headers, or by all of their bytes. Raises PermissionDenied,
+    Unavailable."""
+    look = _whole if whole else _header
+    at_once = WHOLE_AT_ONCE if whole else HEADERS_AT_ONCE
+
+    async def all_of(connection: Connection) -> list[Looked | None]:
+        return await together((look(settings, each, connection) for each in listed), at_once)
+
+    found = finished(settings, "read", all_of, EXAMINE_S_MAX)
+    judged = _judged_whole if whole else _judged
+    return [_examined(each, looked, judged) for each, looked in zip(listed, found, strict=True)]
+
+
+def _place(settings: S3Settings, each: Listed) -> dict[str, str]:
+    return {"Key": object_key(settings, each.storage_key), **bucket_of(settings)}
+
+
+async def _header(settings: S3Settings, each: Listed, connection: Connection) -> Looked | None:
+    looked = await first_bytes(_place(settings, each), HEADER_BYTES, connection)
+    if looked is None or len(looked.data) < HEADER_BYTES:
+        return looked
+    wanted = min(object_lengths(looked.data)[0], looked.total_bytes)
+    return looked if wanted <= HEADER_BYTES else await first_bytes(_place(settings, each), wanted, connection)
+
+
+async def _whole(settings: S3Settings, each: Listed, connection: Connection) -> Looked | None:
+    return await first_bytes(_place(settings, each), max(1, each.byte_count), connection)
+
+
+def _examined(each: Listed, looked: Looked | None, judged: Callable[[Looked], ChunkHeader]) -> Examined:
+    if looked is None:
+        return Examined(each, reason="gone")
+    in_envelope = is_sealed(looked.data)
+    if is_newer_format(looked.data) and not in_envelope:
+        return Examined(each, reason="newer")
+    try:
+        header = _judged(looked) if in_envelope else judged(looked)
+        if header.storage_key != each.storage_key:
+            raise DataLoss("another chunk lies where this one should", reason="header")
+    except DataLoss as error:
+        return Examined(each, reason=str(error.fields.get("reason", error.message)))
+    return Examined(each, header)
+
+
+def _judged(looked: Looked) -> ChunkHeader:
+    header = shown_header(looked.data) if is_sealed(looked.data) else parse_header(looked.data)
+    if sum(object_lengths(looked.data)) != looked.total_bytes:
+        raise DataLoss("the object is not as long as the chunk", reason="truncated")
+    return header
+
+
+def _judged_whole(looked: Looked) -> ChunkHeader:
+    return check_alone(np.frombuffer(looked.data, np.uint8))

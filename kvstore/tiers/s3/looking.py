@@ -1,0 +1,100 @@
+"""What lies in the bucket: an object's first bytes, and which chunks are probably there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.config import S3Settings
+from kvstore.tiers.s3.bodies import pour
+from kvstore.tiers.s3.connection import Connection, connection_to
+from kvstore.tiers.s3.depth import are_there
+from kvstore.tiers.s3.objects import LOOK_S_MAX, finished, place_of
+from kvstore.tiers.s3.refusals import ABSENT, DENIED, TOO_SHORT, WORDLESS, Refused, error_of
+
+
+class Looked(NamedTuple):
+    """The first bytes of an object, its ETag, and how long it is."""
+
+    data: bytes
+    etag: str
+    total_bytes: int
+
+
+def look(settings: S3Settings, storage_key: bytes, byte_count: int) -> Looked | None:
+    """Blocking. The first ``byte_count`` bytes, fewer where the object ends before; None: it is not there. Raises
+    PermissionDenied, perhaps because it is not there; Unavailable."""
+    return finished(settings, "read", partial(first_bytes, place_of(settings, storage_key), byte_count), LOOK_S_MAX)
+
+
+async def first_bytes(place: dict[str, str], byte_count: int, connection: Connection) -> Looked | None:
+    """See ``look``. Raises Refused."""
+
+    async def request(client: Any) -> Looked:
+        answer = await client.get_object(Range=f"bytes=0-{byte_count - 1}", **place)
+        async with answer["Body"] as body:
+            data = np.zeros(min(byte_count, int(answer["ContentLength"])), np.uint8)
+            await pour(body, [data])
+        whole = answer.get("ContentRange", "").rpartition("/")[2]
+        return Looked(data.tobytes(), answer["ETag"], int(whole if whole.isdecimal() else answer["ContentLength"]))
+
+    try:
+        return await connection.ask(request)
+    except Refused as refused:
+        if refused.code in ABSENT:
+            return None
+        if refused.code not in TOO_SHORT:
+            raise
+    empty = await connection.ask(lambda client: client.head_object(**place))  # a range of nothing is none
+    return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
+
+
+def probe(settings: S3Settings, storage_keys: Sequence[bytes], timeout_s: float) -> tuple[list[bool], int, bool]:
+    """Blocking. Which of these are probably there; how many requests that took; and whether reads were denied. Raises
+    DeadlineExceeded, Unavailable."""
+    try:
+        return connection_to(settings).run(partial(_probe, settings, storage_keys), timeout_s)
+    except Refused as refused:
+        raise error_of(refused, "read") from refused
+
+
+async def _probe(
+    settings: S3Settings, storage_keys: Sequence[bytes], connection: Connection
+) -> tuple[list[bool], int, bool]:
+    async def is_there(storage_key: bytes) -> bool:
+        return await _is_there(place_of(settings, storage_key), connection)
+
+    answers, count = await are_there(storage_keys, is_there)
+    return answers, count, connection.hides and not any(answers)
+
+
+async def _is_there(place: dict[str, str], connection: Connection) -> bool:
+    """Whether an object is there. Without the right to list, an absent object is denied: a miss like any other."""
+    try:
+        await connection.ask(lambda client: client.head_object(**place), is_urgent=True)
+    except Refused as refused:
+        if refused.code in ABSENT or (refused.code == "403" and connection.hides):
+            return False
+        if refused.code not in WORDLESS:
+            raise
+    else:
+        return True
+    try:  # a GET's refusal says why
+        await connection.ask(partial(_first_byte, place), is_urgent=True)
+    except Refused as refused:
+        if refused.code in ABSENT | TOO_SHORT:
+            return refused.code in TOO_SHORT
+        if refused.code not in DENIED:
+            raise
+        connection.was_denied()
+        return False
+    return True
+
+
+async def _first_byte(place: dict[str, str], client: Any) -> None:
+    answer = await client.get_object(Range="bytes=0-0", **place)
+    async with answer["Body"] as body:
+        await body.read()

@@ -1,0 +1,145 @@
+"""A chunk in an object, opened: runs of its slabs into memory, each verified before anybody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvstore.chunk import (
+    ChunkHeader,
+    ChunkLayout,
+    Run,
+    are_right,
+    decode_slabs,
+    slab_range,
+    slab_runs,
+)
+from kvstore.config import S3Settings
+from kvstore.errors import DataLoss
+from kvstore.seams.memory import Bytes
+from kvstore.tiers.contract import Buffer, host_memory
+from kvstore.tiers.s3.bodies import pour, ranges_of
+from kvstore.tiers.s3.connection import Connection, together
+from kvstore.tiers.s3.objects import READ_S_MAX, finished, place_of
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, Refused
+
+
+class ObjectReader(Protocol):
+    """What an open chunk asks of its tier."""
+
+    async def run_read(self, byte_count: int, function: Callable[..., Any], *args: object) -> Any:
+        """On a lane of the tier's. Raises what the contract says."""
+
+    def was_read(self, byte_count: int) -> None: ...
+
+    def was_damaged(self, storage_key: bytes, etag: str) -> None: ...
+
+
+class S3Chunk:
+    """An open chunk: a name, and the ETag that each of its ranges must have."""
+
+    def __init__(
+        self, owner: ObjectReader, settings: S3Settings, header: ChunkHeader, layout: ChunkLayout, etag: str
+    ) -> None:  # fmt: skip
+        self.header = header
+        self._owner = owner
+        self._settings = settings
+        self._layout = layout
+        self._etag = etag
+
+    async def read(self, slabs: range, target: Sequence[Buffer]) -> None:
+        """See ``StoredChunk.read``."""
+        header, layout, memory = self.header, self._layout, host_memory(target)
+        if header.encoding == "raw":
+            runs = slab_runs(layout, header.storage_key, header.write_id, slabs, memory, header.seal)
+            await self._fetch(slabs, read_runs, runs, header.checksums_of(*layout.strips_of(slabs)))
+        else:
+            await self._fetch(slabs, read_encoded_slabs, header, layout, slabs, memory)
+        self._owner.was_read(sum(each.size for each in memory))
+
+    async def check(self, slabs: range) -> None:
+        """As ``read``, without giving the bytes to anybody."""
+        await self._fetch(slabs, check_slabs, self.header, self._layout, slabs)
+        self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
+
+    async def _fetch(self, slabs: range, function: Callable[..., bool], *args: object) -> None:
+        key = self.header.storage_key
+        start, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
+        offset = self.header.bytes_before(self._layout) + start
+        if not await self._owner.run_read(byte_count, function, self._settings, key, self._etag, offset, *args):
+            self._owner.was_damaged(key, self._etag)
+            raise DataLoss(
+                f"slabs {slabs.start}..{slabs.stop} of the object fail their check", reason="checksum",
+                slab=slabs.start,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Does nothing: an open object holds nothing."""
+
+
+def read_runs(
+    settings: S3Settings, storage_key: bytes, etag: str, offset: int, runs: Sequence[Run], expected: bytes
+) -> bool:  # fmt: skip
+    """Blocking. Fill runs of memory, which lie one after the other in the object. Whether all strips are right. Raises
+    DataLoss where another object lies there now, or none; Unavailable."""
+    _fill(settings, storage_key, etag, offset, [data for data, _ in runs])
+    good = are_right(runs, expected)
+    if good:
+        for data, strips in runs:
+            strips.zero_gaps(data)
+    return good
+
+
+def read_encoded_slabs(
+    settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
+    slabs: range, target: Sequence[Bytes],
+) -> bool:  # fmt: skip
+    """Blocking. As ``read_runs``, of slabs that are decoded on their way."""
+    buffer = np.empty(slab_range(header, layout, slabs.start, slabs.stop)[1], np.uint8)
+    _fill(settings, storage_key, etag, offset, [buffer])
+    return decode_slabs(header, layout, slabs, buffer, target)
+
+
+def check_slabs(
+    settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
+    slabs: range,
+) -> bool:  # fmt: skip
+    """Blocking. As ``read_runs``, into memory of nobody's."""
+    target = [np.empty(layout.slabs[slab].byte_count, np.uint8) for slab in slabs]
+    return read_encoded_slabs(settings, storage_key, etag, offset, header, layout, slabs, target)
+
+
+def _fill(settings: S3Settings, storage_key: bytes, etag: str, offset: int, target: Sequence[Bytes]) -> None:
+    place = place_of(settings, storage_key)
+    finished(settings, "read", partial(_fill_all, settings, place, etag, offset, target), READ_S_MAX)
+
+
+async def _fill_all(
+    settings: S3Settings, place: dict[str, str], etag: str, offset: int, target: Sequence[Bytes], connection: Connection
+) -> None:
+    requests = []
+    for pieces in ranges_of(target, settings.range_bytes):
+        requests.append(connection.ask(partial(_fill_range, place, etag, offset, pieces)))
+        offset += sum(piece.size for piece in pieces)
+    try:
+        await together(requests, settings.reader_count)
+    except Refused as refused:
+        if refused.code in ABSENT:
+            raise DataLoss("the object is gone", reason="absent") from refused
+        if refused.code in CHANGED:
+            raise DataLoss("another object lies there by now", reason="replaced") from refused
+        raise
+
+
+async def _fill_range(place: dict[str, str], etag: str, start: int, pieces: Sequence[Bytes], client: Any) -> None:
+    stop = start + sum(piece.size for piece in pieces)
+    answer = await client.get_object(Range=f"bytes={start}-{stop - 1}", IfMatch=etag, **place)
+    async with answer["Body"] as body:
+        if answer["ETag"] != etag:  # the store ignores conditions
+            raise Refused("PreconditionFailed", 412)
+        if int(answer["ContentLength"]) != stop - start:
+            raise DataLoss("the object ends before the chunk does", reason="truncated")
+        await pour(body, pieces)

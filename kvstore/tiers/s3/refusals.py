@@ -1,0 +1,120 @@
+"""What an endpoint, or the way to it, answers when it does not do as it was asked; and what that means to a caller."""
+
+from __future__ import annotations
+
+from kvstore.errors import DataLoss, Exhausted, KVStoreError, PermissionDenied, Unavailable
+
+ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
+CHANGED = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted"})
+"""A condition on what lies there does not hold, or somebody else writes it at this moment."""
+TOO_SHORT = frozenset({"416", "InvalidRange"})
+UNCONDITIONAL = frozenset({"501", "NotImplemented"})
+FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "507", "InsufficientStorage", "EntityTooLarge"})
+WORDLESS = frozenset({"301", "307", "400", "401", "403"})
+"""A HEAD has no body that would say more."""
+RETRIED = frozenset({
+    "SlowDown", "SlowDownRead", "SlowDownWrite", "ServiceUnavailable", "503", "InternalError", "500", "502", "504",
+    "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429", "RequestLimitExceeded",
+    "BadDigest", "XAmzContentChecksumMismatch", "ConnectionClosedError", "HTTPClientError", "CutShort",
+})  # fmt: skip
+"""The same request may well be answered a moment later."""
+CLOSED = frozenset({"ConnectionClosedError", "EndpointConnectionError"})
+"""A connection that was kept and is gone: another one may do, at once."""
+STALE = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
+)
+"""Credentials that were good once: they are read anew."""
+
+_CREDENTIALS = (
+    "set tiers.s3.profile, tiers.s3.credentials_file or AWS_ACCESS_KEY_ID in the service's environment to credentials "
+    "that the endpoint knows"
+)
+_ENDPOINT = "check tiers.s3.endpoint_url, tiers.s3.proxy, and whether the endpoint runs"
+_REGION = (
+    "set tiers.s3.region to the bucket's region, or tiers.s3.endpoint_url to that region's endpoint, or to https:// "
+    "where http:// is sent there"
+)
+_REMEDIES = {
+    "NoSuchBucket": "there is no such bucket: create it, or set tiers.s3.bucket",
+    "InvalidBucketName": "set tiers.s3.bucket to a valid name",
+    "ParamValidationError": "set tiers.s3.bucket to a valid name, tiers.s3.expected_owner to an account's 12 digits",
+    "PermanentRedirect": _REGION,
+    "301": _REGION,
+    "307": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "InvalidRequest": "where tiers.s3.sse_kms_key_id is set, the endpoint may take keys over https only, or have no "
+    "such key; else see its log",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it (NTP)",
+    "SignatureDoesNotMatch": f"the secret key is wrong: {_CREDENTIALS}",
+    "NoCredentialsError": f"no credentials were found: {_CREDENTIALS}",
+    "PartialCredentialsError": f"half of the credentials is missing: {_CREDENTIALS}",
+    "CredentialRetrievalError": f"the credentials could not be had: {_CREDENTIALS}",
+    "ProfileNotFound": "set tiers.s3.profile to a profile of tiers.s3.credentials_file or ~/.aws",
+    "SSLError": "set tiers.s3.ca_file to the authority of the endpoint's certificate, or mend the certificate",
+    "FileNotFoundError": "tiers.s3.ca_file names no file",
+    "ProxyConnectionError": "check tiers.s3.proxy, or HTTPS_PROXY in the service's environment",
+    "InvalidEndpoint": "set tiers.s3.endpoint_url to http://HOST:PORT or https://HOST:PORT",
+    "SlowDown": "the store asks for fewer requests: lower tiers.s3.reader_count and writer_count, or share less",
+    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "CutShort",
+                     "ConnectionClosedError", "HTTPClientError"), _ENDPOINT),
+    **dict.fromkeys(STALE, f"the endpoint does not take the credentials any more: {_CREDENTIALS}"),
+}  # fmt: skip
+_RIGHTS = {
+    "read": "it needs the right s3:GetObject, and s3:ListBucket to tell what is not there",
+    "write": "it needs the right s3:PutObject",
+    "remove": "it needs the right s3:DeleteObject",
+}
+
+
+class Refused(Exception):
+    """One request was not done. ``code``: the endpoint's word for it, or the name of what went wrong on the way;
+    ``status``: of HTTP, 0 without one. Never leaves this room."""
+
+    def __init__(self, code: str, status: int = 0) -> None:
+        super().__init__(code, status)
+        self.code = code
+        self.status = status
+
+
+def refusal_of(error: Exception) -> Refused:
+    """What a client's error says. Raises the error where it is none of the client's: a bug of ours."""
+    import aiohttp
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, ClientError):
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        return Refused(str(error.response.get("Error", {}).get("Code") or status), status)
+    if isinstance(error, BotoCoreError):
+        inner = error.kwargs.get("error")
+        code = type(inner if isinstance(inner, FileNotFoundError) else error).__name__  # a file of ``verify``
+        return Refused("CutShort" if code in ("ResponseStreamingError", "IncompleteReadError") else code)
+    if isinstance(error, ValueError) and "nvalid endpoint" in str(error):
+        return Refused("InvalidEndpoint")
+    if isinstance(error, FileNotFoundError):
+        return Refused("FileNotFoundError")
+    if isinstance(error, TimeoutError):
+        return Refused("ReadTimeoutError")
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return Refused("CutShort")
+    raise error
+
+
+def error_of(refused: Refused, action: str) -> KVStoreError:
+    """The error of the contract. ``action``: "read", "write" or "remove". No word of the endpoint's own is repeated but
+    its code: it may name keys."""
+    code = refused.code
+    if code in FULL:
+        return Exhausted(f"tiers.s3: the store is full ({code}): raise its quota, or have it drop what is old")
+    if code in DENIED or (refused.status == 403 and code not in _REMEDIES):
+        what = "tiers.s3.expected_owner must be the bucket's owner, where it is set"
+        return PermissionDenied(f"tiers.s3: {action} is denied ({code}): {_RIGHTS[action]}; {what}")
+    if code in TOO_SHORT:
+        return DataLoss("the object ends before the chunk does", reason="truncated")
+    if code.startswith("KMS"):
+        return Unavailable(f"tiers.s3: {action} failed ({code}): check tiers.s3.sse_kms_key_id, and the rights on it")
+    remedy = _REMEDIES.get(code, _REGION if 300 <= refused.status < 400 else "see the endpoint's log")
+    return Unavailable(f"tiers.s3: {action} failed ({code}): {remedy}", code=code)

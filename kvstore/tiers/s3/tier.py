@@ -1,0 +1,299 @@
+"""The S3 tier: a chunk is an object, put there once and read in ranges.
+
+Writing: what lies there is looked at first. This chunk, in a format we know: it is adopted, and nothing is sent.
+Damaged: replaced. A newer release's: left alone. Else the object is put on the condition that there is still none,
+which some stores ignore: nothing rests on it. Reading: the header, then ranges of the same ETag, each strip verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, TypeVar
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
+from kvstore.config import S3Settings
+from kvstore.errors import DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
+from kvstore.seams import Clock, Workers
+from kvstore.seams.jobs import begun, to_its_end
+from kvstore.seams.memory import Bytes
+from kvstore.spec import Durability, Tier, encoding_of
+from kvstore.tiers.contract import (
+    Buffer,
+    ChunkName,
+    StoredChunk,
+    TierStatistics,
+    UploadClaims,
+    UploadState,
+    check_header,
+    host_memory,
+)
+from kvstore.tiers.pace import Pace
+from kvstore.tiers.s3.allowance import Allowance
+from kvstore.tiers.s3.judging import Finding, Judgement, judge
+from kvstore.tiers.s3.looking import look, probe
+from kvstore.tiers.s3.objects import warm_up
+from kvstore.tiers.s3.reading import S3Chunk
+from kvstore.tiers.s3.writing import (
+    Condition,
+    condition_of,
+    remove_objects,
+    request_count_of,
+    write_copy_object,
+    write_object,
+)
+
+Result = TypeVar("Result")
+DAMAGED_COUNT_MAX = 1024
+SAID_AGAIN_S = 600.0
+CLOSE_S_MAX = 3.0
+"""What is under way is waited for so long, then for the lanes."""
+ANSWER_BYTES_MAX = 96 << 10
+"""A lane's answer carries a header of this size; a larger one is read by a thread of this process."""
+_log = logging.getLogger("kvstore.s3")
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Who does a tier's blocking work. ``near`` are this process's own threads."""
+
+    readers: Workers
+    writers: Workers
+    askers: Workers
+    near: Workers
+
+    def __iter__(self) -> Any:
+        return iter((self.readers, self.writers, self.askers, self.near))
+
+
+class S3Tier:
+    """One node's way to a bucket. It makes no request before somebody asks for something, so that a service starts
+    without the endpoint, and uses it once it is there."""
+
+    name = "s3"
+    kind = Tier.S3
+    durability = Durability.OBJECT
+
+    def __init__(
+        self, settings: S3Settings, lanes: Lanes, clock: Clock, trust: Trust | None = None,
+        claims: UploadClaims | None = None,
+    ) -> None:  # fmt: skip
+        """``trust``: which copies are believed, and what new ones are sealed with. ``claims``: where nodes tell each
+        other what they are about to write; a bucket itself has no place for that."""
+        self._settings = settings
+        self._trust = trust or Trust()
+        self._encoding = encoding_of(settings.encoding)
+        self._claims = claims
+        self._lanes = lanes
+        self._clock = clock
+        self._pace = {workers: Pace() for workers in lanes}
+        self._allowance = Allowance(settings, clock)
+        self._damaged: OrderedDict[bytes, str] = OrderedDict()
+        """Storage key -> ETag of objects whose strips failed their check although their headers are right."""
+        self._said: dict[str, float] = {}
+        self._read_bytes = self._written_bytes = 0
+        self._is_read_only = False
+
+    def prepare(self) -> None:
+        """Have every process that works for the tier make its client now: that takes a second."""
+        for workers, count in ((self._lanes.readers, self._settings.reader_count), (self._lanes.askers, 1)):
+            for _ in range(count):
+                begun(workers, warm_up, self._settings)
+
+    async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
+        """A caller that is cancelled is let go when the job has ended: until then its memory is in use."""
+        job = asyncio.wrap_future(begun(workers, function, *args))
+        self._pace[workers].began(job, self._clock)
+        return await to_its_end(job)
+
+    def _say(self, what: str, **fields: object) -> None:
+        """Once in a while: it stays so, or comes again and again."""
+        now_s = self._clock.monotonic()
+        if now_s - self._said.get(what, float("-inf")) >= SAID_AGAIN_S:
+            self._said[what] = now_s
+            _log.warning(what, extra={"tier": self.name, **fields})
+
+    def _is_spent(self) -> bool:
+        """Whether nothing is asked any more today."""
+        setting = self._allowance.reached
+        if setting:
+            self._say("the day's limit is reached: nothing is asked of the tier before the next one", setting=setting)
+        return bool(setting)
+
+    # ------------------------------------------------------------ look
+
+    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        if not storage_keys or self._is_spent():
+            return [False] * len(storage_keys)
+        job = asyncio.wrap_future(begun(self._lanes.askers, probe, self._settings, list(storage_keys), timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers, count, is_denied = await job
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise DeadlineExceeded(f"tiers.s3 has not answered within {timeout_s:g} s") from error
+        self._allowance.used(0, count)
+        if is_denied:
+            self._say_denied()
+        return answers
+
+    async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
+        """What another node has claimed is not looked for: each look is a request. What this node could not write
+        anyway it does not claim."""
+        keys, claims = list(storage_keys), self._claims
+        if claims is None or not keys or self._is_read_only or self._is_spent():
+            found = await self.probe(keys, timeout_s)
+            return [UploadState.THERE if each else UploadState.FREE for each in found]
+        own = list(compress(keys, await claims.claim(keys, claim_s)))
+        there = set(compress(own, await self.probe(own, timeout_s)))
+        await claims.release(list(there))
+        states = {key: UploadState.THERE if key in there else UploadState.FREE for key in own}
+        return [states.get(key, UploadState.TAKEN) for key in keys]
+
+    def _say_denied(self) -> None:
+        self._say(
+            "the bucket denies reads: what is not there looks like this, too, without the right s3:ListBucket; give it "
+            "and s3:GetObject, or check tiers.s3.expected_owner",
+            bucket=self._settings.bucket,
+        )
+
+    async def _judge(self, name: ChunkName) -> Judgement:
+        """What lies there. What is denied is perhaps not there."""
+        byte_count = self._trust.header_bytes(name.layout)
+        workers = self._lanes.readers if byte_count <= ANSWER_BYTES_MAX else self._lanes.near
+        self._allowance.used(byte_count, 1)
+        try:
+            looked = await self._run(workers, look, self._settings, name.storage_key, byte_count)
+        except PermissionDenied:
+            self._say_denied()
+            return Judgement(Finding.HIDDEN)
+        found = judge(looked, name, self._trust)
+        if found.finding is Finding.NEWER:
+            self._say(
+                "an object is a newer release's, or sealed with a key that is not in this node's envelope key file: it "
+                "is a miss here, and stays", etag=found.etag,
+            )  # fmt: skip
+        return found
+
+    async def open(self, name: ChunkName) -> StoredChunk | None:
+        if self._is_spent():
+            return None
+        found = await self._judge(name)
+        if found.finding in (Finding.ABSENT, Finding.HIDDEN, Finding.NEWER):
+            return None
+        if found.header is None:
+            assert found.reason is not None
+            raise found.reason
+        return S3Chunk(self, self._settings, check_header(name, found.header), name.layout, found.etag)
+
+    # ------------------------------------------------------------ read
+
+    async def run_read(self, byte_count: int, function: Callable[..., Any], *args: object) -> Any:
+        await self._allowance.turn(byte_count)
+        self._allowance.used(byte_count, -(-byte_count // self._settings.range_bytes))
+        return await self._run(self._lanes.readers, function, *args)
+
+    def was_read(self, byte_count: int) -> None:
+        """Count bytes that were read and passed their checksums."""
+        self._read_bytes += byte_count
+
+    def was_damaged(self, storage_key: bytes, etag: str) -> None:
+        """Have it replaced when the chunk is stored again: its header does not show what is wrong."""
+        self._damaged[storage_key] = etag
+        if len(self._damaged) > DAMAGED_COUNT_MAX:
+            self._damaged.popitem(last=False)
+
+    # ------------------------------------------------------------ write
+
+    def takes(self, layout: ChunkLayout) -> bool:
+        return layout.total_bytes >= self._settings.chunk_bytes_min
+
+    async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
+        if self._is_spent():
+            setting = f"tiers.s3.{self._allowance.reached}"
+            raise Exhausted(f"{setting} is reached: nothing is stored there before tomorrow; raise it")
+        try:
+            await self._write(header, layout, host_memory(pieces))
+        finally:
+            if self._claims is not None:
+                await self._claims.release([header.storage_key])
+
+    async def _write(self, header: ChunkHeader, layout: ChunkLayout, source: Sequence[Bytes]) -> None:
+        name = ChunkName(header.storage_key, layout)
+        byte_count = sum(piece.size for piece in source)
+        refused = ""
+        for _ in range(2):  # others may put one there between a look and the write
+            found = await self._judge(name)
+            if found.finding is Finding.NEWER:
+                raise Exhausted(
+                    "tiers.s3: a newer release, or a node with another envelope key, has stored this chunk: update "
+                    "this node, or its key file"
+                )
+            is_damaged = found.finding is Finding.DAMAGED or self._damaged.get(header.storage_key) == found.etag
+            if found.finding is Finding.OURS and not is_damaged:
+                return
+            await self._allowance.turn(byte_count)
+            self._allowance.used(byte_count, request_count_of(byte_count))
+            replaced = found.etag if is_damaged else ""
+            sent_bytes = await self._put(header, layout, source, condition_of(replaced, refused))
+            if sent_bytes:
+                self._damaged.pop(header.storage_key, None)
+                self._allowance.used(sent_bytes - byte_count, 0)  # an encoded copy is smaller, a sealed one larger
+                self._written_bytes += sent_bytes
+                return
+            refused = replaced
+            if found.finding is Finding.HIDDEN:
+                raise PermissionDenied(
+                    "tiers.s3: an object is there already, and to tell what it is takes s3:GetObject"
+                )
+        raise Unavailable("tiers.s3: others keep changing the object that a chunk was to go to: it is tried again")
+
+    async def _put(
+        self, header: ChunkHeader, layout: ChunkLayout, source: Sequence[Bytes], condition: Condition
+    ) -> int:
+        """The bytes that are there by now; 0: somebody else's are."""
+        making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
+        place, writers = (self._settings, header.storage_key), self._lanes.writers
+        try:
+            if making.is_plain:
+                done = await self._run(writers, write_object, *place, source, condition)
+            else:
+                done = await self._run(writers, write_copy_object, *place, making, source, condition)
+        except PermissionDenied:
+            self._is_read_only = True
+            raise
+        self._is_read_only = False
+        return done
+
+    async def remove(self, storage_keys: Sequence[bytes]) -> None:
+        self._allowance.used(0, len(storage_keys))
+        await self._run(self._lanes.writers, remove_objects, self._settings, list(storage_keys))
+
+    async def touch(self, storage_keys: Sequence[bytes]) -> None:
+        """An object's age is that of its write."""
+
+    # ------------------------------------------------------------ told
+
+    def stalled_s(self) -> float:
+        return max(pace.stalled_s(self._clock) for pace in self._pace.values())
+
+    async def close(self) -> None:
+        jobs = [job for pace in self._pace.values() for job in pace.given]
+        if jobs:
+            await asyncio.wait(jobs, timeout=CLOSE_S_MAX)
+        for workers in self._lanes:
+            workers.close()
+        if self._claims is not None:
+            await self._claims.close()
+
+    def statistics(self) -> TierStatistics:
+        """Nobody tells how much the bucket holds: ``kvstore scan`` does, in its own time."""
+        state = "failing" if self._allowance.reached else "read-only" if self._is_read_only else "up"
+        return TierStatistics(
+            name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,
+            quarantined_bytes=0, overhead_bytes=0, chunk_count=0, read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes, envelope=self._trust.kind,
+        )  # fmt: skip

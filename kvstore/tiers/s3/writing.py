@@ -1,0 +1,159 @@
+"""Chunks into objects, and objects away."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import zlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvstore.chunk import Making
+from kvstore.config import S3Settings
+from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.seams.memory import Bytes, joined
+from kvstore.tiers.s3.bodies import Body, ranges_of
+from kvstore.tiers.s3.connection import Connection, together
+from kvstore.tiers.s3.depth import HEAD_COUNT_MAX
+from kvstore.tiers.s3.objects import REMOVE_S_MAX, WRITE_S_MAX, finished, place_of
+from kvstore.tiers.s3.refusals import ABSENT, CHANGED, UNCONDITIONAL, Refused
+
+MULTIPART_BYTES = 64 << 20
+PART_BYTES = 16 << 20
+PART_COUNT_MAX = 9000
+PARTS_AT_ONCE = 4
+ABORT_S_MAX = 5.0
+Part = tuple[Sequence[Bytes], str]
+"""Memory, and its CRC32 in base64."""
+Condition = Mapping[str, str]
+"""On what lies there: IfNoneMatch "*", IfMatch with an ETag, or nothing."""
+
+
+def write_copy_object(
+    settings: S3Settings, storage_key: bytes, making: Making, pieces: Sequence[Bytes], condition: Condition
+) -> int:
+    """Blocking. ``write_object`` of a copy that is made of a raw chunk."""
+    return write_object(settings, storage_key, making.made(pieces)[1], condition)
+
+
+def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Bytes], condition: Condition) -> int:
+    """Blocking. Put a chunk there. Returns its bytes; 0: the condition does not hold, so somebody else put one there
+    meanwhile. Raises PermissionDenied, Exhausted, Unavailable."""
+    runs = joined(pieces)
+    total = sum(run.size for run in runs)
+    part_bytes = max(PART_BYTES, -(-total // PART_COUNT_MAX))
+    parts = [runs] if total <= MULTIPART_BYTES else ranges_of(runs, part_bytes)
+    bodies: list[Part] = [(part, _crc32(part)) for part in parts]
+    put = _put_whole if len(parts) == 1 else _put_parts
+    work = partial(_put, put, settings, place_of(settings, storage_key), bodies, condition)
+    return total if finished(settings, "write", work, WRITE_S_MAX) else 0
+
+
+def condition_of(replaced: str, refused: str) -> Condition:
+    """For an object in the place of the one with the ETag ``replaced``; empty: where nothing is. ``refused``: the ETag
+    that a store has just said is not there. Where it is all the same, the store never finds one that matches (Ceph's
+    gateway, which compares the quotes, too): damage is written over without asking."""
+    if not replaced:
+        return {"IfNoneMatch": "*"}
+    return {} if replaced == refused else {"IfMatch": replaced}
+
+
+def request_count_of(byte_count: int) -> int:
+    """How many requests it takes to write so much."""
+    return 1 if byte_count <= MULTIPART_BYTES else 2 + -(-byte_count // PART_BYTES)
+
+
+def _crc32(runs: Sequence[Bytes]) -> str:
+    checksum = 0
+    for run in runs:
+        checksum = zlib.crc32(run.data, checksum)
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
+
+
+async def _put(
+    put: Callable[..., Coroutine[Any, Any, None]], settings: S3Settings, place: dict[str, str], bodies: list[Part],
+    condition: Condition, connection: Connection,
+) -> bool:  # fmt: skip
+    sealed = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.sse_kms_key_id}
+    options = sealed if settings.sse_kms_key_id else {}
+    try:
+        try:
+            await put(place, bodies, condition if connection.is_conditional else {}, options, connection)
+        except Refused as refused:
+            if refused.code not in UNCONDITIONAL or not connection.is_conditional:
+                raise
+            connection.is_conditional = False
+            await put(place, bodies, {}, options, connection)
+    except Refused as refused:
+        if refused.code in CHANGED or ("IfMatch" in condition and refused.code in ABSENT):
+            return False
+        raise
+    return True
+
+
+async def _put_whole(
+    place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
+    connection: Connection,
+) -> None:  # fmt: skip
+    [(runs, checksum)] = bodies
+    await connection.ask(
+        lambda client: client.put_object(
+            Body=Body(runs), ContentLength=len(Body(runs)), ChecksumCRC32=checksum, **condition, **options, **place
+        )
+    )
+
+
+async def _put_parts(
+    place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
+    connection: Connection,
+) -> None:  # fmt: skip
+    """However it ends, no part is left behind: stores bill for those."""
+    begun = await connection.ask(
+        lambda client: client.create_multipart_upload(ChecksumAlgorithm="CRC32", **options, **place)
+    )
+    upload = {"UploadId": begun["UploadId"], **place}
+
+    async def send(number: int, runs: Sequence[Bytes], checksum: str) -> dict[str, Any]:
+        sent = await connection.ask(
+            lambda client: client.upload_part(
+                Body=Body(runs), ContentLength=len(Body(runs)), PartNumber=number, ChecksumCRC32=checksum, **upload
+            )
+        )
+        return {"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": checksum}
+
+    try:
+        parts = await together((send(number, *body) for number, body in enumerate(bodies, 1)), PARTS_AT_ONCE)
+        whole = {"MultipartUpload": {"Parts": parts}, **condition, **upload}
+        await connection.ask(lambda client: client.complete_multipart_upload(**whole))
+    except BaseException:
+        await _abort(upload, connection)
+        raise
+
+
+async def _abort(upload: dict[str, str], connection: Connection) -> None:
+    try:
+        async with asyncio.timeout(ABORT_S_MAX):
+            await connection.ask(lambda client: client.abort_multipart_upload(**upload))
+    except (Refused, TimeoutError):
+        pass  # the bucket's rule for incomplete uploads clears it
+
+
+def remove_objects(settings: S3Settings, storage_keys: Sequence[bytes]) -> None:
+    """Blocking. What is not there is no error. Raises Unavailable."""
+    places = [place_of(settings, each) for each in storage_keys]
+    try:
+        finished(settings, "remove", partial(_remove, places), REMOVE_S_MAX)
+    except PermissionDenied as error:
+        raise Unavailable(error.message) from error
+
+
+async def _remove(places: Sequence[dict[str, str]], connection: Connection) -> None:
+    async def remove(place: dict[str, str]) -> None:
+        try:
+            await connection.ask(lambda client: client.delete_object(**place))
+        except Refused as refused:
+            if refused.code not in ABSENT:
+                raise
+
+    await together(map(remove, places), HEAD_COUNT_MAX)

@@ -1,0 +1,132 @@
+"""lookup-shared: a lookup of 128 keys, half of which lie in memory and half in Redis, over one round trip to that Redis
+and a millisecond.
+
+The round trip is a bare client's: one connection, a pipelined EXISTS of the keys that the node lacks, nothing else.
+Both use one unix socket of one server, in turns. Another node stored the chains; each is asked about once, for an
+answer is remembered for some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, Match, ModelSpec, Tier, connect
+
+from kvstore.v1 import cache_pb2 as pb
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.sidecar import Sidecar
+
+KEYS = 128
+NEAR = KEYS // 2
+"""Of them in memory."""
+MORE_S = 0.001
+TARGET = 1.0
+CHAINS = {"full": 240, "quick": 80, "tiny": 6}
+WARM_UP = 3
+STORED_S_MAX = 120.0
+
+
+class BareExists:
+    """The limit."""
+
+    def __init__(self, path: str) -> None:
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(path)
+
+    def ask(self, keys: Sequence[bytes]) -> None:
+        """Returns when all are said to be there."""
+        self._line.sendall(b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys))
+        assert self._line.recv(4 * len(keys), socket.MSG_WAITALL) == b":1\r\n" * len(keys)
+
+
+def _sidecar(**redis: str) -> Sidecar:
+    environment = {f"KVSTORE__TIERS__REDIS__{name}": value for name, value in redis.items()}
+    return Sidecar("--capacity", "64 MiB", environment={**os.environ, **environment})
+
+
+@contextmanager
+def _nodes() -> Iterator[tuple[Client, Client, str]]:
+    """Who stores, who asks, and where the server of the first listens."""
+    with _sidecar(EMBEDDED="true") as storing:
+        path = f"{storing.directory}/redis/default/redis.sock"
+        with _sidecar(URL=f"unix://{path}", WRITE="never", LOOKUP_S_MAX="1 s") as asking:
+            for each in (storing, asking):
+                each.wait_prefaulted()
+            with connect(storing.address, timeout_s=60.0) as one, connect(asking.address, timeout_s=60.0) as two:
+                yield one, two, path
+
+
+def _stored(client: Client, spec: ModelSpec, server: Any, tokens: Any) -> list[bytes]:
+    """A chain, once Redis has it: the keys that it has there by now and had not before."""
+    before, plane = set(server.keys("*:c:*")), np.zeros((1, len(tokens), 8), np.uint16)
+    client.store(spec, tokens, [(plane, plane)]).wait()
+    until_s = time.monotonic() + STORED_S_MAX
+    while client.stats().backlog_chunk_count:
+        assert time.monotonic() < until_s, client.stats().tier_problem
+        time.sleep(0.002)
+    return sorted(set(server.keys("*:c:*")) - before)
+
+
+def _check(match: Match) -> None:
+    assert match.prefix_token_count == KEYS
+    assert [each.tier for each in match.chunks] == [Tier.DRAM] * NEAR + [Tier.REDIS] * (KEYS - NEAR)
+
+
+def run(scale: str) -> Result:
+    """One lookup and one round trip for each chain."""
+    import redis
+
+    spec = ModelSpec.dense(
+        "bench-lookup", "unverified:bench", layer_count=1, kv_heads=1, head_dim=8, hidden_size=8, chunk_tokens=1,
+        vocab_size=shared.VOCABULARY,
+    )  # fmt: skip
+    first = shared.random_tokens(NEAR, 1)
+    rests = [shared.random_tokens(KEYS - NEAR, 2 + number) for number in range(WARM_UP + CHAINS[scale])]
+    chains = [np.concatenate([first, each]) for each in rests]
+    with _nodes() as (storing, asking, path):
+        server = redis.Redis(unix_socket_path=path, protocol=2)
+        _stored(storing, spec, server, first)
+        keys = [_stored(storing, spec, server, each) for each in chains]
+        plane = np.zeros((1, NEAR, 8), np.uint16)
+        asking.store(spec, first, [(plane, plane)]).wait()
+        bare = BareExists(path)
+        session, empty = asking.connect_now(), pb.ReleaseRequest()
+        ours, trips, nothing, found = [], [], [], []
+        for chain, far in zip(chains, keys, strict=True):
+            assert len(far) == KEYS - NEAR
+            trips.append(shared.timed(lambda far=far: bare.ask(far)))  # type: ignore[misc]
+            nothing.append(shared.timed(lambda: session.call(session.cache.Release, empty, 10.0)))
+            ours.append(shared.timed(lambda chain=chain: found.append(asking.lookup(spec, chain))))  # type: ignore[misc]
+        near = [shared.timed(lambda: asking.lookup(spec, first)) for _ in ours]
+        for match in found:
+            _check(match)
+    ours, trips = ours[WARM_UP:], trips[WARM_UP:]
+    ratios = [mine / (trip + MORE_S) for mine, trip in zip(ours, trips, strict=True)]
+    value, trip_s = statistics.median(ours), statistics.median(trips)
+    ratio = value / (trip_s + MORE_S)
+    show(
+        f"lookup-shared: {KEYS} keys, {KEYS - NEAR} of them in Redis only; {len(ours)} lookups",
+        [
+            ("lookup p50", f"{value * 1e6:.0f} us, {ratio:.2f} of a round trip and 1 ms (target {TARGET})"),
+            ("lookup p99", f"{np.percentile(ours, 99) * 1e6:.0f} us"),
+            ("  bare: pipelined EXISTS p50", f"{trip_s * 1e6:.0f} us"),
+            ("  an empty call of the sidecar p50", f"{statistics.median(nothing) * 1e6:.0f} us"),
+            (f"  the {NEAR} in memory alone, without a call, p50", f"{statistics.median(near) * 1e6:.0f} us"),
+        ],
+    )
+    return Result(
+        name="lookup-shared", value=value, unit="s", limit=trip_s + MORE_S, ratio=ratio, target=f"<= {TARGET}",
+        met=ratio <= TARGET, runs=len(ours), spread=quartiles(ratios), conditions={
+            "scale": scale, "line": "unix socket", "processors": os.cpu_count(), "round_trip_us": trip_s * 1e6,
+            "p99_us": float(np.percentile(ours, 99)) * 1e6, "empty_call_us": statistics.median(nothing) * 1e6,
+            "near_us": statistics.median(near) * 1e6,
+        },
+    )  # fmt: skip

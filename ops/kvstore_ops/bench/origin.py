@@ -1,0 +1,40 @@
+"""Where and of what a benchmark was run: what its figures are worth nothing without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvstore.units import format_bytes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def origin(scale: str) -> dict[str, Any]:
+    """Commit ("+" behind it: with changes), day, scale, machine, and how many processes wanted a core before."""
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "scale": scale,
+        "machine": _machine(),
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+
+
+def _commit() -> str:
+    return (_git("rev-parse", "--short=7", "HEAD") or "unknown") + ("+" if _git("status", "--porcelain") else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    memory = format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return f"{os.cpu_count()} cores ({model}), {memory} of memory"

@@ -1,0 +1,259 @@
+"""redis: chunks from a Redis server into the arena, over a bare client that reads the same fields into its own memory.
+
+The server is the embedded one, on a unix socket; both ends run on this machine. The bare client is one thread with one
+connection, two fields in flight, a ``recv_into`` for each field, no checksum. What is fetched is not in the arena: more
+contexts take turns than it holds. A fetch ends when all slabs are there and checked; no client copies them. Beside it
+stands how fast chunks that were stored reach the server, over a bare client that writes the same fields; and both for
+copies in envelopes, fewer rounds of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, Tier, connect
+
+from kvstore.chunk import layout_of
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.fetch import ask
+from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.sidecar import Sidecar
+
+TARGET = 0.80
+CHUNKS = {"full": 8, "quick": 4, "tiny": 1}
+RUNS = {"full": 30, "quick": 15, "tiny": 2}
+SEALED_RUNS = {"full": 10, "quick": 5, "tiny": 1}
+NAMING_TEXT = "a secret of this benchmark, of 32 characters or more"
+CONTEXTS = 3
+ARENA_CONTEXTS = 2
+IN_FLIGHT = 2
+POLL_S = 0.001
+WAIT_S_MAX = 60.0
+LOOKUP_S_MAX = "1 s"
+"""What is measured is bytes: no fetch ends early because the server was busy for a moment."""
+
+
+class Bare:
+    """The limit: one connection, and memory for everything that is read."""
+
+    def __init__(self, path: str, byte_count: int) -> None:
+        import redis
+
+        self.client: Any = redis.Redis(unix_socket_path=path, protocol=2)
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(path)
+        self._memory = np.ones(byte_count + (1 << 20), np.uint8)
+
+    def keys(self) -> set[bytes]:
+        """Of all chunks."""
+        return set(self.client.keys("*:c:*"))
+
+    def fields(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, int]]:
+        """(key, name, bytes) of every field of these chunks, their headers first."""
+        found = []
+        for key in keys:
+            names = sorted(self.client.hkeys(key), key=lambda name: (name != b"h", len(name), name))
+            found += [(key, name, self.client.hstrlen(key, name)) for name in names]
+        return found
+
+    def read(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
+        """Each as it comes, with what stands around it."""
+        place = 0
+        for number, (_, _, size) in enumerate(fields):
+            for key, name, _ in fields[:IN_FLIGHT] if number == 0 else fields[number + 1 : number + IN_FLIGHT]:
+                self._line.sendall(b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(key), key, len(name), name))
+            stop = place + len(b"$%d\r\n" % size) + size + 2
+            while place < stop:
+                place += self._line.recv_into(self._memory[place:stop].data, 0, socket.MSG_WAITALL)
+
+    def write(self, fields: Sequence[tuple[bytes, bytes, int]]) -> None:
+        """The same fields, from memory of its own, under other keys, which it removes afterwards."""
+        for number, (key, name, size) in enumerate(fields):
+            other = key + b"x"
+            head = b"*4\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % (
+                len(other), other, len(name), name, size,
+            )  # fmt: skip
+            waiting = [memoryview(head), memoryview(self._memory[:size].data), memoryview(b"\r\n")]
+            while waiting:
+                count = self._line.sendmsg(waiting)
+                while waiting and count >= len(waiting[0]):
+                    count -= len(waiting.pop(0))
+                if waiting:
+                    waiting[0] = waiting[0][count:]
+            if number + 1 >= IN_FLIGHT:
+                self._heard()
+        for _ in range(min(IN_FLIGHT - 1, len(fields))):
+            self._heard()
+
+    def _heard(self) -> None:
+        assert self._line.recv(4, socket.MSG_WAITALL)[:1] == b":"
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """And wait until their memory is free."""
+        self.client.unlink(*keys)
+        while self.client.info("memory").get("lazyfree_pending_objects"):
+            time.sleep(POLL_S)
+
+
+@dataclass
+class Seconds:
+    """What each round took."""
+
+    fetch: list[float] = field(default_factory=list)
+    bare_fetch: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    bare_store: list[float] = field(default_factory=list)
+
+
+class Rig:
+    """A sidecar over its own Redis, a client of it, and the contexts that are fetched in turn."""
+
+    def __init__(self, client: Client, bare: Bare, scale: str) -> None:
+        import torch
+
+        self.client, self.bare = client, bare
+        self.spec = shared.geometry(scale)
+        self.count = CHUNKS[scale] * shared.CHUNK_TOKENS
+        self.source = shared.tensors(self.spec, self.count)
+        for plane in (plane for pair in self.source for plane in pair):
+            plane.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+        self.byte_count = sum(k.nbytes + v.nbytes for k, v in self.source)
+        self.contexts = [self.store() for _ in range(CONTEXTS)]
+
+    def account(self) -> Any:
+        """The tier's."""
+        return self.client.stats().tiers[-1]
+
+    def store(self, seconds: Seconds | None = None) -> tuple[Any, list[tuple[bytes, bytes, int]]]:
+        """A context nobody stored before, until Redis has it: its tokens, and its fields there."""
+        tokens = shared.random_tokens(self.count, time.monotonic_ns() % (1 << 32))
+        keys, before = self.bare.keys(), self.account().written_bytes
+        receipt = self.client.store(self.spec, tokens, self.source)
+        assert receipt.stored_token_count == self.count
+        began = time.perf_counter()
+        while self.account().written_bytes - before < self.byte_count:
+            assert time.perf_counter() - began < WAIT_S_MAX, self.client.stats().tier_problem
+            time.sleep(POLL_S)
+        if seconds is not None:
+            seconds.store.append(time.perf_counter() - began)
+        return tokens, self.bare.fields(sorted(self.bare.keys() - keys))
+
+    def fetch(self, number: int, seconds: Seconds) -> None:
+        """Into the arena."""
+        tokens, before = self.contexts[number][0], self.account().read_bytes
+        began = time.perf_counter()
+        prefix = ask(self.client, self.spec, tokens)
+        while prefix.advance():
+            pass
+        took = time.perf_counter() - began
+        assert (prefix.settle(set()), prefix.tier) == (self.count, Tier.REDIS), prefix.reason
+        prefix.close()
+        assert self.account().read_bytes - before == self.byte_count, "it was not read from Redis"
+        seconds.fetch.append(took)
+
+    def round(self, number: int, seconds: Seconds) -> None:
+        """Each side once."""
+        fields = self.contexts[number][1]
+        seconds.bare_fetch.append(shared.timed(lambda: self.bare.read(fields)))
+        self.fetch(number, seconds)
+        seconds.bare_store.append(shared.timed(lambda: self.bare.write(fields)))
+        self.bare.drop([key + b"x" for key in dict.fromkeys(key for key, _, _ in fields)])
+        _, stored = self.store(seconds)
+        self.bare.drop(list(dict.fromkeys(key for key, _, _ in stored)))
+
+
+@contextmanager
+def rig(scale: str, envelope: str, url: str = "", path: str = "") -> Iterator[Rig]:
+    """Fresh, its arena backed by pages. Copies get this envelope, with the key of a tenant's secret. Its Redis is its
+    own, or the one at ``url``, whose socket is ``path``."""
+    spec = shared.geometry(scale)
+    slot_bytes = layout_of(spec, spec.kind, shared.CHUNK_TOKENS).total_bytes
+    context_bytes = slot_bytes * CHUNKS[scale]
+    embedded = {"EMBEDDED": "true", "EMBEDDED_BYTES": str((CONTEXTS + 3) * context_bytes + (256 << 20))}
+    own = {**({"URL": url} if url else embedded), "LOOKUP_S_MAX": LOOKUP_S_MAX, "ENVELOPE": envelope}
+    environment = {**os.environ, **{f"KVSTORE__TIERS__REDIS__{name}": value for name, value in own.items()}}
+    capacity = ARENA_CONTEXTS * context_bytes
+    sidecar = Sidecar("--capacity", str(capacity), environment=environment)
+    secret = sidecar.directory / "secret"
+    secret.touch(0o600)
+    secret.write_text(NAMING_TEXT)
+    environment["KVSTORE__TENANTS__DEFAULT__SECRET_FILE"] = str(secret)
+    with sidecar:
+        sidecar.wait_prefaulted()
+        bare = Bare(path or str(next((Path(sidecar.directory) / "redis").glob("*/redis.sock"))), context_bytes)
+        with connect(sidecar.address, timeout_s=60.0) as client:
+            yield Rig(client, bare, scale)
+
+
+@dataclass
+class Rates:
+    """Of one envelope: each round's ratio to the bare client, and the median rates in B/s."""
+
+    fetch_ratios: list[float]
+    store_ratios: list[float]
+    fetch: float
+    bare_fetch: float
+    store: float
+    bare_store: float
+    byte_count: int
+
+
+def measured(scale: str, envelope: str, round_count: int) -> Rates:
+    """Interleaved rounds of all four, after a warm-up."""
+    with rig(scale, envelope) as ours:
+        for number in range(CONTEXTS):
+            ours.round(number, Seconds())
+        seconds = Seconds()
+        for number in range(round_count):
+            ours.round(number % CONTEXTS, seconds)
+        byte_count = ours.byte_count
+
+    def rate(values: list[float]) -> float:
+        return float(byte_count / statistics.median(values))
+
+    return Rates(
+        [limit / mine for mine, limit in zip(seconds.fetch, seconds.bare_fetch, strict=True)],
+        [limit / mine for mine, limit in zip(seconds.store, seconds.bare_store, strict=True)],
+        rate(seconds.fetch), rate(seconds.bare_fetch), rate(seconds.store), rate(seconds.bare_store), byte_count,
+    )  # fmt: skip
+
+
+def run(scale: str) -> Result:
+    """Without an envelope, which is what the target is for, then with each."""
+    found = measured(scale, "none", RUNS[scale])
+    sealed = {kind: measured(scale, kind, SEALED_RUNS[scale]) for kind in ("mac", "aead")}
+    ratio, store_ratio = statistics.median(found.fetch_ratios), statistics.median(found.store_ratios)
+    rows = [
+        ("fetch into the arena, checked", f"{found.fetch / 1e9:.2f} GB/s, {ratio:.3f} of the bare client"),
+        ("  bare: recv_into", f"{found.bare_fetch / 1e9:.2f} GB/s"),
+        ("stored chunks reach Redis", f"{found.store / 1e9:.2f} GB/s, {store_ratio:.3f} of the bare client"),
+        ("  bare: sendmsg", f"{found.bare_store / 1e9:.2f} GB/s"),
+    ]
+    for kind, each in sealed.items():
+        fetched, stored = statistics.median(each.fetch_ratios), statistics.median(each.store_ratios)
+        rows += [
+            (f"fetch, envelope {kind}", f"{each.fetch / 1e9:.2f} GB/s, {fetched:.3f} of the bare client"),
+            (f"store, envelope {kind}", f"{each.store / 1e9:.2f} GB/s, {stored:.3f} of the bare client"),
+        ]
+    show(f"redis: {found.byte_count >> 20} MiB, {len(found.fetch_ratios)} rounds", rows)
+    return Result(
+        name="redis", value=found.fetch, unit="B/s", limit=found.bare_fetch, ratio=ratio,
+        target=f">= {TARGET}", met=ratio >= TARGET, runs=len(found.fetch_ratios), spread=quartiles(found.fetch_ratios),
+        conditions={
+            "scale": scale, "bytes": found.byte_count, "line": "unix socket", "processors": os.cpu_count(),
+            "store_bytes_per_s": found.store, "store_ratio": store_ratio, "store_spread": quartiles(found.store_ratios),
+            "bare_store_bytes_per_s": found.bare_store,
+            **{f"{kind}_bytes_per_s": each.fetch for kind, each in sealed.items()},
+            **{f"{kind}_ratio": statistics.median(each.fetch_ratios) for kind, each in sealed.items()},
+            **{f"{kind}_store_ratio": statistics.median(each.store_ratios) for kind, each in sealed.items()},
+        },
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""s3: chunks of the 8B geometry out of a bucket into the arena, verified, over bare aiobotocore with 8 ranged GETs of
+the same sizes against the same server, whose bytes are dropped; stores beside, over bare PUTs of the same bytes.
+
+The server is ``s3_responder``: the least that answers, from memory. With a real server on the same cores both sides
+would mostly wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstore.chunk import ChunkHeader, ChunkLayout, checksum_strips, layout_of, pack_header, strip_seeds
+from kvstore.config import S3Settings
+from kvstore.seams import MoverProcesses, SystemClock, SystemMemory, WorkerThreads
+from kvstore.seams.memory import Bytes
+from kvstore.seams.scheduler import MOVER_NICE
+from kvstore.spec import CacheKind
+from kvstore.tiers import ChunkName
+from kvstore.tiers.s3 import Lanes, S3Tier
+from kvstore.tiers.s3.objects import object_key
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.result import Result, quartiles, show
+from kvstore_ops.bench.s3_responder import responder
+
+TARGET = 0.90
+RUNS = {"full": 20, "quick": 8, "tiny": 2}
+MOVER_COUNT = 2
+GETS = 8
+PUTS = 4
+BUCKET = "bench"
+NOTE = (
+    "the server is a minimal responder on loopback, no S3 server; the bare client has one process and drops what it "
+    "reads, the tier two processes that copy it into the arena and check every strip; both sides share the cores with "
+    "the server"
+)
+
+
+@dataclass
+class Chunks:
+    """``count`` chunks one after the other in ``memory``, which the byte movers map."""
+
+    layout: ChunkLayout
+    memory: Bytes
+    headers: list[ChunkHeader]
+
+    def pieces(self, number: int) -> list[Bytes]:
+        """Header and slabs of one."""
+        place, found = number * self.layout.total_bytes, []
+        for size in self.layout.piece_bytes:
+            found.append(self.memory[place : place + size])
+            place += size
+        return found
+
+    @property
+    def byte_count(self) -> int:
+        return self.layout.body_bytes * len(self.headers)
+
+
+def chunks_in(memory: Bytes, layout: ChunkLayout, count: int) -> Chunks:
+    """Random ones, whose headers are right."""
+    random = np.random.default_rng(3)
+    made = Chunks(layout, memory, [])
+    for number in range(count):
+        key, write_id = random.bytes(32), random.bytes(16)
+        seeds = strip_seeds(key, layout, write_id)
+        pieces = made.pieces(number)
+        rows = []
+        for index, slab in enumerate(pieces[1:]):
+            slab[:] = np.frombuffer(random.bytes(slab.size), np.uint8)
+            rows.append(checksum_strips(slab, layout, index, seeds))
+        header = ChunkHeader(
+            kind=layout.kind, token_count=layout.token_count, namespace=bytes(32), fingerprint=bytes(32),
+            storage_key=key, parent=bytes(32), chain_digest=key, token_digest=key, tenant_digest=bytes(16),
+            first_position=0, rope_digest=bytes(16), write_id=write_id,
+            checksums=np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16),
+        )  # fmt: skip
+        pieces[0][:] = np.frombuffer(pack_header(header, layout), np.uint8)
+        made.headers.append(header)
+    return made
+
+
+def tier_of(settings: S3Settings, movers: MoverProcesses) -> S3Tier:
+    """As the service builds it."""
+    lanes = Lanes(
+        readers=movers.lane("s3-read", settings.reader_count, nice=MOVER_NICE),
+        writers=movers.lane("s3-write", settings.writer_count, nice=MOVER_NICE),
+        askers=movers.lane("s3-ask", 2, nice=MOVER_NICE), near=WorkerThreads(1, "s3-near"),
+    )  # fmt: skip
+    return S3Tier(settings, lanes, SystemClock())
+
+
+async def fetch(tier: S3Tier, chunks: Chunks, group_bytes: int) -> None:
+    """Every chunk opened, and its slabs read in groups, as movement does it."""
+
+    async def one(number: int) -> None:
+        stored = await tier.open(ChunkName(chunks.headers[number].storage_key, chunks.layout))
+        assert stored is not None
+        slabs, pieces = chunks.layout.slabs, chunks.pieces(number)[1:]
+        step = max(1, group_bytes // slabs[0].byte_count)
+        async with asyncio.TaskGroup() as group:
+            for first in range(0, len(slabs), step):
+                part = range(first, min(first + step, len(slabs)))
+                group.create_task(stored.read(part, pieces[part.start : part.stop]))
+        stored.close()
+
+    await _all(one(number) for number in range(len(chunks.headers)))
+
+
+async def store(tier: S3Tier, chunks: Chunks) -> None:
+    """Every chunk written, where there is none."""
+    await _all(tier.write(header, chunks.layout, chunks.pieces(number)) for number, header in enumerate(chunks.headers))
+
+
+async def _all(works: Any) -> None:
+    async with asyncio.TaskGroup() as group:
+        for work in works:
+            group.create_task(work)
+
+
+class Bare:
+    """The client alone, by its own calls."""
+
+    def __init__(self, client: Any, settings: S3Settings, chunks: Chunks) -> None:
+        self._client, self._settings, self._chunks = client, settings, chunks
+
+    def _key(self, number: int, prefix: str = "") -> str:
+        return prefix + object_key(self._settings, self._chunks.headers[number].storage_key)
+
+    async def fetch(self) -> None:
+        """Each object's body in ranges, GETS at a time."""
+        limit, layout = asyncio.Semaphore(GETS), self._chunks.layout
+
+        async def get(key: str, start: int, stop: int) -> None:
+            async with limit:
+                answer = await self._client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={start}-{stop - 1}")
+                async with answer["Body"] as body:
+                    assert len(await body.read()) == stop - start
+
+        step = self._settings.range_bytes
+        await _all(
+            get(self._key(number), start, min(start + step, layout.total_bytes))
+            for number in range(len(self._chunks.headers))
+            for start in range(layout.header_bytes, layout.total_bytes, step)
+        )
+
+    async def store(self) -> None:
+        """Each object by one PUT, PUTS at a time."""
+        limit, size = asyncio.Semaphore(PUTS), self._chunks.layout.total_bytes
+
+        async def put(number: int) -> None:
+            async with limit:
+                data = self._chunks.memory[number * size : (number + 1) * size].tobytes()
+                await self._client.put_object(Bucket=BUCKET, Key=self._key(number, "bare/"), Body=data)
+
+        await _all(put(number) for number in range(len(self._chunks.headers)))
+
+
+@asynccontextmanager
+async def bare_client(url: str) -> AsyncIterator[Any]:
+    """With as many connections as it takes, and no checksums but TCP's."""
+    from aiobotocore.config import AioConfig
+    from aiobotocore.session import AioSession
+
+    config = AioConfig(
+        s3={"addressing_style": "path", "payload_signing_enabled": False}, max_pool_connections=GETS + PUTS,
+        request_checksum_calculation="when_required", response_checksum_validation="when_required",
+    )  # fmt: skip
+    async with AioSession().create_client("s3", endpoint_url=url, region_name="us-east-1", config=config) as client:
+        yield client
+
+
+@dataclass
+class Times:
+    """Seconds of each round."""
+
+    fetch: list[float] = field(default_factory=list)
+    bare_fetch: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    bare_store: list[float] = field(default_factory=list)
+
+
+async def _timed(times: list[float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await work()
+    times.append(loop.time() - began_s)
+
+
+async def measure(settings: S3Settings, movers: MoverProcesses, scale: str) -> tuple[Times, int]:
+    """Rounds of all four, after a warm-up of each; and the bytes of a round."""
+    layout = layout_of(shared.geometry(scale), CacheKind.KV, shared.CHUNK_TOKENS)
+    count = shared.CHUNKS[scale]
+    mapping = SystemMemory(movers).read_only_to_others("bench", layout.total_bytes * count)
+    chunks = chunks_in(mapping.bytes, layout, count)
+    tier, times, warm = tier_of(settings, movers), Times(), Times()
+    keys = [header.storage_key for header in chunks.headers]
+    async with bare_client(settings.endpoint_url) as client:
+        bare = Bare(client, settings, chunks)
+        for number in range(RUNS[scale] + 1):
+            kept = times if number else warm
+            await _timed(kept.bare_store, bare.store)
+            await tier.remove(keys)  # else what is there is adopted
+            await _timed(kept.store, lambda: store(tier, chunks))
+            await _timed(kept.bare_fetch, bare.fetch)
+            await _timed(kept.fetch, lambda: fetch(tier, chunks, settings.range_bytes))
+    await tier.close()
+    mapping.close()
+    return times, chunks.byte_count
+
+
+def run(scale: str) -> Result:
+    """The fetch's ratio; the store's is beside it."""
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "bench")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "bench")
+    movers = MoverProcesses(MOVER_COUNT)
+    try:
+        with responder() as url:
+            settings = S3Settings(bucket=BUCKET, prefix="bench", endpoint_url=url, addressing="path")
+            times, byte_count = asyncio.run(measure(settings, movers, scale))
+    finally:
+        movers.close()
+    ratios = [bare / mine for bare, mine in zip(times.bare_fetch, times.fetch, strict=True)]
+    store_ratios = [bare / mine for bare, mine in zip(times.bare_store, times.store, strict=True)]
+    ratio, store_ratio = statistics.median(ratios), statistics.median(store_ratios)
+    rates = {name: byte_count / statistics.median(seconds) for name, seconds in vars(times).items()}
+    show(
+        f"s3: {byte_count >> 20} MiB, {len(ratios)} pairs, against a minimal responder on loopback",
+        [
+            ("fetch into the arena, verified", f"{rates['fetch'] / 1e9:.2f} GB/s, {ratio:.3f} of bare aiobotocore"),
+            (f"  bare: {GETS} ranged GETs, dropped", f"{rates['bare_fetch'] / 1e9:.2f} GB/s"),
+            ("store: a look, then a PUT", f"{rates['store'] / 1e9:.2f} GB/s, {store_ratio:.3f}"),
+            (f"  bare: {PUTS} PUTs", f"{rates['bare_store'] / 1e9:.2f} GB/s"),
+        ],
+    )
+    return Result(
+        name="s3", value=rates["fetch"], unit="B/s", limit=rates["bare_fetch"], ratio=ratio, target=f">= {TARGET}",
+        met=ratio >= TARGET, runs=len(ratios), spread=quartiles(ratios),
+        conditions={
+            "scale": scale, "bytes": byte_count, "range_bytes": S3Settings().range_bytes, "store_ratio": store_ratio,
+            "store_spread": quartiles(store_ratios), **{f"{name}_bytes_per_s": each for name, each in rates.items()},
+            "note": NOTE,
+        },
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The least that answers S3's GET, HEAD, PUT and DELETE, from memory, on loopback: for benchmarks of clients, whose
+limit it must not be. It checks no signature and knows no conditions. No test of the product rests on it.
+
+    python -m kvstore_ops.bench.s3_responder      prints its port, and ends with its standard input
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+HEAD_BYTES_MAX = 1 << 16
+
+
+class Responder:
+    """One thread per connection; bodies go from and to memory by one system call each."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytearray] = {}
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self._listener.getsockname()[1]
+
+    def serve(self) -> None:
+        """For ever."""
+        while True:
+            connection = self._listener.accept()[0]
+            threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection, suppress(ConnectionError):
+            rest = b""
+            while True:
+                while b"\r\n\r\n" not in rest:
+                    more = connection.recv(HEAD_BYTES_MAX)
+                    if not more:
+                        return
+                    rest += more
+                head, _, rest = rest.partition(b"\r\n\r\n")
+                rest = self._answer(connection, head.decode("latin-1"), rest)
+
+    def _answer(self, connection: socket.socket, head: str, rest: bytes) -> bytes:
+        """Returns what of ``rest``, read too far, is the next request's."""
+        first, *lines = head.split("\r\n")
+        method, path, _ = first.split(" ")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        path = path.partition("?")[0]
+        if "expect" in headers:
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if method == "PUT":
+            return self._put(connection, path, int(headers.get("content-length", 0)), rest)
+        if method == "DELETE":
+            self._objects.pop(path, None)
+            self._say(connection, "204 No Content", 0, b"")
+            return rest
+        found = self._objects.get(path)
+        if found is None:
+            body = b"<Error><Code>NoSuchKey</Code></Error>"
+            self._say(connection, "404 Not Found", len(body), b"" if method == "HEAD" else body)
+            return rest
+        start, stop = 0, len(found)
+        if "range" in headers:
+            low, _, high = headers["range"].removeprefix("bytes=").partition("-")
+            start, stop = int(low), min(int(high) + 1, stop)
+        told = f'ETag: "{len(found)}"\r\nContent-Range: bytes {start}-{stop - 1}/{len(found)}\r\n'
+        body_view = memoryview(found)[start:stop]
+        status = "206 Partial Content" if "range" in headers else "200 OK"
+        self._say(connection, status, stop - start, b"" if method == "HEAD" else body_view, told)
+        return rest
+
+    def _put(self, connection: socket.socket, path: str, byte_count: int, rest: bytes) -> bytes:
+        data = bytearray(byte_count)
+        done = min(len(rest), byte_count)
+        data[:done], rest = rest[:done], rest[done:]
+        view = memoryview(data)
+        while done < byte_count:
+            count = connection.recv_into(view[done:])
+            if not count:
+                raise ConnectionError
+            done += count
+        self._objects[path] = data
+        self._say(connection, "200 OK", 0, b"", f'ETag: "{byte_count}"\r\n')
+        return rest
+
+    def _say(
+        self, connection: socket.socket, status: str, length: int, body: bytes | memoryview, told: str = ""
+    ) -> None:
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{told}\r\n".encode())
+        if len(body):
+            connection.sendall(body)
+
+
+@contextmanager
+def responder() -> Iterator[str]:
+    """Its URL; it has a process of its own."""
+    command = [sys.executable, "-m", "kvstore_ops.bench.s3_responder"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.stdin.close()
+
+
+if __name__ == "__main__":
+    found = Responder()
+    threading.Thread(target=found.serve, daemon=True).start()
+    print(found.port, flush=True)
+    sys.stdin.read()

@@ -1,0 +1,64 @@
+"""Which sidecar a command asks, and as which tenant: what its options --address, --tenant and --tls say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_client import TLS, Client, connect
+from kvstore_client.planes.place import UNIX, default_socket
+
+from kvstore.errors import InvalidRequest
+
+DEFAULT_TENANT = "default"
+SYSTEM = "system"
+"""The word of --tls for certificates that the system trusts."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One tenant's door of a sidecar. ``address`` and ``tls`` are what ``connect`` takes; a client on another host is
+    admitted by the token in $KVSTORE_TOKEN."""
+
+    address: str
+    tls: TLS | bool | None = None
+
+    @property
+    def socket(self) -> Path | None:
+        """The unix socket, None where the sidecar is asked over TCP."""
+        return Path(self.address.removeprefix(UNIX)) if self.address.startswith(UNIX) else None
+
+    def of_tenant(self, name: str) -> Door:
+        """Another tenant's door of the same sidecar. Raises InvalidRequest for a TCP address, which has one door."""
+        if self.socket is None:
+            raise InvalidRequest(
+                f"--tenant {name}: at {self.address} the token in $KVSTORE_TOKEN says which tenant asks"
+            )
+        return Door(f"{UNIX}{self.socket.parent / name / self.socket.name}")
+
+    def open(self) -> Client:
+        """A client. Raises as ``connect`` does."""
+        return connect(self.address, tls=self.tls)
+
+
+def door_of(address: str | None, tenant: str = "", tls: str = "") -> Door:
+    """``address``: unix:///PATH, a socket's path, or HOST:PORT; None: this user's sidecar. ``tls``: "system", or one or
+    three files, CA or CA,CERTIFICATE,KEY. Raises InvalidRequest."""
+    if address is None:
+        address = f"{UNIX}{default_socket()}"
+    elif "://" not in address and ("/" in address or ":" not in address):
+        address = f"{UNIX}{address}"  # a path
+    door = Door(address, _tls(tls))
+    is_default = not tenant or (tenant == DEFAULT_TENANT and door.socket is not None)
+    return door if is_default else door.of_tenant(tenant)
+
+
+def _tls(text: str) -> TLS | bool | None:
+    if not text:
+        return None
+    if text == SYSTEM:
+        return True
+    files = text.split(",")
+    if len(files) not in (1, 3) or not all(files):
+        raise InvalidRequest(f"--tls {text}: use {SYSTEM}, CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem")
+    return TLS(**dict(zip(("ca_file", "certificate_file", "key_file"), files, strict=False)))

@@ -1,0 +1,84 @@
+"""``kvstore locate``: where a prompt's prefix is, by node and tier."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvstore_client import Client
+from kvstore_client.lookup.locate import Location
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.errors import InvalidRequest
+from kvstore.spec import ModelSpec
+from kvstore.wire import spec_from_message
+
+
+def model_named(client: Client, name: str) -> ModelSpec:
+    """The one model registered with the sidecar whose id is, or ends with, ``name``. Raises InvalidRequest."""
+    specs = [spec_from_message(each.spec) for each in client.stats().models if each.spec.layers]
+    found = [spec for spec in specs if spec.model_id == name] or [
+        spec for spec in specs if spec.model_id.rpartition("/")[2] == name
+    ]
+    if len(found) != 1:
+        known = (
+            ", ".join(sorted({spec.model_id for spec in specs})) or "none: an engine registers its model at its start"
+        )
+        what = "several models are called" if found else "no model is called"
+        raise InvalidRequest(f"--model {name}: {what} so here. Registered: {known}")
+    return found[0]
+
+
+def read_tokens(path: Path, tokenizer: str) -> list[list[int]]:
+    """The contexts of a file ("-": standard input): a text, where a ``tokenizer`` (a directory or name of
+    transformers') is given; else JSON, a list of token ids or a list of such lists. Raises InvalidRequest."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--prompt {path}: {error}") from error
+    if tokenizer:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise InvalidRequest("--tokenizer needs transformers: pip install 'kvstore[transformers]'") from error
+        return [list(AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"])]
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"--prompt {path} is no JSON list of token ids ({error}): name --tokenizer for a text"
+        ) from error
+    contexts = found if isinstance(found, list) and found and isinstance(found[0], list) else [found]
+    if not all(isinstance(each, list) and all(type(token) is int for token in each) for each in contexts):
+        raise InvalidRequest(f"--prompt {path}: a list of token ids, or a list of such lists, is wanted")
+    return contexts
+
+
+def as_dict(location: Location, token_count: int) -> dict[str, Any]:
+    """One context's answer for machines."""
+    rows = [{"node": each.node, "tier": each.tier.name, "token_count": each.token_count} for each in location.prefixes]
+    return {"token_count": token_count, "asked": location.asked, "prefixes": rows, "reason": location.reason}
+
+
+def render(locations: list[Location], token_counts: list[int]) -> Group:
+    """A table per context, the longest prefix first."""
+    tables: list[Table | Text] = []
+    for number, (found, count) in enumerate(zip(locations, token_counts, strict=True), 1):
+        title = f"{count:,} tokens" if len(locations) == 1 else f"context {number}: {count:,} tokens"
+        table = Table("node", "tier", "leading tokens", "share", title=title)
+        for each in sorted(found.prefixes, key=lambda row: -row.token_count):
+            node = each.node or "(all nodes)"
+            here = " (asked)" if each.node and each.node == found.asked else ""
+            table.add_row(
+                node + here, each.tier.name.lower(), f"{each.token_count:,}", f"{each.token_count / count:.0%}"
+            )
+        if not found.prefixes:
+            table.add_row("nowhere", "", "0", "0%")
+        tables.append(table)
+    if locations and locations[0].reason:
+        tables.append(Text(locations[0].reason, style="yellow"))
+    return Group(*tables)

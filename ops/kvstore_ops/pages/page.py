@@ -1,0 +1,37 @@
+"""What is made: whole pages, and the figures in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore_ops.pages import benchmarks, configuration
+
+ROOT = Path(__file__).resolve().parents[3]
+
+MADE: dict[str, Callable[[str], str]] = {
+    "docs/configuration.md": lambda _: configuration.render(),
+    "docs/benchmarks.md": lambda _: benchmarks.render(benchmarks.read(ROOT)),
+    "README.md": lambda text: benchmarks.with_headlines(text, benchmarks.read(ROOT)),
+}
+"""Per path what it is to be, given what it is."""
+
+
+def outdated() -> dict[str, str]:
+    """The pages that are not what they are to be, each with its right text."""
+    right = {}
+    for path, make in MADE.items():
+        file = ROOT / path
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        made = make(text)
+        if made != text:
+            right[path] = made
+    return right
+
+
+def write() -> list[str]:
+    """Bring all pages up to date. The paths of those that were not."""
+    right = outdated()
+    for path, text in right.items():
+        (ROOT / path).write_text(text, encoding="utf-8")
+    return list(right)

@@ -1,0 +1,176 @@
+"""``kvstore scan``: what lies in the bucket of tiers.s3, by tenant and model, read back from the objects themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.config import S3Settings, Settings
+from kvstore.errors import InvalidRequest
+from kvstore.server.secrets import read_keys
+from kvstore.tiers.s3.listing import Examined, examine, pages
+from kvstore.tiers.s3.writing import remove_objects
+from kvstore.units import format_bytes
+
+PAGE_COUNT = 64
+"""Objects that are looked at between two lines of progress."""
+MODEL_DIGITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is counted, or deleted. ``tenant``: a name of the settings, or the first digits of a tenant's digest;
+    ``model``: the first digits of a fingerprint, as the table shows them; empty: all."""
+
+    tenant: str = ""
+    model: str = ""
+    older_than_s: float = 0.0
+
+    def has(self, found: Examined, tenants: dict[str, str], now_s: float) -> bool:
+        """Whether an object is meant. Of one without a header only its age is known."""
+        if now_s - found.listed.modified_s < self.older_than_s:
+            return False
+        if not (self.tenant or self.model):
+            return True
+        if found.header is None:
+            return False
+        digest = found.header.tenant_digest.hex()
+        is_tenant = tenants.get(digest) == self.tenant or digest.startswith(self.tenant)
+        return is_tenant and found.header.fingerprint.hex().startswith(self.model)
+
+
+@dataclass
+class Row:
+    """The chunks of one tenant, model and kind. Times are wall seconds."""
+
+    tenant: str
+    model: str
+    kind: str
+    chunk_count: int = 0
+    byte_count: int = 0
+    oldest_s: float = 0.0
+    newest_s: float = 0.0
+
+    def add(self, found: Examined) -> None:
+        """One more."""
+        written_s = found.listed.modified_s
+        self.oldest_s = min(self.oldest_s or written_s, written_s)
+        self.newest_s = max(self.newest_s, written_s)
+        self.chunk_count += 1
+        self.byte_count += found.listed.byte_count
+
+
+@dataclass
+class Found:
+    """What a scan has seen. ``damaged``: how many, by what is wrong with them; ``newer`` takes a newer release to read;
+    ``foreign`` are no chunks' objects."""
+
+    rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
+    damaged: dict[str, int] = field(default_factory=dict)
+    newer_count: int = 0
+    foreign_count: int = 0
+    object_count: int = 0
+    byte_count: int = 0
+    deleted_count: int = 0
+    deleted_bytes: int = 0
+
+    def add(self, found: Examined, tenants: dict[str, str]) -> None:
+        """One object."""
+        self.object_count += 1
+        self.byte_count += found.listed.byte_count
+        if found.header is not None:
+            digest = found.header.tenant_digest.hex()
+            model, kind = found.header.fingerprint.hex()[:MODEL_DIGITS], str(found.header.kind)
+            tenant = tenants.get(digest, digest)
+            self.rows.setdefault((tenant, model, kind), Row(tenant, model, kind)).add(found)
+        elif found.reason == "newer":
+            self.newer_count += 1
+        else:
+            self.damaged[found.reason] = self.damaged.get(found.reason, 0) + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows.values()]}
+
+
+def settings_of(settings: Settings) -> S3Settings:
+    """Raises InvalidRequest without a bucket."""
+    if not settings.tiers.s3.bucket:
+        raise InvalidRequest("tiers.s3.bucket is not set: name the bucket to scan, as the service does")
+    return settings.tiers.s3
+
+
+def names_of_tenants(settings: Settings) -> dict[str, str]:
+    """Tenants' names by their digests, which is what objects have."""
+    return {keys.digest.hex(): name for name, keys in read_keys(settings.tenants).items()}
+
+
+def scan(
+    settings: Settings, wanted: Wanted, *, verify: bool, delete: bool, now_s: float,
+    progress: Callable[[Found], None] = lambda _: None,
+) -> Found:  # fmt: skip
+    """Look at every object, delete those that are ``wanted`` if that is asked for, and count those that are wanted.
+    What a newer release wrote, and what is no chunk's object, is never deleted. Raises InvalidRequest,
+    PermissionDenied, Unavailable."""
+    s3, tenants, found = settings_of(settings), names_of_tenants(settings), Found()
+    for each in _examined(s3, found, verify=verify):
+        meant = [one for one in each if one.reason != "gone" and wanted.has(one, tenants, now_s)]
+        for one in meant:
+            found.add(one, tenants)
+        doomed = [one for one in meant if one.reason != "newer"] if delete else []
+        if doomed:
+            remove_objects(s3, [one.listed.storage_key for one in doomed])
+            found.deleted_count += len(doomed)
+            found.deleted_bytes += sum(one.listed.byte_count for one in doomed)
+        progress(found)
+    return found
+
+
+def _examined(settings: S3Settings, found: Found, *, verify: bool) -> Iterator[list[Examined]]:
+    for listed, others in pages(settings):
+        found.foreign_count += others
+        for start in range(0, len(listed), PAGE_COUNT):
+            yield examine(settings, listed[start : start + PAGE_COUNT], whole=verify)
+
+
+def render(found: Found, now_s: float, *, is_verified: bool) -> Group:
+    """For people."""
+    table = Table("tenant", "model", "kind", "chunks", "bytes", "newest", "oldest")
+    for row in sorted(found.rows.values(), key=lambda row: -row.byte_count):
+        ages = (_age(now_s - row.newest_s), _age(now_s - row.oldest_s))
+        table.add_row(row.tenant, row.model, row.kind, f"{row.chunk_count:,}", format_bytes(row.byte_count), *ages)
+    lines = [f"{found.object_count:,} objects, {format_bytes(found.byte_count)}"]
+    how = "all bytes" if is_verified else "headers and lengths; --verify reads all bytes"
+    damaged = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.damaged.items()))
+    lines.append(f"damaged: {damaged or 'none'} (by {how})")
+    if found.newer_count:
+        lines.append(f"written by a newer release: {found.newer_count:,}, left alone")
+    if found.foreign_count:
+        lines.append(f"no chunks: {found.foreign_count:,}, left alone")
+    return Group(table, *map(Text, lines))
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def with_progress(work: Callable[[Callable[[Found], None]], Found]) -> Found:
+    """Do the work, and say on the error output how far it is."""
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("scanning")
+
+        def tell(found: Found) -> None:
+            done = f"{found.object_count:,} objects, {format_bytes(found.byte_count)}"
+            shown.update(task, description=f"{done}, {found.deleted_count:,} deleted" if found.deleted_count else done)
+
+        return work(tell)

@@ -1,0 +1,165 @@
+"""The directory, in a real Redis: who is believed, and for how long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import redis.asyncio
+
+from kvstore.directory import LIVE_S, NodeDirectory
+from kvstore.errors import Unavailable
+from kvstore.seams import SystemRandom
+from kvstore.spec import Tier
+from tests.fakes.redis_server import RedisServer
+
+KEYS = [bytes([number]) * 32 for number in range(4)]
+TIMEOUT_S = 5.0
+
+
+class HandClock:
+    """Stands still until it is moved."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+@asynccontextmanager
+async def node(
+    server: RedisServer, name: str, owner: str = "", clock: HandClock | None = None
+) -> AsyncIterator[NodeDirectory]:
+    client = redis.asyncio.Redis(unix_socket_path=server.path)
+    directory = NodeDirectory(client, name, "kvstore", owner, clock or HandClock(), SystemRandom())  # type: ignore[arg-type]  # it only tells the time
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+async def test_what_one_node_tells_the_other_finds(server: RedisServer) -> None:
+    async with node(server, "a") as a, node(server, "b") as b:
+        assert not await a.beat()
+        assert await a.beat()
+        await b.beat()
+        await a.tell({KEYS[0]: Tier.DRAM, KEYS[1]: Tier.NVME})
+        await b.tell({KEYS[0]: Tier.NVME})
+        assert await b.where(KEYS[:3], TIMEOUT_S) == [{"a": Tier.DRAM}, {"a": Tier.NVME}, {}]
+        assert await a.where(KEYS[:3], TIMEOUT_S) == [{"b": Tier.NVME}, {}, {}]
+        await a.tell({KEYS[0]: Tier.NVME, KEYS[1]: Tier.NONE})
+        assert await b.where(KEYS[:2], TIMEOUT_S) == [{"a": Tier.NVME}, {}]
+
+
+async def test_who_was_not_heard_lately_counts_no_more(server: RedisServer) -> None:
+    clock = HandClock()
+    async with node(server, "a") as a, node(server, "b", clock=clock) as b:
+        await a.beat()
+        await b.beat()
+        await a.tell({KEYS[0]: Tier.DRAM})
+        clock.now_s += LIVE_S - 1
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]
+        clock.now_s += 2
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+
+
+@pytest.mark.parametrize("how", ["closed", "renewed", "started again"])
+async def test_what_an_earlier_incarnation_told_counts_no_more(server: RedisServer, how: str) -> None:
+    async with node(server, "b") as b, node(server, "a") as a:
+        await b.beat()
+        await a.beat()
+        await a.tell({KEYS[0]: Tier.DRAM})
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]
+        if how == "closed":
+            await a.close()
+        elif how == "renewed":
+            a.renew()
+            await a.beat()
+        else:
+            async with node(server, "a") as again:
+                await again.beat()
+                await again.tell({KEYS[0]: Tier.NVME, KEYS[1]: Tier.DRAM})
+                assert await b.where(KEYS[:2], TIMEOUT_S) == [{"a": Tier.NVME}, {"a": Tier.DRAM}]
+                return
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+
+
+async def test_tenants_do_not_meet(server: RedisServer) -> None:
+    async with node(server, "a", "one") as a, node(server, "b", "other") as b:
+        await a.beat()
+        await b.beat()
+        await a.tell({KEYS[0]: Tier.DRAM})
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{}]
+
+
+async def test_two_nodes_of_one_name_are_told_so(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with node(server, "a") as former:
+        await former.beat()
+    async with node(server, "a") as one:
+        await one.beat()
+        assert "server.node" not in caplog.text, "that was this node, before it started again"
+        async with node(server, "a") as other:
+            await other.beat()
+            await one.beat()
+            await other.beat()
+            said = [each.message for each in caplog.records if each.levelno == logging.ERROR]
+            assert len(said) == 2
+            assert all("server.node" in each for each in said)
+
+
+async def test_a_redis_that_lost_all_says_so_at_the_next_beat(server: RedisServer) -> None:
+    async with node(server, "a") as a:
+        await a.beat()
+        with server.client() as client:
+            client.flushall()
+        assert not await a.beat()
+
+
+async def test_what_others_wrote_there_is_no_entry(server: RedisServer) -> None:
+    async with node(server, "b") as b, node(server, "a") as a:
+        await b.beat()
+        await a.beat()
+        await a.tell({KEYS[0]: Tier.DRAM, KEYS[1]: Tier.DRAM})
+        with server.client() as client:
+            names = [f"kvstore:v1:d:{{{key.hex()}}}" for key in KEYS]
+            incarnation = client.hget(names[0], "a").split()[0]
+            strange = (
+                b"",
+                b"\xff\xfe",
+                b"word word",
+                incarnation,
+                incarnation + b" -1",
+                incarnation + b" 99",
+                incarnation + b" 0",
+            )
+            for value in strange:
+                client.hset(names[0], "a", value)
+                assert await b.where(KEYS[:2], TIMEOUT_S) == [{}, {"a": Tier.DRAM}], value
+            client.set(names[2], "no hash")
+        assert await b.where(KEYS[:3], TIMEOUT_S) == [{}, {"a": Tier.DRAM}, {}]
+
+
+async def test_a_redis_that_is_away_is_unavailable_and_found_again(server: RedisServer) -> None:
+    async with node(server, "a") as a, node(server, "b") as b:
+        with pytest.raises(Unavailable):
+            await a.where(KEYS[:1], TIMEOUT_S)  # nobody heard of it yet: no time is lost
+        await a.beat()
+        await b.beat()
+        server.kill()
+        for call in (a.beat(), a.tell({KEYS[0]: Tier.DRAM}), a.where(KEYS, TIMEOUT_S)):
+            with pytest.raises(Unavailable):
+                await call
+        assert not a.is_reachable
+        server.start()
+        assert not await a.beat()
+        await a.tell({KEYS[0]: Tier.DRAM})
+        await b.beat()
+        assert await b.where(KEYS[:1], TIMEOUT_S) == [{"a": Tier.DRAM}]

@@ -1,0 +1,1 @@
+"""Two nodes, real servers, that share two tiers."""

@@ -1,0 +1,156 @@
+"""Where prompts are, asked of real sidecars that share one Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_client import Client, PageHashes, connect
+from kvstore_ops.sidecar import TOKEN, Sidecar
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import chain_digests
+from kvstore.spec import Durability, Exactness, Tier
+from tests.conftest import ROOT
+from tests.fakes.redis_server import RedisServer
+from tests.server.raw import eventually
+from tests.specs import random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+STEP = SPEC.chunk_tokens
+
+
+class Node(Sidecar):
+    def __init__(self, name: str, redis: RedisServer) -> None:
+        own = {"KVSTORE__SERVER__NODE": name, "KVSTORE__TIERS__REDIS__URL": redis.url}
+        super().__init__("--capacity", "2 MiB", nvme="16 MiB", plane="remote", environment={**os.environ, **own})
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def a(redis: RedisServer) -> Iterator[Node]:
+    with Node("a", redis) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def b(redis: RedisServer) -> Iterator[Node]:
+    with Node("b", redis) as node:
+        yield node
+
+
+def keep(client: Client, count: int, seed: int, spec: Any = SPEC) -> Any:
+    tokens = tokens_of(count, seed)
+    assert client.store(spec, tokens, random_cache(spec, count, seed)).wait(20) > Durability.NONE
+    return tokens
+
+
+def local(node: Node) -> Client:
+    return connect(node.socket_address)
+
+
+def test_a_router_learns_how_far_each_node_and_the_shared_tier_have_a_prompt(a: Node, b: Node) -> None:
+    with local(a) as writer, local(b) as other, connect(b.address, token=TOKEN) as router:
+        tokens = keep(writer, 4 * STEP, 1)
+        keep(other, 2 * STEP, 1)
+
+        def is_told() -> bool:
+            rows = set(router.locate(SPEC, tokens).prefixes)
+            return {("a", Tier.DRAM, 4 * STEP), ("b", Tier.DRAM, 2 * STEP), ("", Tier.REDIS, 4 * STEP)} <= rows
+
+        eventually(is_told)
+        found = router.locate(SPEC, tokens)
+        assert found.asked == "b"
+        assert found.reason == ""
+        assert found.nodes == {"a": 4 * STEP, "b": 2 * STEP}
+        strange, longer, none = router.locate_each(SPEC, [tokens_of(64, 99), [*tokens, *tokens_of(64, 2)], []])
+        assert strange.prefixes == none.prefixes == ()
+        assert longer.nodes == found.nodes
+        eventually(lambda: router.locate(SPEC, [*tokens, *tokens_of(64, 2)]).prefixes == found.prefixes)
+        assert router.locate(SPEC, tokens, exactness=Exactness.DERIVED).prefixes == ()
+        assert dict(writer.locate(SPEC, tokens).nodes) == found.nodes
+
+
+def test_by_an_engines_block_hashes(a: Node, b: Node) -> None:
+    tokens = tokens_of(3 * STEP, 5)
+    hashes = PageHashes("vllm-sha256_cbor", STEP, chain_digests(tokens, STEP), tokens)
+    with local(a) as writer, local(b) as router:
+        assert writer.store(SPEC, hashes, random_cache(SPEC, 3 * STEP, 5)).wait(20) > Durability.NONE
+        eventually(lambda: router.locate(SPEC, hashes).nodes == {"a": 3 * STEP})
+        assert router.locate(SPEC, tokens).prefixes == ()
+
+
+def test_a_node_that_stopped_counts_no_more_and_what_it_stored_is_still_shared(redis: RedisServer, b: Node) -> None:
+    with Node("c", redis) as node, local(b) as router:
+        with local(node) as writer:
+            tokens = keep(writer, 2 * STEP, 7)
+            eventually(lambda: router.locate(SPEC, tokens).nodes == {"c": 2 * STEP})
+            eventually(lambda: ("", Tier.REDIS, 2 * STEP) in router.locate(SPEC, tokens).prefixes)  # then it may stop
+        node.stop()
+        assert router.locate(SPEC, tokens).nodes == {}
+        eventually(lambda: ("", Tier.REDIS, 2 * STEP) in router.locate(SPEC, tokens).prefixes)  # its bound is 5 ms
+        node.start()
+        eventually(lambda: router.locate(SPEC, tokens).nodes == {"c": 2 * STEP})
+
+
+def test_what_leaves_a_node_is_told_and_so_is_all_after_redis_lost_everything(redis: RedisServer, a: Node) -> None:
+    with Node("d", redis) as node, local(a) as router, local(node) as writer:
+        first = keep(writer, 2 * STEP, 11)
+        eventually(lambda: router.locate(SPEC, first).nodes == {"d": 2 * STEP})
+        eventually(lambda: ("", Tier.REDIS, 2 * STEP) in router.locate(SPEC, first).prefixes)  # no write comes after
+        with redis.client() as client:
+            client.flushall()
+        assert router.locate(SPEC, first).prefixes == ()
+        eventually(lambda: router.locate(SPEC, first).nodes == {"d": 2 * STEP}, 30)
+
+
+def test_without_a_redis_only_this_node_is_known(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as client:
+        tokens = keep(client, STEP, 3)
+        found = client.locate(SPEC, tokens)
+        assert [each[1:] for each in found.prefixes] == [(Tier.DRAM, STEP)]
+        assert "tiers.redis.url" in found.reason
+        with pytest.raises(InvalidRequest, match="contexts"):
+            client.locate_each(SPEC, [tokens_of(1024 * STEP, seed) for seed in range(17)])
+        assert client.locate_each(SPEC, []) == []
+    assert client.locate(SPEC, tokens).prefixes == ()
+
+
+def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore_ops.cli", "locate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, input=given, check=False)
+
+
+def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(sidecar: Sidecar, tmp_path: Path) -> None:
+    socket = ("--socket", f"{sidecar.directory}/run/kvstore.sock")
+    with connect(sidecar.address) as client:
+        tokens = keep(client, STEP, 4)
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps([int(each) for each in tokens]))
+    shown = run(*socket, "--model", SPEC.model_id, "--prompt", str(prompt))
+    assert shown.returncode == 0, shown.stderr
+    assert "dram" in shown.stdout
+    assert "100%" in shown.stdout
+    both = run(*socket, "--model", SPEC.model_id, "--prompt", "-", "--json", given=f"[{prompt.read_text()}, [1, 2]]")
+    one, other = json.loads(both.stdout)
+    assert one["prefixes"][0]["token_count"] == STEP
+    assert other["prefixes"] == []
+    for arguments, word in (
+        (("--model", "nobody", "--prompt", str(prompt)), "--model nobody"),
+        (("--model", SPEC.model_id, "--prompt", str(tmp_path / "none")), "--prompt"),
+        (("--model", SPEC.model_id, "--prompt", "-"), "JSON"),
+    ):
+        wrong = run(*socket, *arguments, given="no tokens")
+        assert wrong.returncode != 0
+        assert word in wrong.stderr

@@ -1,0 +1,151 @@
+"""A line between S3 clients and a real server that knows what is asked, and can answer wrongly: for what a line of
+bytes alone cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from aiohttp import web
+
+from tests.fakes.switches import POLL_S, Switch
+
+BODY_BYTES_MAX = 1 << 30
+CONDITIONS = {"if-match", "if-none-match"}
+OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "server", "date"}
+
+
+class S3Proxy:
+    """Listens at ``url``. What it does wrong may be changed at any time.
+
+    ``ignores_conditions``: the server hears of none. ``never_matches``: no object has the ETag of an If-Match, as with
+    Ceph's gateway, which compares the quotes, too. ``cut_at``, ``stall_at``: after so many bytes of a body the
+    connection ends, or nothing more comes. ``refusals``: (HTTP status, code) in the place of the next answers;
+    ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
+    AccessDenied. ``owner``: whose the bucket is; who expects another one is denied. ``region``: the bucket's; who signs
+    for another one is sent there. ``asked``: every request: method, path, headers."""
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = upstream
+        self._is_closed = False
+        self.asked: list[tuple[str, str, dict[str, str]]] = []
+        self.turn_off()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="s3-proxy", daemon=True).start()
+        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def turn_on(self, *switches: Switch) -> None:
+        """These, and no others."""
+        self._switches = frozenset(switches)
+
+    def turn_off(self) -> None:
+        """From now on it is a good line."""
+        self._switches: frozenset[Switch] = frozenset()
+        self.ignores_conditions = self.never_matches = False
+        self.cut_at: int | None = None
+        self.stall_at: int | None = None
+        self.refusals: list[tuple[int, str]] = []
+        self.denied: frozenset[str] = frozenset()
+        self.owner = self.region = ""
+        self.abort_count = 0
+
+    async def _listen(self) -> int:
+        self._session = aiohttp.ClientSession(auto_decompress=False)
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.method, request.path_qs, dict(request.headers)))
+        while Switch.STALLED in self._switches:  # noqa: ASYNC110 - another thread ends it
+            await asyncio.sleep(POLL_S)
+        if Switch.AWAY in self._switches or self.abort_count:
+            self.abort_count -= bool(self.abort_count)
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        sent = await request.read()
+        if self.refusals:
+            return refusal(*self.refusals.pop(0))
+        if self.region and f"/{self.region}/s3/" not in request.headers.get("Authorization", ""):
+            return refusal(301, "PermanentRedirect", {"x-amz-bucket-region": self.region})
+        if self.never_matches and "If-Match" in request.headers:
+            return refusal(412, "PreconditionFailed")
+        expected = request.headers.get("x-amz-expected-bucket-owner", self.owner)
+        if request.method in self.denied or (self.owner and expected != self.owner):
+            return refusal(403, "AccessDenied")
+        dropped = OF_A_HOP | CONDITIONS if self.ignores_conditions else OF_A_HOP
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
+        url = self._upstream + request.raw_path
+        async with self._session.request(request.method, url, data=sent, headers=headers) as answer:
+            data = bytearray(await answer.read())
+        answered = {name: value for name, value in answer.headers.items() if name.lower() not in OF_A_HOP}
+        status = self._altered(request, answer.status, data)
+        if status != answer.status:
+            return refusal(404, "NoSuchKey") if status == 404 else web.Response(status=status)
+        return await self._give(request, status, answered, data)
+
+    def _altered(self, request: web.Request, status: int, data: bytearray) -> int:
+        """The status to give; the data may be damaged."""
+        is_read = request.method in ("GET", "HEAD")
+        if is_read and Switch.ABSENT in self._switches:
+            return 404
+        if request.method == "HEAD" and Switch.LYING in self._switches:
+            return 404 if status == 200 else 200
+        is_header = request.headers.get("Range", "").startswith("bytes=0-")
+        if data and request.method == "GET" and (Switch.GARBLED if is_header else Switch.CORRUPT) in self._switches:
+            data[len(data) // 2] ^= 1
+        return status
+
+    async def _give(
+        self, request: web.Request, status: int, headers: dict[str, str], data: bytearray
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers=headers)
+        await response.prepare(request)
+        if request.method != "HEAD":
+            end = self.cut_at if self.cut_at is not None else self.stall_at
+            if end is None or end >= len(data) or status >= 300:
+                await response.write(bytes(data))
+            else:
+                await response.write(bytes(data[:end]))
+                while self.stall_at is not None:  # noqa: ASYNC110 - another thread ends it
+                    await asyncio.sleep(POLL_S)
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+        await response.write_eof()
+        return response
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.turn_off()
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Any:
+    """As S3 says no."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+    return web.Response(status=status, text=body, content_type="application/xml", headers=headers)

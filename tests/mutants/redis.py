@@ -1,0 +1,297 @@
+"""The Redis tier: what is published, what is believed, what ends, and who may see what."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SCRIPTS = "kvstore/tiers/redis/scripts.py"
+MOVES = "kvstore/tiers/redis/moves.py"
+LINE = "kvstore/tiers/redis/line.py"
+READS = "kvstore/tiers/redis/reads.py"
+TIER = "kvstore/tiers/redis/tier.py"
+CHUNK = "kvstore/tiers/redis/chunk.py"
+EMBEDDED = "kvstore/tiers/redis/embedded.py"
+ENGINE = "tests/tiers/test_redis_engine.py"
+LINES = "tests/tiers/test_redis_lines.py"
+REFUSALS = "tests/tiers/test_redis_refusals.py"
+ALTERATIONS = "tests/tiers/test_redis_alterations.py::test_no_alteration_gives_a_wrong_byte"
+TOPOLOGY = "tests/tiers/test_redis_topology.py"
+NODES = "tests/e2e/test_redis.py"
+
+MUTANTS = [
+    Mutant(
+        "half-a-chunk-is-published",
+        SCRIPTS,
+        "if redis.call('HLEN', KEYS[1]) ~= count or not begins(redis.call('HGET', KEYS[1], 'h')) then\n",
+        "if redis.call('EXISTS', KEYS[1]) == 0 then\n",
+        "a chunk of which the engine dropped a part is found by all nodes",
+        (f"{ENGINE}::test_what_was_dropped_before_its_commit_is_not_published",),
+    ),
+    Mutant(
+        "what-a-newer-release-wrote-is-replaced",
+        SCRIPTS,
+        "  if not ours then\n",
+        "  if false then\n",
+        "nodes of two releases take turns at replacing each other's chunks",
+        (f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",),
+    ),
+    Mutant(
+        "what-a-newer-release-wrote-is-damaged",
+        "kvstore/chunk/envelope.py",
+        "            if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):\n",
+        "            if False:\n",
+        "a newer release's chunk counts as corrupt",
+        (f"{ENGINE}::test_what_a_newer_release_wrote_is_a_miss_and_stays",),
+    ),
+    Mutant(
+        "fields-of-a-raw-chunk-for-an-encoded-one",
+        "kvstore/tiers/redis/names.py",
+        "    return _raw_fields(layout) if stored is None else _cut_at(stored.slab_offsets[1:].tolist())\n",
+        "    return _raw_fields(layout)\n",
+        "what is encoded is cut where the raw chunk would be, and never comes back",
+        ("tests/tiers/test_encoded_copies.py::test_fields_end_where_encoded_slabs_do",),
+    ),
+    Mutant(
+        "encoded-where-it-saves-nothing",
+        "kvstore/chunk/making.py",
+        "            if encoded.data.size <= layout.total_bytes * (1 - SAVES_MIN):\n",
+        "            if True:\n",
+        "readers decode what is no smaller",
+        ("tests/tiers/test_encoded_copies.py::test_what_encoding_saves_too_little_of_stays_raw",),
+    ),
+    Mutant(
+        "no-write-without-a-claim",
+        SCRIPTS,
+        "  elseif not redis.pcall('SET', claim, ARGV[1], 'NX', 'PX', ARGV[2]) then\n",
+        "  elseif not redis.call('SET', claim, ARGV[1], 'NX', 'PX', ARGV[2]) then\n",
+        "a user who may write chunks and no claims is refused",
+        ("tests/tiers/test_claims.py::test_a_server_that_takes_no_claims_takes_chunks_as_before",),
+    ),
+    Mutant(
+        "taken-by-nobody",
+        SCRIPTS,
+        "    elseif type(who) == 'string' then\n",
+        "    else\n",
+        "a user who may set claims and not get them leaves every chunk to others",
+        ("tests/tiers/test_claims.py::test_a_claim_that_cannot_be_read_is_nobodys",),
+    ),
+    Mutant(
+        "a-claim-outlives-a-write-that-failed",
+        "kvstore/tiers/redis/tier.py",
+        "            self._errands.given_up(claim)\n",
+        "",
+        "other nodes wait for what nobody writes",
+        ("tests/tiers/test_claims.py::test_a_claim_ends_with_a_write_that_failed",),
+    ),
+    Mutant(
+        "encodings-under-one-name",
+        "kvstore/tiers/redis/names.py",
+        '    made = b"" if stored is None else b"%08x." % crc32(stored.lengths.data)\n',
+        '    made = b""\n',
+        "a reader takes a chunk for damaged when a node with another encoding commits the same write",
+        (
+            "tests/tiers/test_encoded_copies.py"
+            "::test_an_open_chunk_whose_place_another_encoding_takes_is_gone_and_not_damaged",
+        ),
+    ),
+    Mutant(
+        "a-claim-outlives-its-chunk",
+        SCRIPTS,
+        "redis.call('UNLINK', KEYS[3])\n",
+        "",
+        "what an engine drops soon after it was written is stored anew only when the claim ends",
+        ("tests/tiers/test_redis_topology.py::test_what_a_node_is_about_to_write_is_claimed_on_each_chunks_own_node",),
+    ),
+    Mutant(
+        "chunks-in-redis-stay-for-ever",
+        SCRIPTS,
+        "redis.call('PEXPIRE', KEYS[1], ttl)\nredis.call('UNLINK'",
+        "redis.call('PERSIST', KEYS[1])\nredis.call('UNLINK'",
+        "under volatile-lru nothing of ours ever leaves",
+        (f"{ENGINE}::test_chunks_stay_for_their_time_and_longer_when_they_are_used",),
+    ),
+    Mutant(
+        "what-is-used-stays-no-longer",
+        TIER,
+        "        self._errands.used(key)\n",
+        "        pass\n",
+        "the prompts that everybody uses leave after a week",
+        (f"{ENGINE}::test_chunks_stay_for_their_time_and_longer_when_they_are_used",),
+    ),
+    Mutant(
+        "a-node-that-only-reads-writes",
+        TIER,
+        '0 if settings.write == "never" else self._ttl_ms',
+        "self._ttl_ms",
+        "a node without the right to write asks for it each second",
+        (f"{ENGINE}::test_chunks_stay_for_their_time_and_longer_when_they_are_used",),
+    ),
+    Mutant(
+        "a-header-of-any-length",
+        SCRIPTS,
+        "header = string.sub(redis.call('HGET', KEYS[1], 'h') or '', 1, tonumber(ARGV[1])) end\n",
+        "header = redis.call('HGET', KEYS[1], 'h') or '' end\n",
+        "whoever may write to Redis fills the memory of every node",
+        (f"{ENGINE}::test_a_header_of_any_length_costs_no_memory",),
+    ),
+    Mutant(
+        "what-comes-from-redis-is-not-checked",
+        MOVES,
+        "    good = are_right(part.runs, part.expected)\n",
+        "    good = True\n",
+        "bytes that somebody altered are given to engines",
+        (ALTERATIONS,),
+    ),
+    Mutant(
+        "what-is-encoded-in-redis-is-not-checked",
+        MOVES,
+        "        return part.decoded.are_right(memory[0])\n",
+        "        part.decoded.are_right(memory[0])\n        return True\n",
+        "bytes that somebody altered are given to engines",
+        (ALTERATIONS,),
+    ),
+    Mutant(
+        "a-field-of-any-length",
+        LINE,
+        '        if size != b"%d" % byte_count:\n',
+        "        if False:\n",
+        "the rest of one reply is taken for the next one",
+        (f"{ENGINE}::test_a_field_of_another_length_is_lost_and_disturbs_no_other_read",),
+    ),
+    Mutant(
+        "a-line-in-doubt-is-kept",
+        LINE,
+        "        if self.awaited or self._rest:\n            return False\n",
+        "        return True\n",
+        "a reply is taken for that of another command",
+        (f"{ENGINE}::test_a_field_of_another_length_is_lost_and_disturbs_no_other_read",),
+    ),
+    Mutant(
+        "what-waits-on-a-line-is-a-reply",
+        LINE,
+        "        return not waiting.poll(0)\n",
+        "        return True\n",
+        "what a server says unasked is taken for the reply of the next command",
+        (f"{LINES}::test_what_a_server_says_unasked_is_no_reply",),
+    ),
+    Mutant(
+        "a-silent-server-keeps-movers",
+        LINE,
+        "        if now_s - self._heard_s > SILENCE_S_MAX:\n",
+        "        if False:\n",
+        "movers wait for a server that stands still for as long as a job may take",
+        (f"{LINES}::test_jobs_end_although_the_server_is_silent",),
+    ),
+    Mutant(
+        "a-cancelled-read-lets-go-too-early",
+        READS,
+        "        return (await to_its_end(job))[number]\n",
+        "        return (await job)[number]\n",
+        "a mover writes into memory that is somebody else's by now",
+        (f"{LINES}::test_a_cancelled_read_touches_its_memory_no_more",),
+    ),
+    Mutant(
+        "unfinished-chunks-are-left",
+        TIER,
+        "            self._errands.given_up(unfinished)\n",
+        "            pass\n",
+        "what was not committed takes room until its time is up",
+        (f"{ENGINE}::test_a_cancelled_write_leaves_nothing_for_long",),
+    ),
+    Mutant(
+        "unfinished-chunks-stay-for-ever",
+        MOVES,
+        "            line.send([*_put(key, name, memory), expire], 2)\n",
+        '            line.send([*_put(key, name, memory), command(b"PERSIST", key)], 2)\n',
+        "what a node wrote that died meanwhile never leaves",
+        (f"{ENGINE}::test_a_cancelled_write_leaves_nothing_for_long",),
+    ),
+    Mutant(
+        "a-full-server-is-away",
+        "kvstore/tiers/redis/replies.py",
+        '    if code == "OOM":\n',
+        "    if False:\n",
+        "a full server is not asked for what it has",
+        (f"{ENGINE}::test_a_full_engine_refuses_and_keeps_what_it_has",),
+    ),
+    Mutant(
+        "a-slot-that-moved-is-not-followed",
+        TIER,
+        "            reads.server = await self._control.followed(reads.key, str(error.fields[MOVED]))\n",
+        "            pass\n",
+        "a cluster that is reshaped costs every chunk that is open",
+        (f"{TOPOLOGY}::test_a_slot_that_moves_costs_one_more_try",),
+    ),
+    Mutant(
+        "a-slot-on-its-way-is-read-where-it-was",
+        "kvstore/tiers/redis/cluster.py",
+        "            return replace(self._server(node), is_asked=True)\n",
+        "            return self._server(node)\n",
+        "while a cluster is reshaped chunks that have moved are away",
+        (f"{TOPOLOGY}::test_while_a_slot_is_on_its_way_its_chunks_are_read_at_both_ends",),
+    ),
+    Mutant(
+        "a-slot-on-its-way-is-asked-for-without-a-word",
+        "kvstore/tiers/redis/cluster.py",
+        '                pile.append(PipelineCommand(0, "ASKING"))\n',
+        "                pass\n",
+        "while a cluster is reshaped headers that have moved are away",
+        (f"{TOPOLOGY}::test_while_a_slot_is_on_its_way_its_chunks_are_read_at_both_ends",),
+    ),
+    Mutant(
+        "a-node-that-died-hides-the-others",
+        "kvstore/tiers/redis/control.py",
+        "        if all(isinstance(each, Exception) for each in found):\n",
+        "        if any(isinstance(each, Exception) for each in found):\n",
+        "one dead node of a cluster keeps lookups from all others",
+        (f"{TOPOLOGY}::test_a_node_that_dies_costs_its_chunks_and_no_others",),
+    ),
+    Mutant(
+        "sentinels-are-asked-once",
+        "kvstore/tiers/redis/topology.py",
+        '        """Have the Sentinels asked again."""\n        self._server = None\n',
+        '        """Have the Sentinels asked again."""\n',
+        "after a failover every store goes to the dead server",
+        (f"{TOPOLOGY}::test_sentinels_name_the_primary_also_after_it_changed",),
+    ),
+    Mutant(
+        "any-certificate-will-do",
+        "kvstore/tiers/redis/access.py",
+        "            context = ssl.create_default_context(cafile=self.ca_file or None)\n",
+        "            context = ssl._create_unverified_context(cafile=self.ca_file or None)\n",
+        "chunks and passwords go to whoever answers",
+        (f"{TOPOLOGY}::test_an_encrypted_line_wants_the_right_certificates",),
+    ),
+    Mutant(
+        "passwords-in-the-settings-are-shown",
+        "kvstore/config/load.py",
+        "    return without_password(value) if isinstance(value, str) else value\n",
+        "    return value\n",
+        "kvstore config prints the password of a URL",
+        ("tests/config/test_redis.py::test_a_password_is_shown_to_nobody",),
+    ),
+    Mutant(
+        "an-embedded-server-outlives-its-sidecar",
+        EMBEDDED,
+        "ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL\n",
+        "",
+        "each sidecar that is killed leaves a server and its memory",
+        (f"{NODES}::test_an_embedded_server_ends_with_its_sidecar",),
+    ),
+    Mutant(
+        "an-embedded-server-stays-dead",
+        EMBEDDED,
+        "        self._again = asyncio.get_running_loop().call_later(RESTART_S, self._run_again)\n\n    def _run_again",
+        "\n    def _run_again",
+        "a sidecar whose server was killed has none until it is started again",
+        (f"{NODES}::test_an_embedded_server_that_dies_is_started_again",),
+    ),
+    Mutant(
+        "a-dead-line-fails-its-next-user",
+        "kvstore/tiers/redis/line.py",
+        "            if not line.is_dead or line.has_heard:\n",
+        "            if True:\n",
+        "a server that closes what is idle makes healthy reads fail, and three of them open the breaker",
+        (f"{LINES}::test_a_kept_line_that_the_server_closed_unnoticed_costs_nothing",),
+    ),
+]

@@ -1,0 +1,182 @@
+"""Chunks in a bucket: what is believed, what is replaced, and what it may cost."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROOM = "kvstore/tiers/s3"
+TESTS = "tests/tiers/test_s3.py"
+WAYS = "tests/tiers/test_s3_ways.py"
+E2E = "tests/e2e/test_s3.py"
+SHARED = "kvstore/movement/shared.py"
+
+MUTANTS = [
+    Mutant(
+        "strips-of-an-object-are-believed",
+        f"{ROOM}/reading.py",
+        "    good = are_right(runs, expected)\n",
+        "    good = True\n",
+        "an altered object gives wrong bytes",
+        (f"{TESTS}::test_no_altered_object_gives_a_wrong_byte",),
+    ),
+    Mutant(
+        "an-object-that-ends-early-is-adopted",
+        f"{ROOM}/judging.py",
+        "        if looked.total_bytes != header.bytes_before(name.layout) + body_bytes:\n",
+        "        if False:\n",
+        "OBJECT is promised on half a chunk",
+        (f"{TESTS}::test_what_is_damaged_is_replaced_and_what_is_right_adopted",),
+    ),
+    Mutant(
+        "another-chunks-object-is-adopted",
+        f"{ROOM}/judging.py",
+        "        check_header(ChunkName(name.storage_key, name.layout), header)\n",
+        "",
+        "OBJECT is promised on another chunk",
+        (f"{TESTS}::test_what_is_damaged_is_replaced_and_what_is_right_adopted",),
+    ),
+    Mutant(
+        "a-newer-format-is-damage",
+        "kvstore/chunk/envelope.py",
+        "            if is_newer_format(bytes(data[:FIXED_HEADER_BYTES])):\n",
+        "            if False:\n",
+        "an old node destroys what newer ones stored",
+        (f"{TESTS}::test_a_newer_format_is_a_miss_and_stays",),
+    ),
+    Mutant(
+        "a-strip-that-failed-stays-so",
+        f"{ROOM}/tier.py",
+        "            if found.finding is Finding.OURS and not is_damaged:\n",
+        "            if found.finding is Finding.OURS:\n",
+        "a chunk whose body is damaged is never stored again",
+        (f"{TESTS}::test_a_strip_that_failed_its_check_is_put_right_by_the_node_that_read_it",),
+    ),
+    Mutant(
+        "what-is-there-is-written-over",
+        f"{ROOM}/writing.py",
+        '        return {"IfNoneMatch": "*"}\n',
+        "        return {}\n",
+        "a node writes over what another one put there at that moment",
+        (f"{TESTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
+    ),
+    Mutant(
+        "damage-stays-where-no-etag-matches",
+        f"{ROOM}/writing.py",
+        '    return {} if replaced == refused else {"IfMatch": replaced}\n',
+        '    return {"IfMatch": replaced}\n',
+        "in Ceph's gateway what is damaged stays so",
+        (f"{TESTS}::test_what_is_damaged_is_replaced_where_no_etag_ever_matches",),
+    ),
+    Mutant(
+        "parts-are-left-behind",
+        f"{ROOM}/writing.py",
+        "        await _abort(upload, connection)\n",
+        "        pass\n",
+        "parts of uploads that failed are paid for, for ever",
+        (f"{TESTS}::test_large_chunks_go_in_parts_and_no_part_is_left",),
+    ),
+    Mutant(
+        "retries-without-end",
+        f"{ROOM}/connection.py",
+        "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():\n",
+        "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX:\n",
+        "a store that is overloaded is asked four times as much",
+        (f"{TESTS}::test_retries_have_a_budget",),
+    ),
+    Mutant(
+        "waiting-for-a-word-that-never-comes",
+        f"{ROOM}/connection.py",
+        '    del request.headers["Expect"]\n',
+        "    pass\n",
+        "uploads wait for stores that never say Continue",
+        (f"{TESTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
+    ),
+    Mutant(
+        "a-server-that-sends-elsewhere-is-asked-on",
+        f"{ROOM}/connection.py",
+        '    session.register("before-call.s3.HeadBucket", _without_a_search)\n',
+        "",
+        "a server that sends http to https is asked thousands of times",
+        (f"{WAYS}::test_a_server_that_sends_everybody_elsewhere_is_not_asked_on_and_on",),
+    ),
+    Mutant(
+        "anybodys-bucket",
+        f"{ROOM}/objects.py",
+        '    owner = {"ExpectedBucketOwner": settings.expected_owner} if settings.expected_owner else {}\n',
+        "    owner: dict[str, str] = {}\n",
+        "chunks go to a bucket that somebody else made under this name",
+        (f"{WAYS}::test_a_bucket_of_another_owner_is_denied_both_ways",),
+    ),
+    Mutant(
+        "large-objects-lie-open",
+        f"{ROOM}/writing.py",
+        '        lambda client: client.create_multipart_upload(ChecksumAlgorithm="CRC32", **options, **place)\n',
+        '        lambda client: client.create_multipart_upload(ChecksumAlgorithm="CRC32", **place)\n',
+        "chunks of more than 64 MiB are not encrypted with the key that was set",
+        (f"{WAYS}::test_every_request_says_whose_the_bucket_is_and_those_that_make_an_object_which_key",),
+    ),
+    Mutant(
+        "past-the-proxy",
+        f"{ROOM}/connection.py",
+        '        proxies={"http": settings.proxy, "https": settings.proxy} if settings.proxy else None,\n',
+        "        proxies=None,\n",
+        "requests go by another way than the one that was set",
+        (f"{WAYS}::test_a_proxy_carries_every_request",),
+    ),
+    Mutant(
+        "what-is-denied-is-an-outage",
+        f"{ROOM}/looking.py",
+        "        if refused.code not in DENIED:\n",
+        "        if True:\n",
+        "without the right to list every miss is a failure of the tier",
+        (f"{TESTS}::test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write",),
+    ),
+    Mutant(
+        "the-days-limit-is-none",
+        f"{ROOM}/tier.py",
+        "        if self._is_spent():\n            return None\n",
+        "",
+        "a bucket costs more than it may",
+        (f"{TESTS}::test_a_day_has_its_limit",),
+    ),
+    Mutant(
+        "a-header-no-answer-can-carry",
+        f"{ROOM}/tier.py",
+        "        workers = self._lanes.readers if byte_count <= ANSWER_BYTES_MAX else self._lanes.near\n",
+        "        workers = self._lanes.readers\n",
+        "chunks of many strips are lost on their way from the movers",
+        (f"{TESTS}::test_byte_movers_carry_chunks_of_thousands_of_strips",),
+    ),
+    Mutant(
+        "a-right-that-is-missing-is-an-outage",
+        SHARED,
+        "        except (Exhausted, PermissionDenied):  # it answers, and may well be read\n",
+        "        except Exhausted:\n",
+        "a node that may only read is cut off",
+        (f"{E2E}::test_rights_to_read_or_to_write_alone_are_of_use",),
+    ),
+    Mutant(
+        "chunks-of-any-size-are-sent",
+        SHARED,
+        "        return is_for_others(space) and is_whole and self.shared.tier.takes(self._names.of(row).layout)\n",
+        "        return is_for_others(space) and is_whole\n",
+        "a bucket fills with objects that cost more than they save",
+        (f"{E2E}::test_chunks_that_are_too_small_stay_at_home_quietly",),
+    ),
+    Mutant(
+        "a-password-that-is-printed",
+        "kvstore/config/s3.py",
+        '            _check("@" not in url, name, "(hidden)", remedy)  # ``kvstore config`` would print it\n',
+        "",
+        "kvstore config prints the proxy's password",
+        ("tests/config/test_config.py::test_a_mistake_about_the_bucket_is_named_and_no_secret_is",),
+    ),
+    Mutant(
+        "a-strip-that-fits-any-place",
+        "kvstore/chunk/alone.py",
+        "            if xxhash.xxh3_128_digest(strip.data, seed) == expected:\n",
+        "            if True:\n",
+        "a scan takes damaged chunks for whole ones",
+        ("tests/ops/test_scan.py::test_a_chunk_is_checked_without_its_spec",),
+    ),
+]

@@ -1,0 +1,94 @@
+"""Each command that asks a sidecar takes what ``connect`` takes, and a socket's path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvstore_client import TLS, connect
+from kvstore_ops.cli import app
+from kvstore_ops.door import Door, door_of
+from kvstore_ops.sidecar import TOKEN, Sidecar
+from typer.testing import CliRunner
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from tests.specs import random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+HERE = "unix:///run/kvstore.sock"
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Sidecar]:
+    """A sidecar that is reached by its socket and over TCP."""
+    with pytest.MonkeyPatch.context() as patch, Sidecar("--capacity", "16 MiB", plane="remote") as running:
+        patch.setenv("KVSTORE_TOKEN", TOKEN)
+        yield running
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.mark.parametrize("form", ["url", "path", "tcp"])
+@pytest.mark.parametrize("option", ["--socket", "--address"])
+def test_every_command_takes_every_form_of_an_address(
+    both: Sidecar, form: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = both.socket_address
+    address = {"url": url, "path": url.removeprefix("unix://"), "tcp": both.tcp_address}[form]
+    place = (option, address)
+    assert json.loads(said("status", *place, "--json"))["server_pid"] == both.pid
+
+    tokens = tokens_of(SPEC.chunk_tokens)
+    (tmp_path / "prompt.json").write_text(json.dumps([int(each) for each in tokens]))
+    with connect(url) as client:
+        client.store(SPEC, tokens, random_cache(SPEC, SPEC.chunk_tokens)).wait()
+    prompt = ("--model", SPEC.model_id, "--prompt", str(tmp_path / "prompt.json"))
+    assert json.loads(said("locate", *prompt, *place, "--json"))[0]["prefixes"]
+
+    monkeypatch.setattr("kvstore_ops.watch.follow", lambda events, count, as_json: print(len(events.epoch)))
+    assert int(said("watch", *place)) > 0
+
+
+def test_what_an_address_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_SOCKET", "/run/kvstore.sock")
+    for same in (None, HERE, "/run/kvstore.sock"):
+        assert door_of(same) == door_of(same, "default") == Door(HERE)
+    assert door_of("kvstore.sock").address == "unix://kvstore.sock"
+    assert door_of("run/kvstore.sock").address == "unix://run/kvstore.sock"
+    assert door_of(HERE, "red").address == "unix:///run/red/kvstore.sock"
+    assert door_of("host:9500") == Door("host:9500")
+
+
+def test_what_tls_means() -> None:
+    assert door_of("host:1", tls="system").tls is True
+    assert door_of("host:1", tls="ca").tls == TLS(ca_file="ca")
+    assert door_of("host:1", tls="ca,own,key").tls == TLS(ca_file="ca", certificate_file="own", key_file="key")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--address", "127.0.0.1:9", "--tenant", "red"), "the token in \\$KVSTORE_TOKEN"),
+        (("--address", "127.0.0.1:9", "--tls", "ca,own"), "--tls ca,own: use system"),
+        (("--address", "http://127.0.0.1:9"), "HOST:PORT"),
+        (("--address", "elsewhere.example:9"), "not this host"),
+        (("--socket", HERE, "--tls", "system"), "a unix socket serves its own user"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(arguments: tuple[str, ...], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_TOKEN", TOKEN)
+    with pytest.raises(InvalidRequest, match=word):
+        said("status", *arguments)
+
+
+def test_a_wrong_token_is_refused(both: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_TOKEN", "another-token-of-nobody")
+    with pytest.raises(KVStoreError, match="token"):
+        said("status", "--address", both.tcp_address)

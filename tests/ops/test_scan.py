@@ -1,0 +1,133 @@
+"""``kvstore scan`` reads a bucket back, and deletes from it no more than it was told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from kvstore_ops.cli import app
+from typer.testing import CliRunner
+
+from kvstore.chunk import check_alone, encode_chunk
+from kvstore.errors import DataLoss, KVStoreError
+from kvstore.seams import TenantKeys
+from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
+from tests.contracts.s3_stand import S3Stand
+from tests.contracts.test_shared_tier import write
+from tests.tiers.test_s3 import bytes_of, newer, put_bytes
+
+MODELS = {"one": b"\x11" * 32, "other": b"\x22" * 32}
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[S3Stand]:
+    made = S3Stand(tmp_path / "home")
+    yield made
+    made.switches.close()
+
+
+def scan(stand: S3Stand, *arguments: str, **more: str) -> Any:
+    """What the command prints; its error's message where it fails."""
+    own = {"BUCKET": stand.server.bucket, "PREFIX": stand.settings.prefix, "ENDPOINT_URL": stand.server.url, **more}
+    environment = {f"KVSTORE__TIERS__S3__{name}": value for name, value in own.items()}
+    done = CliRunner().invoke(app, ["scan", *arguments], env=environment)
+    if isinstance(done.exception, KVStoreError):
+        return done.exception.message
+    assert done.exception is None, done.exception
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def filled(stand: S3Stand) -> list[Chunk]:
+    """Ten chunks of two tenants and two models; one is altered in its body, one in its header, one is too short, one
+    is of a newer release, and one object is none."""
+    default = TenantKeys().digest
+    chunks = [chunk(number, tenant_digest=default, fingerprint=MODELS["one"]) for number in range(6)]
+    chunks += [chunk(number, tenant_digest=b"t" * 16, fingerprint=MODELS["other"]) for number in range(6, 10)]
+
+    async def scenario() -> None:
+        for each in chunks:
+            await write(stand.tier, each)
+
+    stand.run(scenario)
+    stand.flip(chunks[0].header.storage_key, SMALL.header_bytes + 5)
+    stand.flip(chunks[1].header.storage_key, 300)
+    put_bytes(stand, chunks[2], bytes_of(chunks[2])[:-1])
+    put_bytes(stand, chunks[3], newer(bytes_of(chunks[3])))
+    stand.server.put(f"{stand.settings.prefix}/v1/aa/notes.txt", b"somebody's")
+    return chunks
+
+
+def test_it_tells_what_is_there_and_what_is_damaged(stand: S3Stand) -> None:
+    filled(stand)
+    found = scan(stand, "--json")
+    assert {(row["tenant"], row["model"]): row["chunk_count"] for row in found["rows"]} == {
+        ("default", "111111111111"): 3, ("74" * 16, "222222222222"): 4,
+    }  # fmt: skip
+    assert sum(found["damaged"].values()) == 2
+    assert (found["newer_count"], found["foreign_count"], found["object_count"]) == (1, 1, 10)
+    assert found["byte_count"] == 10 * SMALL.total_bytes - 1
+    assert sum(scan(stand, "--json", "--verify")["damaged"].values()) == 3
+    shown = scan(stand)
+    assert all(word in shown for word in ("default", "111111111111", "10 objects", "newer release: 1"))
+    assert scan(stand, "--json", "--tenant", "7474")["object_count"] == 4
+    assert scan(stand, "--json", "--model", "1111")["object_count"] == 3
+
+
+def test_it_deletes_what_it_was_told_to_and_nothing_else(stand: S3Stand) -> None:
+    chunks = filled(stand)
+    before = stand.server.keys(f"{stand.settings.prefix}/")
+    assert "give --tenant" in scan(stand, "--delete", "--yes")
+    assert "would delete 4" in scan(stand, "--delete", "--tenant", "7474")
+    assert scan(stand, "--json", "--delete", "--older-than", "1 h", "--yes")["deleted_count"] == 0
+    assert stand.server.keys(f"{stand.settings.prefix}/") == before
+    assert scan(stand, "--json", "--delete", "--tenant", "7474", "--model", "2222", "--yes")["deleted_count"] == 4
+    left = stand.server.keys(f"{stand.settings.prefix}/")
+    assert len(left) == len(before) - 4
+    assert all(each.header.storage_key.hex() not in " ".join(left) for each in chunks[6:])
+    assert scan(stand, "--json", "--delete", "--older-than", "0 s", "--yes")["deleted_count"] == 5
+    assert len(stand.server.keys(f"{stand.settings.prefix}/")) == 2, "what is newer, and what is no chunk, stays"
+
+
+def test_mistakes_name_the_setting(stand: S3Stand) -> None:
+    assert "tiers.s3.bucket" in scan(stand, BUCKET="")
+    assert "tiers.s3.bucket" in scan(stand, BUCKET="there-is-none")
+    assert "tiers.s3.endpoint_url" in scan(stand, ENDPOINT_URL="http://127.0.0.1:1")
+    assert "tiers.s3.profile" in scan(stand, PROFILE="nobody")
+
+
+@pytest.mark.parametrize("kind", layouts())
+def test_a_chunk_is_checked_without_its_spec(kind: str) -> None:
+    what = chunk(1, layouts()[kind])
+    whole = np.concatenate(what.pieces)
+    encoded = encode_chunk(what.header, what.layout, what.pieces).data
+    for data in (whole, encoded):
+        assert check_alone(data.copy()).write_id == what.header.write_id
+        with pytest.raises(DataLoss):
+            check_alone(data[:-1])
+        for at in (9, 300, what.layout.header_bytes + 1):
+            altered = data.copy()
+            altered[at] ^= 1
+            with pytest.raises(DataLoss):
+                check_alone(altered)
+
+
+def test_a_strip_in_another_ones_place_is_wrong() -> None:
+    """The table, which nobody signs, names both of them; their checksums know their places."""
+    what = chunk(1)
+    data = np.concatenate(what.pieces)
+    length = int(what.layout.strip_lengths[0])
+    body = data[what.layout.header_bytes :]
+    first, second = body[:length].copy(), body[length : 2 * length].copy()
+    body[:length], body[length : 2 * length] = second, first
+    rows = data[384 : 384 + 64].reshape(2, 32)
+    rows[:, 16:] = rows[::-1, 16:].copy()
+    page = data[: what.layout.header_bytes]
+    page[368:384] = 0
+    page[368:384] = np.frombuffer(xxhash.xxh3_128_digest(page.data), np.uint8)
+    with pytest.raises(DataLoss, match="strip"):
+        check_alone(data)
