@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pkgutil
@@ -171,6 +170,7 @@ def bench(
 ) -> None:
     """Measure a figure beside its limit, in the same run. The last line is JSON."""
     from kvstore_ops.bench import BESIDE
+    from kvstore_ops.bench.alone import import_costly, in_own_process
     from kvstore_ops.bench.origin import origin
 
     known = _benchmarks()
@@ -181,9 +181,10 @@ def bench(
         raise InvalidRequest(f"no benchmark {name!r}; known: {', '.join([*known, *BESIDE])}")
     scale = "tiny" if tiny else "quick" if quick else "full"
     told, results = origin(scale), []
+    if name == "all":
+        import_costly()
     for each in known if name == "all" else [name]:
-        module = importlib.import_module(f"kvstore_ops.bench.{each.replace('-', '_')}")
-        result = module.run(scale).as_dict()
+        result = in_own_process(each, scale)
         results.append(result)
         print(json.dumps(result), flush=True)
     if json_path:

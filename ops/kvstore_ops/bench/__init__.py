@@ -10,6 +10,7 @@ SHARED = frozenset(
         "memory",
         "s3_responder",
         "origin",
+        "alone",
         "lmcache",
         "lmcache_peer",
     }
