@@ -17,6 +17,7 @@ SPACE_COUNT_MAX = 1 << 16
 SHARED_COUNT_MAX = 4
 USE_COUNT_MAX = 255
 """Uses beyond that are not counted."""
+STORED_S_MAX = (1 << 32) - 1
 _EMPTY = b""
 
 
@@ -26,7 +27,8 @@ class ChunkTable:
     ``parents`` and ``child_counts`` are the chains; ``write_marks`` are the first 8 bytes of each chunk's write id,
     which a read compares; ``copies`` say which local tier has the chunk, and where, the fastest tier first; ``shared``
     has two bits per shared tier: it had the chunk when we last knew, and we know that from more than its word. ``uses``
-    count stores and hits.
+    count stores and hits. ``stored_s`` are when a chunk came to this node, in whole seconds since 1970; 0: it was here
+    when the service started.
     """
 
     def __init__(self) -> None:
@@ -38,11 +40,12 @@ class ChunkTable:
         self.write_marks = array("Q")
         self.shared = array("B")
         self.uses = array("B")
+        self.stored_s = array("I")
         self.copies: list[Copies] = []
         self._shared_count = 0
         self._columns: list[tuple[array[int], int]] = [
             (self.spaces, 0), (self.parents, ROOT_ROW), (self.child_counts, 0), (self.token_counts, 0),
-            (self.write_marks, 0), (self.shared, 0), (self.uses, 0),
+            (self.write_marks, 0), (self.shared, 0), (self.uses, 0), (self.stored_s, 0),
         ]  # fmt: skip
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
@@ -77,6 +80,7 @@ class ChunkTable:
         self.token_counts[row] = token_count
         self.shared[row] = 0
         self.uses[row] = 0
+        self.stored_s[row] = 0
         if self._free:
             self.digests[row] = digest
             self._free.pop()
@@ -95,6 +99,10 @@ class ChunkTable:
                 del column[row:]
             column.append(empty)
         return row
+
+    def came(self, row: int, wall_s: float) -> None:
+        """The chunk is on this node from now on. A clock beyond what the column holds counts as its end."""
+        self.stored_s[row] = min(max(1, int(wall_s)), STORED_S_MAX)
 
     def remove(self, row: int) -> None:
         """Forget a row that nothing refers to. Its parent loses a child."""
@@ -125,6 +133,10 @@ class ChunkTable:
 
     def is_held(self, row: int) -> bool:
         return row in self._holds
+
+    def hold_count(self, row: int) -> int:
+        """How many leases, tickets, moves and others hold the row."""
+        return self._holds.get(row, 0)
 
     def is_needed(self, row: int) -> bool:
         """Whether another row or a holder refers to it."""

@@ -15,8 +15,8 @@ class RemoteSettings:
     address: str = ""
     """`HOST:PORT` or `[V6]:PORT` to listen on; port 0 takes a free one. Empty: off."""
     token_file: str = ""
-    """File of mode 0600 with the clients' tokens: one per line, or `sha256:` and its digest in hex; `#` begins a
-    comment."""
+    """File of mode 0600 with the clients' tokens: one per line, or `sha256:` and its digest in hex; the word
+    `admin` after it gives its bearer the operator's right; `#` begins a comment."""
     certificate_file: str = ""
     """The server's certificate, PEM; needed unless the address is loopback."""
     key_file: str = ""

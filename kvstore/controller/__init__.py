@@ -9,6 +9,7 @@ reach no further.
 - ``sessions``  who is connected, and their staging and leases
 - ``fetches``   lookup, tickets, fetch, arrivals
 - ``stores``    reserve, fill, commit, join
+- ``operators`` what operators ask, a front of its own
 - ``values``    what goes in and comes out
 """
 

@@ -18,12 +18,14 @@ read where the node does not have what a chain goes on with.
 - ``checks``    reads again what lies there, and proves what a crash left
 - ``canary``    shows that a tier that says nothing still works
 - ``recovery``  what a tier holds, at a start and at a stop
+- ``accounts``  what each tier has, takes and lacks, for operators
 - ``names``     what a read of a chunk must find
 """
 
+from kvstore.movement.accounts import TierAccount
 from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.shared_tiers import ChunkHint
 
-__all__ = ["ChunkHint", "LevelsReached", "Loading", "Movement", "MovementParts"]
+__all__ = ["ChunkHint", "LevelsReached", "Loading", "Movement", "MovementParts", "TierAccount"]

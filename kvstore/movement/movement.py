@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
 from kvstore.config import PolicySettings
+from kvstore.movement.accounts import TierAccount, accounts_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
 from kvstore.movement.demotion import Demotions
@@ -149,6 +150,10 @@ class Movement:
         local = (copies.tier.statistics() for copies in self._table.copies[1:])
         return *local, *(shared.statistics() for shared in self.shared_tiers.tiers)
 
+    def accounts(self) -> list[TierAccount]:
+        """What each tier has, takes and lacks, the fastest first."""
+        return accounts_of(self._table.copies, self.shared_tiers.tiers, self._all_writes)
+
     @property
     def problems(self) -> list[str]:
         """Why tiers are not in use, or lack chunks that they should have; empty when all is well."""
@@ -197,6 +202,7 @@ class Movement:
     def stored(self, row: int, placement: Placement, mark: int) -> None:
         """A store's chunk is whole, in memory: make it visible. ``mark``: the first 8 bytes of its write id."""
         self._table.write_marks[row] = mark
+        self._table.came(row, self._parts.clock.wall())
         self.memory.put_placement(row, placement)
         self._catalog.publish(row)
         self.memory.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
@@ -209,6 +215,7 @@ class Movement:
     def _entered(self, row: int) -> None:
         """A chunk came from beyond the node, where somebody had stored it: this is its second use at least."""
         self._table.uses[row] = max(self._table.uses[row], REUSED)
+        self._table.came(row, self._parts.clock.wall())
         self.write_down(row)
 
     def demand(self, rows: Sequence[int], level: Durability) -> None:

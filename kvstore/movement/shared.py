@@ -66,6 +66,11 @@ class SharedCopies:
         """Whether more than the tier's word says that it has the chunk."""
         return bool(self._column[row] & self._seen)
 
+    @property
+    def said_bit(self) -> int:
+        """Of the catalog's column: set in the rows of chunks that the tier is said to have."""
+        return self._said
+
     def put(self, row: int) -> None:
         """The tier says that it has the chunk."""
         self._column[row] |= self._said

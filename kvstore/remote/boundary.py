@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from kvstore.config import DEFAULT_TENANT
-from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unauthenticated
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.remote.node import Node
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import Tokens
@@ -43,6 +43,14 @@ class Guard:
     def node(self, metadata: Any) -> Node:
         """The caller's tenant's sidecar. Raises Unauthenticated."""
         return self._nodes[self._tokens.tenant(_value(metadata, METADATA_TOKEN))]
+
+    def check_admin(self, context: Context) -> None:
+        """Raises PermissionDenied for a caller whose token does not name the operator's right."""
+        if not self._tokens.may_administer(_value(context.invocation_metadata(), METADATA_TOKEN)):
+            raise PermissionDenied(
+                "this token may not ask what operators ask: write the word admin after it in the sidecar's token file "
+                "(remote.token_file, or its tenant's), or ask by the unix socket"
+            )
 
     def said(self, node: Node) -> str:
         """The tenant's name in logs; where there is nobody else there is nothing to tell apart."""

@@ -25,10 +25,14 @@ from kvstore.wire.bounds import decode
 from kvstore.wire.limits import REPLY_BYTES_MAX
 
 CACHE = "kvstore.v1.CacheService"
+ADMIN = "kvstore.v1alpha.AdminService"
 FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
-    "kvstore.v1alpha.AdminService": ("Stats",),
+    ADMIN: ("Stats", "Tiers", "ShowChunk"),
 }
+FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks",)}
+ADMITTED = "Stats"
+"""The one call of AdminService that asks for no right."""
 PROTOCOL_VERSION = 1
 OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -79,10 +83,10 @@ class Door:
 
     def _register(self) -> None:
         for service, methods in FORWARDED.items():
-            handlers = {name: self._unary(self._forward(f"/{service}/{name}"), name) for name in methods}
-            if service == CACHE:
-                watch = guarded(self._forward_stream(f"/{service}/Watch"), "Watch", self._counters)
-                handlers["Watch"] = grpc.unary_stream_rpc_method_handler(watch)
+            handlers = {name: self._unary(self._forward(service, name), name) for name in methods}
+            for name in FORWARDED_STREAMS[service]:
+                stream = guarded(self._forward_stream(service, name), name, self._counters)
+                handlers[name] = grpc.unary_stream_rpc_method_handler(stream)
             self._add(service, handlers)
         own = {
             "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
@@ -100,28 +104,37 @@ class Door:
 
     # ------------------------------------------------------------ handlers
 
-    def _forward(self, path: str) -> Callable[..., Awaitable[bytes]]:
+    def _admitted(self, service: str, name: str, context: Context) -> tuple[Node, SidecarSession]:
+        """The caller's session. Raises Unauthenticated; PermissionDenied where the call asks for the operator's
+        right."""
+        if service == ADMIN and name != ADMITTED:
+            self._guard.check_admin(context)
+        return self._guard.session(context)
+
+    def _forward(self, service: str, name: str) -> Callable[..., Awaitable[bytes]]:
         """A call of the local plane, passed on as it came: its answer or its status comes back as it is."""
+        path = f"/{service}/{name}"
 
         async def forward(request: bytes, context: Context) -> bytes:
-            node, session = self._guard.session(context)
+            node, session = self._admitted(service, name, context)
             call = node.channel.unary_unary(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
             try:
                 reply: bytes = await call
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
                 raise
-            if path.endswith("/RegisterModel"):
+            if name == "RegisterModel":
                 node.note_model(request, reply)
             return reply
 
         return forward
 
-    def _forward_stream(self, path: str) -> Callable[..., Awaitable[None]]:
+    def _forward_stream(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
         """The same for a stream of small messages. Who reads it slowly is the sidecar's to deal with."""
+        path = f"/{service}/{name}"
 
         async def forward(request: bytes, context: Context) -> None:
-            node, session = self._guard.session(context)
+            node, session = self._admitted(service, name, context)
             call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
             try:
                 async for message in call:

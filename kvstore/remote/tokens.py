@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import string
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.server.secrets import read_private
@@ -14,10 +15,19 @@ TOKEN_CHARACTERS_MIN = 16
 FILE_BYTES_MAX = 1 << 20
 HASHED = "sha256:"
 SCHEME = "Bearer "
+ADMIN = "admin"
+"""The word after a token whose bearer may ask and do what operators may."""
 
 
-def read_tokens(path: Path, setting: str) -> list[bytes]:
-    """The digests of a file's tokens. Raises InvalidRequest naming the setting, and never the token, for a file that
+class Token(NamedTuple):
+    """What is known of a token. ``is_admin``: it names the operator's right."""
+
+    digest: bytes
+    is_admin: bool
+
+
+def read_tokens(path: Path, setting: str) -> list[Token]:
+    """A file's tokens. Raises InvalidRequest naming the setting, and never the token, for a file that
     cannot be read, or that others may read or write."""
     data = read_private(path.expanduser(), setting, FILE_BYTES_MAX + 1, "one token per line")
     if len(data) > FILE_BYTES_MAX:
@@ -30,10 +40,16 @@ def read_tokens(path: Path, setting: str) -> list[bytes]:
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if text:
-            found.append(_digest(text, f"{setting} = {path}: line {number}"))
+            found.append(_token(text, f"{setting} = {path}: line {number}"))
     if not found:
         raise InvalidRequest(f"{setting} = {path}: it has no token; write one per line")
     return found
+
+
+def _token(text: str, place: str) -> Token:
+    first, *right = text.split()
+    is_admin = right == [ADMIN]
+    return Token(_digest(first if is_admin else text, place), is_admin)
 
 
 def _digest(text: str, place: str) -> bytes:
@@ -43,7 +59,9 @@ def _digest(text: str, place: str) -> bytes:
             raise InvalidRequest(f"{place} must be sha256: and 64 hexadecimal digits")
         return bytes.fromhex(digits)
     if len(text) < TOKEN_CHARACTERS_MIN or not text.isascii() or any(each.isspace() for each in text):
-        raise InvalidRequest(f"{place} must be at least {TOKEN_CHARACTERS_MIN} ASCII characters without spaces")
+        raise InvalidRequest(
+            f"{place} must be at least {TOKEN_CHARACTERS_MIN} ASCII characters without spaces, then {ADMIN} or nothing"
+        )
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -51,27 +69,36 @@ class Tokens:
     """The tokens of all tenants."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[bytes, str]] = []
+        self._known: list[tuple[Token, str]] = []
 
-    def add(self, tenant: str, digests: list[bytes], setting: str) -> None:
+    def add(self, tenant: str, tokens: list[Token], setting: str) -> None:
         """``setting`` is where they come from. Raises InvalidRequest when a token is another tenant's already."""
-        for digest in digests:
+        for token in tokens:
             for known, owner in self._known:
-                if owner != tenant and hmac.compare_digest(digest, known):
+                if owner != tenant and hmac.compare_digest(token.digest, known.digest):
                     raise InvalidRequest(f"{setting}: one of its tokens is tenant {owner}'s, too: give each its own")
-            self._known.append((digest, tenant))
+            self._known.append((token, tenant))
 
     def tenant(self, authorization: str | bytes | None) -> str:
-        """Whose the token is. Looks at every token whatever it found before. Raises Unauthenticated."""
+        """Whose the token is. Raises Unauthenticated."""
+        return self._find(authorization)[0]
+
+    def may_administer(self, authorization: str | bytes | None) -> bool:
+        """Whether the token names the operator's right, of its own tenant. Raises Unauthenticated."""
+        return self._find(authorization)[1]
+
+    def _find(self, authorization: str | bytes | None) -> tuple[str, bool]:
+        """Whose a token is, and whether it names the operator's right. Looks at every token whatever it found before.
+        Raises Unauthenticated."""
         if not isinstance(authorization, str) or not authorization.startswith(SCHEME):
             raise Unauthenticated("this address needs a token: connect(address, token=...)")
         given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
-        found = ""
-        for digest, tenant in self._known:
-            if hmac.compare_digest(digest, given):
-                found = tenant
+        found, is_admin = "", False
+        for token, tenant in self._known:
+            if hmac.compare_digest(token.digest, given):
+                found, is_admin = tenant, token.is_admin
         if not found:
             raise Unauthenticated(
                 "the token is not one of this server's: see remote.token_file, or its tenant's, there"
             )
-        return found
+        return found, is_admin

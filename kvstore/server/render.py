@@ -5,11 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
 
-from google.protobuf.message import Message
-
-from kvstore import __version__
 from kvstore.catalog import Event, EventBatch
 from kvstore.controller import (
     Arrival,
@@ -20,7 +16,6 @@ from kvstore.controller import (
     LookupResult,
     ReserveRequest,
     Settled,
-    Stats,
     StoreResult,
     Tail,
 )
@@ -29,14 +24,11 @@ from kvstore.keys import DIGEST_BYTES, ROOT_DIGEST
 from kvstore.seams import Pauses
 from kvstore.spec import LEVELS, Durability, EventKind, Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.v1alpha import admin_pb2
-from kvstore.wire import spec_to_message
 from kvstore.wire.bounds import check_parts
 
 POSITION_STOP = 1 << 63
 """Room for the longest chain behind it before a header's 64 bits end."""
 RENDER_BATCH = 256
-Rendered = TypeVar("Rendered", bound=Message)
 _PROVENANCE = {0: Provenance.IN_CONTEXT, 1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
@@ -227,41 +219,6 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
         ticket=result.ticket,
         tails=[pb.TailsBeside(chunk=chunk, lengths=_lengths(bits)) for chunk, bits in result.tail_lengths],
     )
-
-
-def render_stats(
-    stats: Stats, tenant: str, uptime_seconds: float, server_pid: int, descriptor_count: int
-) -> admin_pb2.StatsResponse:
-    return admin_pb2.StatsResponse(
-        version=__version__,
-        uptime_seconds=uptime_seconds,
-        server_pid=server_pid,
-        tenant=tenant,
-        arena=_alike(admin_pb2.ArenaStats, stats),
-        sessions=_alike(admin_pb2.SessionStats, stats),
-        models=[
-            admin_pb2.ModelStats(
-                model_id=each.model_id,
-                fingerprint=each.fingerprint,
-                chunk_count=each.chunk_count,
-                byte_count=each.byte_count,
-                spec=spec_to_message(each.spec),
-            )
-            for each in stats.models
-        ],
-        counters=stats.counters,
-        tiers=[_alike(admin_pb2.TierStats, each) for each in stats.tiers],
-        tier_problem=stats.tier_problem,
-        backlog_chunk_count=stats.backlog_count,
-        loading_bytes=stats.loading_bytes,
-        descriptor_count=descriptor_count,
-    )
-
-
-def _alike(kind: type[Rendered], value: object) -> Rendered:
-    """A message with all of a value's attributes that it has a field for."""
-    names = [field.name for field in kind.DESCRIPTOR.fields if hasattr(value, field.name)]
-    return kind(**{name: getattr(value, name) for name in names})
 
 
 def render_news(news: EventBatch) -> pb.WatchResponse:

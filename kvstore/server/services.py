@@ -1,4 +1,4 @@
-"""CacheService and AdminService."""
+"""CacheService."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator, Sequence
 
 from kvstore.controller import Controller, LookupResult, Session
 from kvstore.errors import InvalidRequest, Unauthenticated
-from kvstore.seams import Clock, Deadline
-from kvstore.seams.memory import descriptor_count
+from kvstore.seams import Deadline
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.v1 import cache_pb2 as pb
-from kvstore.v1alpha import admin_pb2
 from kvstore.wire import METADATA_SESSION, spec_from_message
 
 
-def _session(controller: Controller, context: Context) -> Session:
+def session_of(controller: Controller, context: Context) -> Session:
+    """The session that a call carries. Raises Unauthenticated."""
     for key, value in context.invocation_metadata():
         if key == METADATA_SESSION:
             return controller.session(value)
@@ -41,13 +40,13 @@ class CacheService:
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelResponse:
         """Make a model's namespaces known."""
-        _session(self._controller, context)
+        session_of(self._controller, context)
         name = self._controller.register_model(spec_from_message(request.spec))
         return pb.RegisterModelResponse(fingerprint=name)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
-        _session(self._controller, context)
+        session_of(self._controller, context)
         deadline = self._deadline(context)
         readers = (request.readers or 1) if request.hold else 0
         query = render.parse_query(request.query)
@@ -66,13 +65,13 @@ class CacheService:
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         """Where chains are. Hints, but for this node's own."""
-        _session(self._controller, context)
+        session_of(self._controller, context)
         queries = [render.parse_query(each) for each in request.queries]
         return render.render_located(await self._controller.locate(queries, self._deadline(context)))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
         """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
-        session, deadline = _session(self._controller, context), self._deadline(context)
+        session, deadline = session_of(self._controller, context), self._deadline(context)
         with self._controller.stream(session):
             if request.ticket:
                 hidden_layers = tuple(request.query.hidden_layers)
@@ -92,7 +91,7 @@ class CacheService:
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """Give leases back."""
-        session, pauses = _session(self._controller, context), self._controller.begin_long_work()
+        session, pauses = session_of(self._controller, context), self._controller.begin_long_work()
         for lease_id in request.lease_ids:
             self._controller.release(session, [lease_id])
             await pauses.between()
@@ -103,7 +102,7 @@ class CacheService:
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         """Where the stream begins, then what happens, until the caller, its session or the service ends."""
-        session = _session(self._controller, context)
+        session = session_of(self._controller, context)
         watcher = self._controller.watch(session, request.tenant)
         try:
             yield pb.WatchResponse(sequence=self._controller.event_sequence, epoch=self._epoch)
@@ -114,7 +113,7 @@ class CacheService:
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:
         """One step of a store."""
-        session, deadline = _session(self._controller, context), self._deadline(context)
+        session, deadline = session_of(self._controller, context), self._deadline(context)
         step = request.WhichOneof("step")
         if step == "reserve":
             result = await self._controller.reserve(session, render.parse_reserve(request.reserve), deadline)
@@ -150,21 +149,3 @@ class CacheService:
             settled = await self._controller.settle(query, max(0.0, wait_s), wanted)
             return render.render_settled(settled)
         raise InvalidRequest("a store request names one step: reserve, join, fill, commit, abort or settle")
-
-
-class AdminService:
-    """The operator's calls."""
-
-    def __init__(self, controller: Controller, clock: Clock, server_pid: int) -> None:
-        self._controller = controller
-        self._clock = clock
-        self._started_s = clock.monotonic()
-        self._server_pid = server_pid
-
-    async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
-        """A consistent snapshot."""
-        _session(self._controller, context)
-        uptime = self._clock.monotonic() - self._started_s
-        return render.render_stats(
-            self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()
-        )

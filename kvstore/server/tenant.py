@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.arena import Arena, prefault
 from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
+from kvstore.controller.operators import Operators
 from kvstore.directory import NodeDirectory
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
@@ -23,9 +24,10 @@ from kvstore.seams import EnvelopeRing, TenantKeys
 from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
+from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
 from kvstore.server.rpc import register
-from kvstore.server.services import AdminService, CacheService
+from kvstore.server.services import CacheService
 from kvstore.server.state import SocketDirectory
 from kvstore.server.tiers import Builder, Tiers
 from kvstore.server.world import TierOwner, World
@@ -210,7 +212,7 @@ def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[An
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
-    register(server, admin, AdminService(controller, world.clock, os.getpid()), parts.counters)
+    register(server, admin, AdminService(controller, Operators(parts), world.clock, os.getpid()), parts.counters)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection(

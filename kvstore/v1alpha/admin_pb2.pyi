@@ -133,3 +133,197 @@ class StatsResponse(_message.Message):
     loading_bytes: int
     descriptor_count: int
     def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ...) -> None: ...
+
+class TiersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierReport(_message.Message):
+    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy")
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    stats: TierStats
+    kind: _cache_pb2.Tier
+    durability: _cache_pb2.Durability
+    backlog_chunk_count: int
+    problem: str
+    stalled_seconds: float
+    write_policy: str
+    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ...) -> None: ...
+
+class TiersResponse(_message.Message):
+    __slots__ = ("tiers", "absent", "tenant")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierReport]
+    absent: _containers.RepeatedScalarFieldContainer[str]
+    tenant: str
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., absent: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class Selection(_message.Message):
+    __slots__ = ("model", "digest", "tier", "older_than_seconds", "byte_count_min", "byte_count_max", "use_count_max")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_MIN_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    USE_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    digest: str
+    tier: str
+    older_than_seconds: int
+    byte_count_min: int
+    byte_count_max: int
+    use_count_max: int
+    def __init__(self, model: _Optional[str] = ..., digest: _Optional[str] = ..., tier: _Optional[str] = ..., older_than_seconds: _Optional[int] = ..., byte_count_min: _Optional[int] = ..., byte_count_max: _Optional[int] = ..., use_count_max: _Optional[int] = ...) -> None: ...
+
+class ListChunksRequest(_message.Message):
+    __slots__ = ("selection", "limit")
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    selection: Selection
+    limit: int
+    def __init__(self, selection: _Optional[_Union[Selection, _Mapping]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListChunksResponse(_message.Message):
+    __slots__ = ("chunks", "totals", "is_last")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
+    totals: _containers.RepeatedCompositeFieldContainer[ModelTotal]
+    is_last: bool
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., totals: _Optional[_Iterable[_Union[ModelTotal, _Mapping]]] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class ChunkCopy(_message.Message):
+    __slots__ = ("tier", "kind", "encoding", "is_proven", "is_shared")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    IS_PROVEN_FIELD_NUMBER: _ClassVar[int]
+    IS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    kind: _cache_pb2.Tier
+    encoding: _cache_pb2.Encoding
+    is_proven: bool
+    is_shared: bool
+    def __init__(self, tier: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., encoding: _Optional[_Union[_cache_pb2.Encoding, str]] = ..., is_proven: _Optional[bool] = ..., is_shared: _Optional[bool] = ...) -> None: ...
+
+class ChunkEntry(_message.Message):
+    __slots__ = ("digest", "parent", "fingerprint", "model_id", "e_layer", "provenance", "exactness", "token_count", "byte_count", "copies", "use_count", "child_count", "is_held", "stored_seconds")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    E_LAYER_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    USE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHILD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
+    STORED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    parent: bytes
+    fingerprint: bytes
+    model_id: str
+    e_layer: int
+    provenance: _cache_pb2.Provenance
+    exactness: _cache_pb2.Exactness
+    token_count: int
+    byte_count: int
+    copies: _containers.RepeatedCompositeFieldContainer[ChunkCopy]
+    use_count: int
+    child_count: int
+    is_held: bool
+    stored_seconds: int
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., e_layer: _Optional[int] = ..., provenance: _Optional[_Union[_cache_pb2.Provenance, str]] = ..., exactness: _Optional[_Union[_cache_pb2.Exactness, str]] = ..., token_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[ChunkCopy, _Mapping]]] = ..., use_count: _Optional[int] = ..., child_count: _Optional[int] = ..., is_held: _Optional[bool] = ..., stored_seconds: _Optional[int] = ...) -> None: ...
+
+class TierTotal(_message.Message):
+    __slots__ = ("tier", "chunk_count", "byte_count")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    chunk_count: int
+    byte_count: int
+    def __init__(self, tier: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class ModelTotal(_message.Message):
+    __slots__ = ("fingerprint", "model_id", "chunk_count", "byte_count", "tiers")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    model_id: str
+    chunk_count: int
+    byte_count: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierTotal]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierTotal, _Mapping]]] = ...) -> None: ...
+
+class ShowChunkRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class HeaderFacts(_message.Message):
+    __slots__ = ("kind", "write_id", "storage_key", "first_position", "token_digest", "rope_digest", "strip_count", "tier")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STRIP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    write_id: bytes
+    storage_key: bytes
+    first_position: int
+    token_digest: bytes
+    rope_digest: bytes
+    strip_count: int
+    tier: str
+    def __init__(self, kind: _Optional[str] = ..., write_id: _Optional[bytes] = ..., storage_key: _Optional[bytes] = ..., first_position: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., rope_digest: _Optional[bytes] = ..., strip_count: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class ChunkDetail(_message.Message):
+    __slots__ = ("chunk", "header", "header_problem", "ancestors", "ancestor_count", "children", "lease_count", "hold_count", "levels")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    HEADER_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ANCESTORS_FIELD_NUMBER: _ClassVar[int]
+    ANCESTOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HOLD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    chunk: ChunkEntry
+    header: HeaderFacts
+    header_problem: str
+    ancestors: bytes
+    ancestor_count: int
+    children: bytes
+    lease_count: int
+    hold_count: int
+    levels: _containers.RepeatedScalarFieldContainer[_cache_pb2.Durability]
+    def __init__(self, chunk: _Optional[_Union[ChunkEntry, _Mapping]] = ..., header: _Optional[_Union[HeaderFacts, _Mapping]] = ..., header_problem: _Optional[str] = ..., ancestors: _Optional[bytes] = ..., ancestor_count: _Optional[int] = ..., children: _Optional[bytes] = ..., lease_count: _Optional[int] = ..., hold_count: _Optional[int] = ..., levels: _Optional[_Iterable[_Union[_cache_pb2.Durability, str]]] = ...) -> None: ...
+
+class ShowChunkResponse(_message.Message):
+    __slots__ = ("parts", "reason")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
+    reason: _cache_pb2.MissReason
+    def __init__(self, parts: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., reason: _Optional[_Union[_cache_pb2.MissReason, str]] = ...) -> None: ...

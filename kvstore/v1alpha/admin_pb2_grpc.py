@@ -39,6 +39,21 @@ class AdminServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Tiers = channel.unary_unary(
+                '/kvstore.v1alpha.AdminService/Tiers',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.TiersRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.TiersResponse.FromString,
+                _registered_method=True)
+        self.ListChunks = channel.unary_stream(
+                '/kvstore.v1alpha.AdminService/ListChunks',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ListChunksRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ListChunksResponse.FromString,
+                _registered_method=True)
+        self.ShowChunk = channel.unary_unary(
+                '/kvstore.v1alpha.AdminService/ShowChunk',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -51,6 +66,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tiers(self, request, context):
+        """What each tier has, takes and lacks, the fastest first, memory included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChunks(self, request, context):
+        """Chunks in pages, and at last what all that were selected come to. The catalog goes on changing meanwhile: each
+        chunk is told as it was when its page was made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowChunk(self, request, context):
+        """All that is known of one chunk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +95,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.StatsRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.StatsResponse.SerializeToString,
+            ),
+            'Tiers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tiers,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.TiersRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.TiersResponse.SerializeToString,
+            ),
+            'ListChunks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListChunks,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ListChunksRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ListChunksResponse.SerializeToString,
+            ),
+            'ShowChunk': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowChunk,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +139,87 @@ class AdminService:
             '/kvstore.v1alpha.AdminService/Stats',
             kvstore_dot_v1alpha_dot_admin__pb2.StatsRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_admin__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tiers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/Tiers',
+            kvstore_dot_v1alpha_dot_admin__pb2.TiersRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.TiersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/ListChunks',
+            kvstore_dot_v1alpha_dot_admin__pb2.ListChunksRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.ListChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowChunk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/ShowChunk',
+            kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
             options,
             channel_credentials,
             insecure,

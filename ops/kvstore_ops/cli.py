@@ -16,6 +16,9 @@ from rich.table import Column, Table
 from kvstore import __version__
 from kvstore.config import LoadedSettings, load
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore_ops.operators import reading
+from kvstore_ops.operators.harmless import plain
+from kvstore_ops.options import AddressOption, ConfigOption, JsonOption, TenantOption, TlsOption, exit_code_of
 
 app = typer.Typer(
     help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
@@ -24,20 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address", "--socket",
-        help="The sidecar: unix:///PATH, its socket's path, or HOST:PORT with the token in $KVSTORE_TOKEN "
-        "(default: $KVSTORE_SOCKET, else this user's).",
-    ),
-]  # fmt: skip
-TenantOption = Annotated[str, typer.Option("--tenant", help="One of the sidecar's tenants; by unix socket only.")]
-TlsOption = Annotated[
-    str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
-]
+MESSAGE_CHARACTERS_MAX = 4096
 
 
 def _load(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
@@ -67,7 +57,12 @@ def serve(
         "server.metrics_port": metrics_port,
         "server.log_format": log_format,
     }
-    raise typer.Exit(run(_load(config, flags)))
+    try:
+        status = run(_load(config, flags))
+    except KVStoreError as error:
+        print(f"kvstore: {error.message}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    raise typer.Exit(status)
 
 
 @app.command("config")
@@ -280,13 +275,16 @@ def version() -> None:
     print(__version__)
 
 
+reading.register(app)
+
+
 def main() -> None:
     """The console entry point."""
     try:
         app()
     except KVStoreError as error:
-        print(f"kvstore: {error.message}", file=sys.stderr)
-        sys.exit(1)
+        print(f"kvstore: {plain(error.message, MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

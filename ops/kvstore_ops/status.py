@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
+from kvstore_ops.operators.harmless import cell
 
 
 def as_dict(stats: admin_pb2.StatsResponse) -> dict[str, Any]:
@@ -46,14 +47,14 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
         held.add_row("arriving from tiers", format_bytes(stats.loading_bytes))
     models = Table("model", "chunks", "bytes")
     for model in stats.models:
-        models.add_row(model.model_id, str(model.chunk_count), format_bytes(model.byte_count))
+        models.add_row(cell(model.model_id), str(model.chunk_count), format_bytes(model.byte_count))
     done = Table("since start", "")
     for name, value in sorted(stats.counters.items()):
         if value:
             done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
     tables: list[Table | Text] = [held, *map(_tier, stats.tiers), models, done]
     if stats.tier_problem:
-        tables.insert(0, Text(stats.tier_problem, style="red"))
+        tables.insert(0, cell(stats.tier_problem, "red"))
     return Group(*tables)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvstore_client import ChunkEvent, EventKind
 
+from kvstore_ops.operators.harmless import plain
+
 
 def follow(events: Iterable[ChunkEvent], count: int, *, as_json: bool) -> None:
     """Print each as it comes, ``count`` of them (0: all). An interrupt ends it."""
@@ -43,4 +45,4 @@ def as_line(event: ChunkEvent) -> str:
         f"{event.sequence:>8} {event.kind.name.lower():<8} {event.tier.name.lower():<5} {event.token_count:>6} tokens"
     )
     reason = f" ({event.reason.name.lower()})" if event.reason else ""
-    return f"{what} {event.digest.hex()[:16]} after {event.parent.hex()[:16]} {event.model_id or '-'}{reason}"
+    return f"{what} {event.digest.hex()[:16]} after {event.parent.hex()[:16]} {plain(event.model_id) or '-'}{reason}"

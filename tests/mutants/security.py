@@ -11,6 +11,7 @@ STATE = "kvstore/server/state.py"
 SECRETS = "kvstore/server/secrets.py"
 TOKENS = "kvstore/remote/tokens.py"
 BOUNDARY = "kvstore/remote/boundary.py"
+T_OPERATORS = "tests/e2e/test_operators.py"
 DOOR = "kvstore/remote/door.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
@@ -27,6 +28,38 @@ T_SERVER = "tests/server/test_server.py"
 T_LIFE = "tests/server/test_life.py"
 
 MUTANTS = [
+    Mutant(
+        "every-token-administers",
+        "kvstore/remote/door.py",
+        "        if service == ADMIN and name != ADMITTED:\n",
+        "        if False:\n",
+        "an engine's token shows and changes what only operators may",
+        (f"{T_OPERATORS}::test_every_method_of_the_admin_service_asks_for_the_right",),
+    ),
+    Mutant(
+        "the-right-of-another-token",
+        TOKENS,
+        "                found, is_admin = tenant, token.is_admin\n",
+        "                found, is_admin = tenant, any(known.is_admin for known, _ in self._known)\n",
+        "one operator's token gives every engine the right",
+        (f"{T_OPERATORS}::test_every_method_of_the_admin_service_asks_for_the_right",),
+    ),
+    Mutant(
+        "names-move-the-cursor",
+        "ops/kvstore_ops/operators/harmless.py",
+        '_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}\n',
+        "_UNSEEN: set[str] = set()\n",
+        "a model's name writes over the operator's screen",
+        (f"{T_OPERATORS}::test_names_that_others_chose_are_harmless_in_every_table",),
+    ),
+    Mutant(
+        "all-questions-at-once",
+        "kvstore/controller/operators/turns.py",
+        "        async with self._turns.gate:\n            await self._turns.clock.sleep(0)\n",
+        "        await self._turns.clock.sleep(0)\n",
+        "many listings hold up every fetch",
+        ("tests/controller/test_operators.py::test_one_step_a_round_however_many_ask",),
+    ),
     Mutant(
         "session-of-any-secret",
         SESSIONS,

@@ -35,7 +35,7 @@ def test_status_of_a_running_sidecar(sidecar: Sidecar) -> None:
 
 def test_status_of_nobody_names_the_remedy() -> None:
     done = kvstore("status", "--socket", "/nonexistent/kvstore.sock")
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert "kvstore serve" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -54,7 +54,7 @@ def test_config_shows_long_values_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_unknown_benchmark_is_named() -> None:
     done = kvstore("bench", "nonsense")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "fetch" in done.stderr
 
 
@@ -83,7 +83,7 @@ def test_one_benchmark_ends_with_its_row() -> None:
 def test_a_benchmark_beside_somebody_else_says_what_it_needs_or_runs() -> None:
     done = kvstore("bench", "peers", "--tiny")
     if ENVIRONMENT not in os.environ:
-        assert done.returncode == 1
+        assert done.returncode == 4
         assert ENVIRONMENT in done.stderr
         pytest.skip(f"{ENVIRONMENT} names no environment of LMCache's")
     assert set(json.loads(done.stdout.splitlines()[-1])) == FIELDS, done.stderr

@@ -15,6 +15,7 @@ import pytest
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
 from kvstore.v1alpha.admin_pb2 import StatsRequest
 from tests.descriptors import open_files
 from tests.server.raw import Raw, eventually
@@ -23,6 +24,8 @@ from tests.specs import small_spec, tokens_of
 CALLS = [
     ("RegisterModel", pb.RegisterModelRequest()), ("Lookup", pb.LookupRequest()), ("Store", pb.StoreRequest()),
     ("Fetch", pb.FetchRequest()), ("Release", pb.ReleaseRequest()), ("Stats", StatsRequest()),
+    ("Tiers", admin_pb2.TiersRequest()), ("ListChunks", admin_pb2.ListChunksRequest()),
+    ("ShowChunk", admin_pb2.ShowChunkRequest(digest="00000000")),
 ]  # fmt: skip
 
 
@@ -47,7 +50,7 @@ def test_every_call_needs_a_live_secret(owner: Raw, method: str, request_: Any) 
 
 @pytest.mark.parametrize(("method", "request_"), CALLS)
 def test_no_call_goes_without_a_session(owner: Raw, method: str, request_: Any) -> None:
-    service = "v1alpha.AdminService" if method == "Stats" else "v1.CacheService"
+    service = "v1alpha.AdminService" if hasattr(owner.admin, method) else "v1.CacheService"
     call = owner.channel.unary_unary(f"/kvstore.{service}/{method}")
     with pytest.raises(grpc.RpcError) as caught:
         call(request_.SerializeToString(), timeout=10)

@@ -96,9 +96,9 @@ class Raw(Handoff):
     def call(self, method: str, request: Any, *, secret: bytes | None = None) -> Any:
         """A call under this session's secret, or another."""
         metadata = ((METADATA_SESSION, self.secret if secret is None else secret),)
-        stub = self.admin if method == "Stats" else self.cache
+        stub = self.admin if hasattr(self.admin, method) else self.cache
         answer = getattr(stub, method)(request, timeout=TIMEOUT_S, metadata=metadata)
-        return list(answer) if method == "Fetch" else answer
+        return list(answer) if method in ("Fetch", "ListChunks") else answer
 
     def status(self, method: str, request: Any, *, secret: bytes | None = None) -> str:
         """The name of the status a call ends with."""

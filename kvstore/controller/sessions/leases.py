@@ -54,6 +54,10 @@ class Leases:
         held = self._held.get(session)
         return list(held.leases) if held else []
 
+    def holding(self, row: int) -> int:
+        """How many leases hold a row."""
+        return sum(row in lease.rows for held in self._held.values() for lease in held.leases.values())
+
     def grant(self, session: Session, rows: tuple[int, ...], byte_count: int) -> Lease:
         """Hold these rows. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
         held = self._held.get(session) or _Held()

@@ -1,0 +1,140 @@
+"""What is said of each chunk that an operator selects, and what all of them come to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+
+from kvstore.catalog import Namespace, parent_digest
+from kvstore.controller.operators.selection import Chosen, Rows
+from kvstore.controller.operators.turns import Turn, Turns
+from kvstore.controller.operators.values import (
+    ChunkEntry,
+    CopyFacts,
+    ListPage,
+    ModelTotal,
+    TierTotal,
+)
+from kvstore.controller.parts import Parts
+from kvstore.spec import Encoding
+
+PAGE_COUNT = 64
+"""Chunks that are told in one step."""
+
+
+class Listing:
+    """Reads the catalog, and changes nothing."""
+
+    def __init__(self, parts: Parts, turns: Turns) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._table = parts.catalog.table
+        self._turns = turns
+
+    async def pages(self, chosen: Chosen, limit: int) -> AsyncIterator[ListPage]:
+        """The first ``limit`` chunks that are meant, then the totals of all. Cost: a step per 8192 rows of the catalog,
+        whatever is meant, and one per page of what is told."""
+        totals, turn = Totals(self._parts), self._turns.begin()
+        async for rows in chosen.blocks(turn):
+            told = [(row, self._table.digests[row]) for row in rows[:limit].tolist()]
+            await totals.add(rows, turn)
+            for first in range(0, len(told), PAGE_COUNT):
+                entries = self._entries(told[first : first + PAGE_COUNT])
+                limit -= len(entries)
+                if entries:
+                    yield ListPage(entries)
+                await turn.next()
+        yield ListPage(totals=totals.models(), is_last=True)
+
+    def _entries(self, told: Sequence[tuple[int, bytes]]) -> tuple[ChunkEntry, ...]:
+        """What is known of these, but for those that went meanwhile."""
+        table = self._table
+        return tuple(
+            self.entry(row, is_held=table.is_held(row))
+            for row, digest in told
+            if table.digests[row] == digest and table.is_resident(row)
+        )
+
+    def entry(self, row: int, *, is_held: bool) -> ChunkEntry:
+        """What is known of one chunk that some local tier has."""
+        table, space = self._table, self._catalog.space_of(row)
+        return ChunkEntry(
+            digest=table.digests[row], parent=parent_digest(table, row), fingerprint=space.fingerprint,
+            model_id=model_id_of(space), e_layer=-1 if space.layer is None else space.layer,
+            provenance=space.provenance, exactness=space.exactness, token_count=table.token_counts[row],
+            byte_count=space.chunk_bytes(table.token_counts[row]), copies=tuple(self._copies(row)),
+            use_count=table.uses[row], child_count=table.child_counts[row], is_held=is_held,
+            stored_seconds=table.stored_s[row],
+        )  # fmt: skip
+
+    def _copies(self, row: int) -> list[CopyFacts]:
+        found = []
+        for copies in self._table.copies:
+            if row in copies:
+                encoding = copies.encoding(row)
+                found.append(CopyFacts(copies.tier.name, copies.kind, encoding, copies.is_proven(row), False))
+        for shared in self._parts.movement.shared_tiers.tiers:
+            if row in shared:
+                is_seen = shared.is_seen(row)
+                found.append(CopyFacts(shared.tier.name, shared.tier.kind, Encoding.NONE, is_seen, True))
+        return found
+
+
+class Totals:
+    """What chunks come to, by model and tier."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._catalog = parts.catalog
+        self._of: dict[bytes, ModelTotal] = {}
+        self._names: dict[int, bytes] = {}
+        for model in parts.catalog.models.values():
+            for space in model.namespaces.values():
+                self._names[space.number] = model.fingerprint
+
+    async def add(self, rows: Rows, turn: Turn) -> None:
+        """Count these, which are resident now. Chunks of one namespace and length are alike."""
+        table = self._catalog.table
+        spaces = np.frombuffer(table.spaces, np.uint16)[rows].astype(np.int64)
+        kinds, places = np.unique(
+            spaces << 32 | np.frombuffer(table.token_counts, np.int32)[rows], return_inverse=True
+        )  # fmt: skip
+        counts = {"": np.bincount(places, minlength=len(kinds)).tolist()}
+        for copies in table.copies:
+            counts[copies.tier.name] = np.bincount(places[copies.where(rows)], minlength=len(kinds)).tolist()
+        for shared in self._parts.movement.shared_tiers.tiers:
+            is_said = (np.frombuffer(table.shared, np.uint8)[rows] & shared.said_bit) != 0
+            counts[shared.tier.name] = np.bincount(places[is_said], minlength=len(kinds)).tolist()
+        for place, kind in enumerate(kinds.tolist()):
+            self._count(kind >> 32, kind & 0xFFFFFFFF, {name: each[place] for name, each in counts.items()})
+            await turn.between()
+
+    def _count(self, number: int, token_count: int, counts: Mapping[str, int]) -> None:
+        """So many alike in each tier; those under no name are all of them."""
+        space = self._catalog.spaces.numbered[number]
+        size, total = space.chunk_bytes(token_count), self._total(space)
+        total.chunk_count += counts[""]
+        total.byte_count += counts[""] * size
+        for name, count in counts.items():
+            if name and count:
+                of_tier = total.tiers.setdefault(name, TierTotal())
+                of_tier.chunk_count += count
+                of_tier.byte_count += count * size
+
+    def _total(self, space: Namespace) -> ModelTotal:
+        name = self._names.get(space.number, space.fingerprint)
+        if name not in self._of:
+            self._of[name] = ModelTotal(name, model_id_of(space))
+        return self._of[name]
+
+    def models(self) -> tuple[ModelTotal, ...]:
+        """The largest first."""
+        return tuple(
+            sorted(self._of.values(), key=lambda each: (-each.byte_count, -each.chunk_count, each.fingerprint))
+        )
+
+
+def model_id_of(space: Namespace) -> str:
+    """Empty while nobody has registered its model."""
+    return "" if space.model_spec is None else space.model_spec.model_id

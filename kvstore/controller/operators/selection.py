@@ -1,0 +1,183 @@
+"""Which chunks an operator means: resolved once, then decided for a block of rows at a time, on copies of columns."""
+
+from __future__ import annotations
+
+import string
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.catalog import NOWHERE, Catalog
+from kvstore.catalog.spaces import Model
+from kvstore.controller.operators.turns import Turn
+from kvstore.controller.operators.values import Selection
+from kvstore.controller.parts import Parts
+from kvstore.errors import InvalidRequest
+from kvstore.keys import DIGEST_BYTES
+
+BLOCK_ROWS = 8192
+"""Rows that are looked at in one step: some 0.2 ms."""
+PART_ROWS = 256
+"""Of these, chunks whose digests or sizes are looked at in one step."""
+Rows = NDArray[np.int64]
+FINGERPRINT_DIGITS_MIN = 8
+MEMORY_NAMES = ("memory", "dram")
+NAMED_COUNT_MAX = 8
+"""Models or chunks that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """The beginning of a digest. ``text`` has an even number of digits or one more."""
+
+    text: str
+
+    @staticmethod
+    def of(text: str) -> Digits:
+        """Raises InvalidRequest for what begins no digest."""
+        if not set(text) <= set(string.hexdigits) or len(text) > 2 * DIGEST_BYTES:
+            raise InvalidRequest(
+                f"digest {text[:80]!r} is not the beginning of one: it has up to {2 * DIGEST_BYTES} hexadecimal digits"
+            )
+        return Digits(text.lower())
+
+    @property
+    def whole(self) -> bytes | None:
+        """The digest, if all of it is there."""
+        return bytes.fromhex(self.text) if len(self.text) == 2 * DIGEST_BYTES else None
+
+    def begins(self, digest: bytes) -> bool:
+        even = len(self.text) & ~1
+        return digest.startswith(bytes.fromhex(self.text[:even])) and digest.hex().startswith(self.text)
+
+
+class Chosen:
+    """A selection, resolved against the models and tiers that there are. Raises InvalidRequest where it names one that
+    is not there, or more than one."""
+
+    def __init__(self, parts: Parts, selection: Selection, up_s: float) -> None:
+        """``up_s``: for how long the service has been there. What it found when it started is as old, at least."""
+        self._catalog = catalog = parts.catalog
+        self._table = catalog.table
+        self._selection = selection
+        self._digits = Digits.of(selection.digest)
+        self._numbers: NDArray[np.int64] | None = None
+        if selection.model:
+            self._numbers = np.array(namespaces_named(catalog, selection.model), np.int64)
+        self._column, self._bit = self._tier(parts, selection.tier)
+        self._before_s = int(parts.clock.wall()) - selection.older_than_s
+        self._are_earlier_meant = selection.older_than_s <= up_s
+        self._sizes: dict[int, bool] = {}
+
+    def _tier(self, parts: Parts, name: str) -> tuple[array[int] | None, int]:
+        """The column that tells which chunks a tier has, and by which bit; NOWHERE: by being somewhere."""
+        if not name:
+            return None, NOWHERE
+        wanted = MEMORY_NAMES[1] if name in MEMORY_NAMES else name
+        for copies in self._table.copies:
+            if copies.tier.name == wanted:
+                return copies.column, NOWHERE
+        for shared in parts.movement.shared_tiers.tiers:
+            if shared.tier.name == wanted:
+                return self._table.shared, shared.said_bit
+        known = ", ".join(tier_names(parts))
+        raise InvalidRequest(f"no tier is called {name[:64]!r} here: {known}", tier=name[:64])
+
+    async def blocks(self, turn: Turn) -> AsyncIterator[Rows]:
+        """The chunks that are meant, those of one block of rows at a time, at the beginning of a step. What is given
+        holds as long as nothing is waited for."""
+        start = 0
+        while start < len(self._table.digests):
+            await turn.next()
+            found = self._of(start, min(start + BLOCK_ROWS, len(self._table.digests)))
+            start += BLOCK_ROWS
+            if not self._is_looked_at:
+                yield found
+                continue
+            for first in range(0, len(found), PART_ROWS):
+                if first:
+                    await turn.next()
+                part = filter(self._is_meant, found[first : first + PART_ROWS].tolist())
+                yield np.array(list(part), np.int64)
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether columns alone do not tell."""
+        return bool(self._digits.text or self._selection.byte_count_min or self._selection.byte_count_max)
+
+    def _of(self, start: int, stop: int) -> Rows:
+        table, selection = self._table, self._selection
+        found = np.zeros(stop - start, np.bool_)
+        for copies in table.copies:
+            found |= _part(copies.column, start, stop) != NOWHERE
+        if self._numbers is not None:
+            found &= np.isin(_part(table.spaces, start, stop), self._numbers)
+        if self._column is not None:
+            column = _part(self._column, start, stop)
+            found &= (column != NOWHERE) if self._bit == NOWHERE else (column & self._bit) != 0
+        if selection.use_count_max is not None:
+            found &= _part(table.uses, start, stop) <= selection.use_count_max
+        if selection.older_than_s:
+            stored = _part(table.stored_s, start, stop)
+            found &= np.where(stored == 0, self._are_earlier_meant, stored <= self._before_s)
+        return np.flatnonzero(found) + start
+
+    def _is_meant(self, row: int) -> bool:
+        table = self._table
+        if not table.digests[row] or not table.is_resident(row):  # it went after its block was looked through
+            return False
+        return self._digits.begins(table.digests[row]) and self._fits(table.spaces[row], table.token_counts[row])
+
+    def _fits(self, number: int, token_count: int) -> bool:
+        """Whether chunks of that length are as large as is meant. There are few kinds of them."""
+        kind = number << 32 | token_count
+        fits = self._sizes.get(kind)
+        if fits is None:
+            size = self._catalog.spaces.numbered[number].chunk_bytes(token_count)
+            most = self._selection.byte_count_max or size
+            fits = self._sizes[kind] = self._selection.byte_count_min <= size <= most
+        return fits
+
+
+def _part(column: array[int], start: int, stop: int) -> NDArray[Any]:
+    """Some rows of a column, copied: while an array looks into a column that cannot grow."""
+    return np.array(column[start:stop])
+
+
+def tier_names(parts: Parts) -> list[str]:
+    """Of all tiers in use, the fastest first."""
+    local = [copies.tier.name for copies in parts.catalog.table.copies]
+    return [*local, *(shared.tier.name for shared in parts.movement.shared_tiers.tiers)]
+
+
+def namespaces_named(catalog: Catalog, name: str) -> list[int]:
+    """The numbers of the namespaces of one model, or of one that nobody registered. Raises InvalidRequest for a name of
+    none or several, with what there is."""
+    models = list(catalog.models.values())
+    found = [each for each in models if each.spec.model_id == name]
+    found = found or [each for each in models if each.spec.model_id.rpartition("/")[2] == name]
+    if len(found) == 1:
+        return _numbers(found[0])
+    if not found and len(name) >= FINGERPRINT_DIGITS_MIN and set(name) <= set(string.hexdigits):
+        digits = name.lower()
+        found = [each for each in models if each.fingerprint.hex().startswith(digits)]
+        if len(found) == 1:
+            return _numbers(found[0])
+        spaces = [each for each in catalog.spaces.numbered if each.fingerprint.hex().startswith(digits)]
+        if not found and len({each.fingerprint for each in spaces}) == 1:
+            return [each.number for each in spaces]
+    known = [f"{each.spec.model_id} ({each.fingerprint.hex()[:16]})" for each in (found or models)[:NAMED_COUNT_MAX]]
+    if found:
+        raise InvalidRequest(
+            f"several models are called {name[:128]!r}: say the digits of one: {', '.join(known)}", model=name[:128]
+        )
+    there = ", ".join(known) or "none: an engine registers its model at its start"
+    raise InvalidRequest(f"no model is called {name[:128]!r} here. Registered: {there}", model=name[:128])
+
+
+def _numbers(model: Model) -> list[int]:
+    return [space.number for space in model.namespaces.values()]

@@ -1,0 +1,112 @@
+"""What operators say and are told. They are plain values; the wire's messages mirror them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.chunk import ChunkHeader
+from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance, Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which chunks: those for which all that is said here holds; nothing said means every one.
+
+    ``model``: an id, its last part, or the first digits of a fingerprint. ``digest``: the first hexadecimal digits.
+    ``tier``: the name of one that has a copy. ``older_than_s``: stored for so long at least. Sizes are of a chunk as it
+    lies in memory; ``byte_count_max`` 0: any. ``use_count_max``: used so often at most; None: however often.
+    """
+
+    model: str = ""
+    digest: str = ""
+    tier: str = ""
+    older_than_s: int = 0
+    byte_count_min: int = 0
+    byte_count_max: int = 0
+    use_count_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFacts:
+    """One copy of a chunk. ``tier``: its name in settings."""
+
+    tier: str
+    kind: Tier
+    encoding: Encoding
+    is_proven: bool
+    is_shared: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkEntry:
+    """What the catalog knows of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: it is no E;
+    ``model_id`` empty and ``byte_count`` 0 while its model is not registered; ``stored_seconds`` 0: it was here before
+    this start."""
+
+    digest: bytes
+    parent: bytes
+    fingerprint: bytes
+    model_id: str
+    e_layer: int
+    provenance: Provenance
+    exactness: Exactness
+    token_count: int
+    byte_count: int
+    copies: tuple[CopyFacts, ...]
+    use_count: int
+    child_count: int
+    is_held: bool
+    stored_seconds: int
+
+
+@dataclass(slots=True)
+class TierTotal:
+    """What of a model lies in one tier. Sizes as in memory."""
+
+    chunk_count: int = 0
+    byte_count: int = 0
+
+
+@dataclass(slots=True)
+class ModelTotal:
+    """What was selected of one model; ``tiers`` by name."""
+
+    fingerprint: bytes
+    model_id: str
+    chunk_count: int = 0
+    byte_count: int = 0
+    tiers: dict[str, TierTotal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """Some of what was selected; in the last page, which has no chunks, the totals of all of it."""
+
+    chunks: tuple[ChunkEntry, ...] = ()
+    totals: tuple[ModelTotal, ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkDetail:
+    """One part of a chunk. ``header`` is that of the copy in ``header_tier``; None where none could be read, and
+    ``header_problem`` says why. ``ancestors``: its parent first, as many as are told of ``ancestor_count``."""
+
+    chunk: ChunkEntry
+    header: ChunkHeader | None
+    header_tier: str
+    header_problem: str
+    ancestors: tuple[bytes, ...]
+    ancestor_count: int
+    children: tuple[bytes, ...]
+    lease_count: int
+    hold_count: int
+    levels: tuple[Durability, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownChunk:
+    """Every part that is stored of a chunk; without one ``reason`` says why it is not here, where that is known."""
+
+    parts: tuple[ChunkDetail, ...]
+    reason: MissReason = MissReason.NONE

@@ -1,0 +1,50 @@
+"""What each tier has, takes and lacks: what operators are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstore.catalog import Copies
+from kvstore.movement.shared import SharedCopies
+from kvstore.movement.writes import Writes
+from kvstore.spec import Durability, Tier
+from kvstore.tiers import TierStatistics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierAccount:
+    """One tier. ``backlog_count``: chunks that wait to be written there. ``problem``: why it lacks chunks, empty while
+    it takes them. ``write_policy``: of a shared tier, when chunks are written to it."""
+
+    stats: TierStatistics
+    kind: Tier
+    durability: Durability
+    stalled_s: float
+    backlog_count: int = 0
+    problem: str = ""
+    write_policy: str = ""
+
+
+def accounts_of(local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes]) -> list[TierAccount]:
+    """The account of every tier, in the order given."""
+    to = {each.target.name: (each.backlog_count, each.reason) for each in writes}
+    found = []
+    for copies in local:
+        backlog_count, problem = to.get(copies.tier.name, (0, ""))
+        found.append(
+            TierAccount(
+                stats=copies.tier.statistics(), kind=copies.kind, durability=copies.durability,
+                stalled_s=copies.tier.stalled_s(), backlog_count=backlog_count, problem=problem,
+            )
+        )  # fmt: skip
+    for each in shared:
+        backlog_count, problem = to.get(each.tier.name, (0, ""))
+        found.append(
+            TierAccount(
+                stats=each.statistics(), kind=each.tier.kind, durability=each.tier.durability,
+                stalled_s=each.tier.stalled_s(), backlog_count=backlog_count, problem=problem or each.breaker.reason,
+                write_policy=each.write_policy.value,
+            )
+        )  # fmt: skip
+    return found

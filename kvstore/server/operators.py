@@ -1,0 +1,210 @@
+"""AdminService: what operators ask, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from kvstore import __version__
+from kvstore.controller import Controller, Stats
+from kvstore.controller.operators import (
+    ChunkDetail,
+    ChunkEntry,
+    ListPage,
+    ModelTotal,
+    Operators,
+    Selection,
+    ShownChunk,
+)
+from kvstore.movement import TierAccount
+from kvstore.seams import Clock
+from kvstore.seams.memory import descriptor_count
+from kvstore.server.rpc import Context
+from kvstore.server.services import session_of
+from kvstore.spec import Exactness, Provenance
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
+from kvstore.wire import spec_to_message
+
+Rendered = TypeVar("Rendered", bound=Message)
+_PROVENANCE = {
+    Provenance.IN_CONTEXT: pb.PROVENANCE_IN_CONTEXT,
+    Provenance.STANDALONE: pb.PROVENANCE_STANDALONE,
+}
+_EXACTNESS = {Exactness.EXACT: pb.EXACTNESS_EXACT, Exactness.DERIVED: pb.EXACTNESS_DERIVED}
+
+
+class AdminService:
+    """The operator's calls, for sessions of one tenant. Its sockets serve their owner only; over TCP the remote plane
+    lets in who has a token that says so."""
+
+    def __init__(self, controller: Controller, operators: Operators, clock: Clock, server_pid: int) -> None:
+        self._controller = controller
+        self._operators = operators
+        self._clock = clock
+        self._started_s = clock.monotonic()
+        self._server_pid = server_pid
+
+    async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
+        """A consistent snapshot."""
+        session_of(self._controller, context)
+        uptime = self._clock.monotonic() - self._started_s
+        return render_stats(
+            self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()
+        )
+
+    async def Tiers(self, request: admin_pb2.TiersRequest, context: Context) -> admin_pb2.TiersResponse:
+        """What each tier has, takes and lacks."""
+        session_of(self._controller, context)
+        tiers = map(_tier, self._operators.tiers())
+        return admin_pb2.TiersResponse(tiers=tiers, absent=self._operators.absent, tenant=self._operators.tenant)
+
+    async def ListChunks(
+        self, request: admin_pb2.ListChunksRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.ListChunksResponse]:
+        """Pages of chunks, then totals."""
+        session_of(self._controller, context)
+        async for page in self._operators.chunks(parse_selection(request.selection), request.limit):
+            yield _page(page)
+
+    async def ShowChunk(self, request: admin_pb2.ShowChunkRequest, context: Context) -> admin_pb2.ShowChunkResponse:
+        """One chunk. One that is not here is a reply without parts."""
+        session_of(self._controller, context)
+        return _shown(await self._operators.chunk(request.digest, context.time_remaining()))
+
+
+def parse_selection(message: admin_pb2.Selection) -> Selection:
+    """What the controller takes; it checks names itself."""
+    return Selection(
+        model=message.model,
+        digest=message.digest,
+        tier=message.tier,
+        older_than_s=message.older_than_seconds,
+        byte_count_min=message.byte_count_min,
+        byte_count_max=message.byte_count_max,
+        use_count_max=message.use_count_max if message.HasField("use_count_max") else None,
+    )
+
+
+def render_stats(
+    stats: Stats, tenant: str, uptime_seconds: float, server_pid: int, descriptor_count: int
+) -> admin_pb2.StatsResponse:
+    return admin_pb2.StatsResponse(
+        version=__version__,
+        uptime_seconds=uptime_seconds,
+        server_pid=server_pid,
+        tenant=tenant,
+        arena=_alike(admin_pb2.ArenaStats, stats),
+        sessions=_alike(admin_pb2.SessionStats, stats),
+        models=[
+            admin_pb2.ModelStats(
+                model_id=each.model_id,
+                fingerprint=each.fingerprint,
+                chunk_count=each.chunk_count,
+                byte_count=each.byte_count,
+                spec=spec_to_message(each.spec),
+            )
+            for each in stats.models
+        ],
+        counters=stats.counters,
+        tiers=[_alike(admin_pb2.TierStats, each) for each in stats.tiers],
+        tier_problem=stats.tier_problem,
+        backlog_chunk_count=stats.backlog_count,
+        loading_bytes=stats.loading_bytes,
+        descriptor_count=descriptor_count,
+    )
+
+
+def _alike(kind: type[Rendered], value: object) -> Rendered:
+    """A message with all of a value's attributes that it has a field for."""
+    names = [field.name for field in kind.DESCRIPTOR.fields if hasattr(value, field.name)]
+    return kind(**{name: getattr(value, name) for name in names})
+
+
+def _tier(account: TierAccount) -> admin_pb2.TierReport:
+    return admin_pb2.TierReport(
+        stats=_alike(admin_pb2.TierStats, account.stats),
+        kind=int(account.kind),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        durability=int(account.durability),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        backlog_chunk_count=account.backlog_count,
+        problem=account.problem,
+        stalled_seconds=account.stalled_s,
+        write_policy=account.write_policy,
+    )
+
+
+def _page(page: ListPage) -> admin_pb2.ListChunksResponse:
+    return admin_pb2.ListChunksResponse(
+        chunks=map(_entry, page.chunks), totals=map(_total, page.totals), is_last=page.is_last
+    )
+
+
+def _entry(entry: ChunkEntry) -> admin_pb2.ChunkEntry:
+    message = admin_pb2.ChunkEntry(
+        digest=entry.digest,
+        parent=entry.parent,
+        fingerprint=entry.fingerprint,
+        model_id=entry.model_id,
+        e_layer=entry.e_layer,
+        provenance=_PROVENANCE[entry.provenance],
+        exactness=_EXACTNESS[entry.exactness],
+        token_count=entry.token_count,
+        byte_count=entry.byte_count,
+        use_count=entry.use_count,
+        child_count=entry.child_count,
+        is_held=entry.is_held,
+        stored_seconds=entry.stored_seconds,
+    )
+    for copy in entry.copies:
+        message.copies.add(
+            tier=copy.tier,
+            kind=int(copy.kind),
+            encoding=int(copy.encoding),
+            is_proven=copy.is_proven,
+            is_shared=copy.is_shared,
+        )
+    return message
+
+
+def _total(total: ModelTotal) -> admin_pb2.ModelTotal:
+    message = admin_pb2.ModelTotal(
+        fingerprint=total.fingerprint, model_id=total.model_id, chunk_count=total.chunk_count,
+        byte_count=total.byte_count,
+    )  # fmt: skip
+    for name, each in total.tiers.items():
+        message.tiers.add(tier=name, chunk_count=each.chunk_count, byte_count=each.byte_count)
+    return message
+
+
+def _shown(shown: ShownChunk) -> admin_pb2.ShowChunkResponse:
+    return admin_pb2.ShowChunkResponse(parts=map(_detail, shown.parts), reason=int(shown.reason))  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+
+
+def _detail(detail: ChunkDetail) -> admin_pb2.ChunkDetail:
+    message = admin_pb2.ChunkDetail(
+        chunk=_entry(detail.chunk),
+        header_problem=detail.header_problem,
+        ancestors=b"".join(detail.ancestors),
+        ancestor_count=detail.ancestor_count,
+        children=b"".join(detail.children),
+        lease_count=detail.lease_count,
+        hold_count=detail.hold_count,
+        levels=map(int, detail.levels),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+    )
+    header = detail.header
+    if header is not None:
+        message.header.MergeFrom(
+            admin_pb2.HeaderFacts(
+                kind=header.kind.name.lower(),
+                write_id=header.write_id,
+                storage_key=header.storage_key,
+                first_position=header.first_position,
+                token_digest=header.token_digest,
+                rope_digest=header.rope_digest,
+                strip_count=len(header.checksums),
+                tier=detail.header_tier,
+            )
+        )
+    return message

@@ -1,0 +1,66 @@
+"""The operator's calls to one sidecar. A stream that says nothing for as long as a call may take has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore_client import Client
+from kvstore_client.lookup.feed import Feed
+from kvstore_client.planes.session import noted, translated
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.v1alpha import admin_pb2
+
+ANSWER_S_MAX = 20.0
+"""How long the sidecar may say nothing."""
+
+
+class Operator:
+    """Asks by a client's session. Raises, in every call: Unavailable when the sidecar is gone; DeadlineExceeded when it
+    says nothing for ``ANSWER_S_MAX``; PermissionDenied for a token without the right; InvalidRequest for a model, tier
+    or chunk that is not there."""
+
+    def __init__(self, client: Client) -> None:
+        self._session = client.connect_now()
+
+    def tiers(self) -> admin_pb2.TiersResponse:
+        """What each tier has, takes and lacks."""
+        found: admin_pb2.TiersResponse = self._call("Tiers", admin_pb2.TiersRequest())
+        return found
+
+    def show(self, digest: str) -> admin_pb2.ShowChunkResponse:
+        """The chunk whose digest begins with these hexadecimal digits; without parts where there is none."""
+        found: admin_pb2.ShowChunkResponse = self._call("ShowChunk", admin_pb2.ShowChunkRequest(digest=digest))
+        return found
+
+    def chunks(self, selection: admin_pb2.Selection, limit: int) -> Iterator[admin_pb2.ListChunksResponse]:
+        """Pages of chunks; the last one has the totals."""
+        return self._stream("ListChunks", admin_pb2.ListChunksRequest(selection=selection, limit=limit))
+
+    def totals(self, selection: admin_pb2.Selection) -> list[admin_pb2.ModelTotal]:
+        """What is selected comes to, by model."""
+        return [each for page in self.chunks(selection, 0) for each in page.totals]
+
+    def _call(self, method: str, request: Any) -> Any:
+        return self._session.call(getattr(self._session.admin, method), request, ANSWER_S_MAX)
+
+    def _stream(self, method: str, request: Any) -> Iterator[Any]:
+        """Messages up to the one that says it is the last."""
+        session = self._session
+        try:
+            stream = noted(getattr(session.admin, method)(request, metadata=session.metadata))
+        except ValueError as error:
+            raise Unavailable("the sidecar is gone") from error
+        feed = Feed(stream, translated, session.returns)
+        try:
+            while True:
+                try:
+                    message: Any = feed.ask().result(ANSWER_S_MAX)
+                except TimeoutError:
+                    raise DeadlineExceeded(f"the sidecar said nothing for {ANSWER_S_MAX:.0f} s") from None
+                yield message
+                if message.is_last:
+                    return
+        finally:
+            feed.close()

@@ -1,0 +1,228 @@
+"""Replies to operators, as tables for people and as plain values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance
+from kvstore.units import format_bytes
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops.operators.harmless import cell
+
+DIGEST_BYTES = 32
+DIGITS = 16
+"""Of a digest in a table: enough for ``kvstore show``."""
+SHOWN_COUNT = 8
+"""Digests of a chain that are shown; JSON has the others."""
+_PROVENANCES = {1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
+_EXACTNESSES = {1: Exactness.EXACT, 2: Exactness.DERIVED}
+
+
+def digests_of(data: bytes) -> list[str]:
+    """A run of digests in hexadecimal digits."""
+    return [data[at : at + DIGEST_BYTES].hex() for at in range(0, len(data), DIGEST_BYTES)]
+
+
+def age_of(stored_seconds: int, now_s: float, up_s: float | None = None) -> str:
+    """How long ago a chunk was stored, in words. What was there before the service started is older than that."""
+    if not stored_seconds:
+        return "before start" if up_s is None else f"> {duration(up_s)}"
+    return duration(max(0.0, now_s - stored_seconds))
+
+
+def duration(seconds: float) -> str:
+    """ "42 s", "13 min", "5.2 h", "3.1 d"."""
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}" if unit == "min" else f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# ------------------------------------------------------------------ tiers
+
+
+def tiers_as_dict(found: admin_pb2.TiersResponse) -> dict[str, Any]:
+    """Every tier's account."""
+    return {"tenant": found.tenant, "tiers": list(map(_tier_as_dict, found.tiers)), "absent": list(found.absent)}
+
+
+def _tier_as_dict(tier: admin_pb2.TierReport) -> dict[str, Any]:
+    stats = tier.stats
+    return {
+        "name": stats.name, "state": stats.state, "is_shared": stats.is_shared, "chunk_count": stats.chunk_count,
+        "allocated_bytes": stats.allocated_bytes, "capacity_bytes": stats.capacity_bytes,
+        "free_bytes": stats.free_bytes, "quarantined_bytes": stats.quarantined_bytes,
+        "read_bytes": stats.read_bytes, "written_bytes": stats.written_bytes,
+        "durability": Durability(tier.durability).name.lower(), "backlog_chunk_count": tier.backlog_chunk_count,
+        "problem": tier.problem, "stalled_seconds": tier.stalled_seconds, "write_policy": tier.write_policy,
+        "envelope": stats.envelope,
+    }  # fmt: skip
+
+
+def render_tiers(found: admin_pb2.TiersResponse) -> Group:
+    """A line per tier; what is wrong stands below."""
+    table = Table("tier", "state", "survives", "chunks", "holds", "of", "waiting", title=f"tenant {found.tenant}")
+    problems = [(each.stats.name, each.problem) for each in found.tiers if each.problem]
+    for tier in found.tiers:
+        stats = tier.stats
+        is_stalled = tier.stalled_seconds > 0
+        state = f"stalled {tier.stalled_seconds:.0f} s" if is_stalled else stats.state
+        name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
+        is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
+        table.add_row(
+            cell(name), cell(state, "" if state == "up" else "red"), Durability(tier.durability).name,
+            f"{stats.chunk_count:,}" if is_told else "not told", format_bytes(stats.allocated_bytes) if is_told else "",
+            format_bytes(stats.capacity_bytes) if stats.capacity_bytes else "", f"{tier.backlog_chunk_count:,}",
+        )  # fmt: skip
+    lines: list[RenderableType] = [table]
+    lines += [cell(f"{name}: {problem}", "red") for name, problem in problems]
+    lines += [cell(each, "red") for each in found.absent]
+    return Group(*lines)
+
+
+# ------------------------------------------------------------------ lists
+
+
+def chunk_as_dict(chunk: admin_pb2.ChunkEntry) -> dict[str, Any]:
+    """One chunk, digests in hex, names in lower case."""
+    return {
+        "digest": chunk.digest.hex(), "parent": chunk.parent.hex(), "model_id": chunk.model_id,
+        "fingerprint": chunk.fingerprint.hex(), "e_layer": chunk.e_layer,
+        "provenance": _PROVENANCES[chunk.provenance].value, "exactness": _EXACTNESSES[chunk.exactness].value,
+        "token_count": chunk.token_count, "byte_count": chunk.byte_count, "use_count": chunk.use_count,
+        "child_count": chunk.child_count, "is_held": chunk.is_held, "stored_seconds": chunk.stored_seconds,
+        "copies": [
+            {
+                "tier": copy.tier, "encoding": Encoding(copy.encoding).name.lower(), "is_proven": copy.is_proven,
+                "is_shared": copy.is_shared,
+            }
+            for copy in chunk.copies
+        ],
+    }  # fmt: skip
+
+
+def total_as_dict(total: admin_pb2.ModelTotal) -> dict[str, Any]:
+    """What was selected of one model."""
+    tiers = {each.tier: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in total.tiers}
+    return {
+        "model_id": total.model_id, "fingerprint": total.fingerprint.hex(), "chunk_count": total.chunk_count,
+        "byte_count": total.byte_count, "tiers": tiers,
+    }  # fmt: skip
+
+
+def render_chunks(
+    chunks: Sequence[admin_pb2.ChunkEntry], totals: Iterable[admin_pb2.ModelTotal], now_s: float
+) -> Group:
+    """A line per chunk, and what there is beside them."""
+    table = Table(
+        "chunk", Column("model", overflow="fold"), Column("tokens", justify="right"), Column("bytes", justify="right"),
+        "tiers", Column("age", justify="right"), "held",
+    )  # fmt: skip
+    for chunk in chunks:
+        tiers = " ".join(copy.tier if copy.is_proven else f"{copy.tier}?" for copy in chunk.copies)
+        table.add_row(
+            chunk.digest.hex()[:DIGITS], model_cell(chunk), str(chunk.token_count), format_bytes(chunk.byte_count),
+            cell(tiers), age_of(chunk.stored_seconds, now_s), "held" if chunk.is_held else "",
+        )  # fmt: skip
+    count, byte_count = 0, 0
+    for each in totals:
+        count, byte_count = count + each.chunk_count, byte_count + each.byte_count
+    more = f"{len(chunks):,} of " if len(chunks) < count else ""
+    said = Text(f"{more}{count:,} chunks, {format_bytes(byte_count)} as in memory")
+    return Group(table, said) if chunks else Group(said)
+
+
+def model_cell(chunk: admin_pb2.ChunkEntry) -> Text:
+    """The model's id, and of which layer E is; digits where nobody has registered the model."""
+    name = chunk.model_id or f"({chunk.fingerprint.hex()[:DIGITS]})"
+    found = cell(name)
+    if chunk.e_layer >= 0:
+        found.append(f" E of layer {chunk.e_layer}")
+    if chunk.exactness == 2:
+        found.append(" derived")
+    if chunk.provenance == 2:
+        found.append(" segment")
+    return found
+
+
+def render_models(totals: Sequence[admin_pb2.ModelTotal]) -> Table:
+    """A line per model, the largest first, and what each tier has of it."""
+    names = list(dict.fromkeys(tier.tier for total in totals for tier in total.tiers))
+    table = Table(
+        Column("model", overflow="fold"), "fingerprint", Column("chunks", justify="right"),
+        Column("bytes", justify="right"), *(Column(name, justify="right") for name in names),
+    )  # fmt: skip
+    for total in totals:
+        of = {tier.tier: f"{tier.chunk_count:,}" for tier in total.tiers}
+        name = cell(total.model_id) if total.model_id else Text("(not registered)", style="yellow")
+        table.add_row(
+            name, total.fingerprint.hex()[:DIGITS], f"{total.chunk_count:,}", format_bytes(total.byte_count),
+            *(of.get(each, "0") for each in names),
+        )  # fmt: skip
+    return table
+
+
+# ------------------------------------------------------------------ one chunk
+
+
+def shown_as_dict(found: admin_pb2.ShowChunkResponse) -> dict[str, Any]:
+    """Every part, and why there is none."""
+    return {"parts": list(map(_detail_as_dict, found.parts)), "reason": MissReason(found.reason).name.lower()}
+
+
+def _detail_as_dict(detail: admin_pb2.ChunkDetail) -> dict[str, Any]:
+    header = detail.header
+    facts = {
+        "kind": header.kind, "write_id": header.write_id.hex(), "storage_key": header.storage_key.hex(),
+        "first_position": header.first_position, "token_digest": header.token_digest.hex(),
+        "rope_digest": header.rope_digest.hex(), "strip_count": header.strip_count, "tier": header.tier,
+    }  # fmt: skip
+    return {
+        **chunk_as_dict(detail.chunk), "header": facts if detail.HasField("header") else None,
+        "header_problem": detail.header_problem, "ancestors": digests_of(detail.ancestors),
+        "ancestor_count": detail.ancestor_count, "children": digests_of(detail.children),
+        "lease_count": detail.lease_count, "hold_count": detail.hold_count,
+        "levels": [Durability(each).name.lower() for each in detail.levels],
+    }  # fmt: skip
+
+
+def render_shown(found: admin_pb2.ShowChunkResponse, now_s: float) -> Group:
+    """A table per part."""
+    return Group(*(_detail(each, now_s) for each in found.parts))
+
+
+def _detail(detail: admin_pb2.ChunkDetail, now_s: float) -> Table:
+    chunk, header = detail.chunk, detail.header
+    table = Table("", Column("", overflow="fold"), title=f"chunk {chunk.digest.hex()}", show_header=False)
+    table.add_row("model", model_cell(chunk))
+    table.add_row("namespace", chunk.fingerprint.hex())
+    table.add_row("size", f"{chunk.token_count} tokens, {format_bytes(chunk.byte_count)} in memory")
+    for copy in chunk.copies:
+        how = "the tier says so" if copy.is_shared else "a crash left it: it is read before anything relies on it"
+        encoding = "" if copy.is_shared else f"{Encoding(copy.encoding).name.lower()}, "
+        table.add_row(cell(copy.tier), f"{encoding}{'proven' if copy.is_proven else how}")
+    table.add_row("has reached", ", ".join(Durability(each).name for each in detail.levels) or "nothing certain")
+    table.add_row("stored", f"{age_of(chunk.stored_seconds, now_s)}{' ago' if chunk.stored_seconds else ''}")
+    table.add_row("uses", str(chunk.use_count) if chunk.use_count else "not counted without a shared tier")
+    table.add_row("held", f"{detail.hold_count} times, {detail.lease_count} of them leases")
+    table.add_row("chain above", _chain(detail.ancestor_count, digests_of(detail.ancestors)))
+    table.add_row("children", _chain(chunk.child_count, digests_of(detail.children)))
+    if detail.HasField("header"):
+        table.add_row("first position", f"{header.first_position:,}")
+        table.add_row("kind", f"{header.kind}, {header.strip_count} strips")
+        table.add_row("write id", header.write_id.hex())
+        table.add_row("storage key", header.storage_key.hex())
+    else:
+        table.add_row("header", cell(detail.header_problem, "red"))
+    return table
+
+
+def _chain(count: int, digests: Sequence[str]) -> str:
+    shown = " ".join(each[:DIGITS] for each in digests[:SHOWN_COUNT])
+    more = " ..." if count > SHOWN_COUNT else ""
+    return f"{count:,}: {shown}{more}" if count else "none"

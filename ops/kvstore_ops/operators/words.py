@@ -1,0 +1,29 @@
+"""What an operator writes on the command line, into what a call takes."""
+
+from __future__ import annotations
+
+from kvstore.errors import InvalidRequest
+from kvstore.units import parse_bytes, parse_duration
+from kvstore.v1alpha import admin_pb2
+
+
+def selection_of(
+    model: str = "", digest: str = "", tier: str = "", older_than: str = "", larger_than: str = "",
+    smaller_than: str = "", used_at_most: int | None = None,
+) -> admin_pb2.Selection:  # fmt: skip
+    """A selection. Raises InvalidRequest naming the option that cannot be read."""
+    return admin_pb2.Selection(
+        model=model,
+        digest=digest,
+        tier=tier,
+        older_than_seconds=int(parse_duration(older_than)) if older_than else 0,
+        byte_count_min=parse_bytes(larger_than) if larger_than else 0,
+        byte_count_max=max(1, parse_bytes(smaller_than)) if smaller_than else 0,
+        use_count_max=_count(used_at_most),
+    )
+
+
+def _count(used_at_most: int | None) -> int | None:
+    if used_at_most is not None and not 0 <= used_at_most < 1 << 32:
+        raise InvalidRequest(f"--used-at-most {used_at_most}: use 0 or more")
+    return used_at_most

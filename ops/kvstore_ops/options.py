@@ -1,0 +1,51 @@
+"""Options that many commands take, and the exit codes of all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address", "--socket",
+        help="The sidecar: unix:///PATH, its socket's path, or HOST:PORT with the token in $KVSTORE_TOKEN "
+        "(default: $KVSTORE_SOCKET, else this user's).",
+    ),
+]  # fmt: skip
+TenantOption = Annotated[str, typer.Option("--tenant", help="One of the sidecar's tenants; by unix socket only.")]
+TlsOption = Annotated[
+    str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
+]
+
+NOT_FOUND = 3
+EXIT_CODES: dict[type[KVStoreError], int] = {
+    InvalidRequest: 2,
+    Unavailable: 4,
+    Unauthenticated: 5,
+    PermissionDenied: 5,
+    DeadlineExceeded: 6,
+    Exhausted: 7,
+    DataLoss: 8,
+}
+"""What a command ends with, by the kind of its error; 1 for any other. docs/operations.md has the table."""
+
+
+def exit_code_of(error: KVStoreError) -> int:
+    """What a command ends with that failed so."""
+    return EXIT_CODES.get(type(error), 1)

@@ -1,0 +1,158 @@
+"""What operators are told, on simulated parts: large catalogs, several parts of a chunk, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvstore.controller.operators import ListPage, Operators, Selection
+from kvstore.controller.operators.selection import BLOCK_ROWS
+from kvstore.controller.operators.turns import STEP_S, Turns
+from kvstore.errors import InvalidRequest
+from kvstore.simulated import ManualClock
+from kvstore.spec import MissReason
+from tests.controller.service import Service
+from tests.specs import small_spec
+
+
+async def listed(operators: Operators, limit: int = 1 << 20, **wanted: Any) -> tuple[list[bytes], int]:
+    """The digests that a listing tells, and the count of its totals."""
+    pages: list[ListPage] = [page async for page in operators.chunks(Selection(**wanted), limit)]
+    assert [page.is_last for page in pages] == [False] * (len(pages) - 1) + [True]
+    told = [chunk.digest for page in pages for chunk in page.chunks]
+    return told, sum(total.chunk_count for total in pages[-1].totals)
+
+
+class Held:
+    """A service with some chains in memory."""
+
+    def __init__(self, *paths: tuple[int, ...], **options: Any) -> None:
+        self.service = Service(**options)
+        self.operators = Operators(self.service.parts)
+        self._paths = paths
+
+    async def __aenter__(self) -> Held:
+        session = self.service.controller.open_session()
+        for path in self._paths:
+            await self.service.store(session, *path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.service.controller.close_sessions()
+
+
+async def test_a_catalog_of_several_blocks_is_told_whole() -> None:
+    """Chunks lie at both ends of each block, with rows between them that no tier has."""
+    async with Held((1, 2), chunks=8) as held:
+        table, space = held.service.parts.catalog.table, held.service.parts.catalog.spaces.numbered[0]
+        for _ in range(2 * BLOCK_ROWS):
+            table.add(space.number, b"", -1, 16)
+        await held.service.store(held.service.controller.open_session(), 3, 4)
+        assert len(table.digests) > 2 * BLOCK_ROWS
+        digests = {*held.service.query(1, 2).digests, *held.service.query(3, 4).digests}
+        told, count = await listed(held.operators)
+        assert (set(told), len(told), count) == (digests, 4, 4)
+        assert await listed(held.operators, limit=3) == (told[:3], 4)
+
+
+async def test_what_was_here_before_the_start_is_as_old_as_the_service_is_up() -> None:
+    async with Held((1, 2), chunks=4) as held:
+        table, clock = held.service.parts.catalog.table, held.service.clock
+        clock.advance(50)
+        (row,) = [row for row in table.rows() if table.child_counts[row]]
+        table.stored_s[row] = 0  # as a start finds it
+        assert await listed(held.operators, older_than_s=40) == (held.service.query(1, 2).digests, 2)
+        clock.advance(1000)
+        await held.service.store(held.service.controller.open_session(), 9)
+        assert (await listed(held.operators, older_than_s=1000))[1] == 2
+        assert (await listed(held.operators, older_than_s=1100))[1] == 0
+
+
+async def test_an_ambiguous_beginning_names_some_and_shows_none() -> None:
+    async with Held(*((number,) for number in range(600)), chunks=600) as held:
+        digests = sorted(held.service.query(number).digests[0].hex() for number in range(600))
+        begins = next(one[:2] for one, other in zip(digests, digests[1:], strict=False) if one[:2] == other[:2])
+        with pytest.raises(InvalidRequest, match="4 digits"):
+            await held.operators.chunk(begins, None)
+        table = held.service.parts.catalog.table
+        for row in list(table.rows())[:2]:  # two that begin alike, as no hash will find
+            space = held.service.parts.catalog.space_of(row)
+            del space.index[table.digests[row]]
+            table.digests[row] = b"\xab" * 8 + table.digests[row][8:]
+            space.index[table.digests[row]] = row
+        with pytest.raises(InvalidRequest, match="several chunks begin so"):
+            await held.operators.chunk("ab" * 8, None)
+        shown = await held.operators.chunk(table.digests[0].hex()[:20], None)
+        assert [part.chunk.digest for part in shown.parts] == [table.digests[0]]
+
+
+async def test_a_chunk_that_went_is_told_with_the_reason() -> None:
+    async with Held((1,), (2,), (3,), chunks=2) as held:
+        shown = await held.operators.chunk(held.service.query(1).digests[0].hex(), None)
+        assert shown.parts == ()
+        assert shown.reason is MissReason.EVICTED
+
+
+async def test_looking_at_a_chunk_holds_it_no_longer_than_that() -> None:
+    async with Held((1, 2), chunks=4) as held:
+        table = held.service.parts.catalog.table
+        shown = await held.operators.chunk(held.service.query(1).digests[0].hex(), None)
+        assert shown.parts[0].hold_count == 0
+        assert shown.parts[0].children == (held.service.query(1, 2).digests[1],)
+        assert not any(table.is_held(row) for row in table.rows())
+
+
+async def test_a_model_is_named_by_one_name_only() -> None:
+    async with Held((1,), chunks=4) as held:
+        controller = held.service.controller
+        controller.register_model(small_spec(model_id="org/one"))
+        controller.register_model(small_spec(model_id="org/one", weights_digest="ef" * 32))
+        with pytest.raises(InvalidRequest, match="several models"):
+            await listed(held.operators, model="one")
+        with pytest.raises(InvalidRequest, match="several models"):
+            await listed(held.operators, model="org/one")
+        assert (await listed(held.operators, model=held.service.model.hex()[:12]))[1] == 1
+        assert (await listed(held.operators, model="test"))[1] == 1
+
+
+async def test_one_step_a_round_however_many_ask() -> None:
+    """Ten questions at once: in each round of the loop one has a step, in the order in which they came."""
+    clock = ManualClock()
+    turns, steps, rounds = Turns(clock), [], 0
+
+    async def question(number: int) -> None:
+        turn = turns.begin()
+        for _ in range(3):
+            await turn.next()
+            steps.append((rounds, number))
+
+    async def count() -> None:
+        nonlocal rounds
+        while len(steps) < 30:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*map(question, range(10)), count())
+    assert len({at for at, _ in steps}) == len(steps)
+    assert [number for _, number in steps] == list(range(10)) * 3
+
+
+async def test_a_step_that_had_its_time_waits_for_another() -> None:
+    clock = ManualClock()
+    turn = Turns(clock).begin()
+    await turn.next()
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        others += 1
+
+    tasks = [asyncio.get_running_loop().create_task(other())]
+    await turn.between()
+    assert others == 0  # it goes on
+    clock.advance(STEP_S)
+    await turn.between()
+    assert others == 1
+    await asyncio.gather(*tasks)
