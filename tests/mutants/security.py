@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "any-token",
         TOKENS,
-        "            if hmac.compare_digest(digest, given):\n",
+        "            if hmac.compare_digest(token.digest, given):\n",
         "            if True:\n",
         "whoever reaches the port is let in",
         (f"{T_REMOTE}::test_a_wrong_token_is_refused_and_said",),
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "token-of-two-tenants",
         TOKENS,
-        "                if owner != tenant and hmac.compare_digest(digest, known):\n",
+        "                if owner != tenant and hmac.compare_digest(token.digest, known.digest):\n",
         "                if False:\n",
         "a token of one tenant opens another's door",
         (f"{T_TENANTS}::test_a_start_that_would_mix_tenants_is_refused",),
@@ -291,8 +291,8 @@ MUTANTS = [
     Mutant(
         "token-compared-by-its-bytes",
         TOKENS,
-        "            if hmac.compare_digest(digest, given):\n",
-        "            if digest == given:\n",
+        "            if hmac.compare_digest(token.digest, given):\n",
+        "            if token.digest == given:\n",
         "the time that a refusal takes says how much of a token was right",
         (f"{T_PROCESS}::test_every_token_is_compared_in_constant_time_whatever_was_found",),
     ),
