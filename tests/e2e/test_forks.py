@@ -139,3 +139,32 @@ def test_a_session_ends_with_its_process_whatever_forks_live_on(local_sidecar: S
         process.stdin.close()
         assert process.wait(20) == 0
         process.stdout.close()
+
+
+OF_THE_PARENT = """
+import gc, os, sys
+from kvstore_client.planes.session import noted
+
+class Call:
+    def __del__(self):
+        os.write(1, b"destroyed\\n")
+
+call = noted(Call())
+child = os.fork()
+if child == 0:
+    del call
+    gc.collect()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+os.write(1, b"of the child: nothing\\n")
+del call
+os._exit(0)
+"""
+
+
+def test_a_child_destroys_no_call_of_its_parents() -> None:
+    """gRPC's destructors wait for locks, and who held one in the parent is not in the child."""
+    done = subprocess.run(
+        [sys.executable, "-c", OF_THE_PARENT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "of the child: nothing\ndestroyed\n"), done.stderr

@@ -14,7 +14,7 @@ SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
 WRITER = "clients/kvstore_client/store/writer.py"
 GATE = "clients/kvstore_client/gate/gate.py"
 USES = "tests/e2e/test_given_back.py::test_a_fork_that_uses_what_is_its_parents_is_told_so[local]"
-DROPS = "tests/e2e/test_given_back.py::test_a_fork_gives_back_nothing_of_its_parents[local]"
+KEEPS = "tests/e2e/test_forks.py::test_a_child_destroys_no_call_of_its_parents"
 CONNECTS = "tests/e2e/test_failures.py::test_a_forked_child_connects_by_itself[local]"
 CLOSES = "tests/e2e/test_forks.py::test_a_child_that_closes_everything_closes_nothing_of_its_parents[local]"
 LOCKED = "tests/e2e/test_forks.py::test_a_child_does_not_wait_for_a_lock_that_its_parent_holds"
@@ -35,7 +35,7 @@ MUTANTS = [
         "    _inherited.extend(_calls)\n    _inherited.extend(session.channel for session in _sessions)\n",
         "    pass\n",
         "a forked child waits for a lock that nobody holds any more",
-        (DROPS,),
+        (KEEPS,),
     ),
     Mutant(
         "session-of-the-parent",
