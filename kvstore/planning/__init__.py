@@ -6,7 +6,8 @@ Everything here is a frozen value or a pure function: no I/O, no clock, no torch
 imports and no others. ``facts`` is what is known of a prompt, ``plan`` what becomes of it, ``decision`` the step from
 one to the other over ``offers``. ``setting`` says how much of a reused cache is computed again and what that costs
 (``Recompute.share``), ``profile`` what settings were worth to a pair of models, ``permit`` what follows from that for
-these specs, ``sender`` which models' caches can be shared at all.
+these specs, ``sender`` which models' caches can be shared at all. Whether what may be reused is worth loading is the
+room ``loading``'s.
 """
 
 from kvstore.planning.decision import decide

@@ -66,7 +66,8 @@ CLIENT_MAY_IMPORT = {
     *("v1", "v1alpha"),
 }
 PLANNING_MAY_IMPORT = {
-    *("__future__", "blake3", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math", "typing"),
+    *("__future__", "bisect", "blake3", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math"),
+    "typing",
     *("kvstore", "kvstore.errors", "kvstore.keys", "kvstore.planning", "kvstore.spec", "kvstore.units"),
 }
 """A decision is pure, and is made where there is neither torch nor grpc."""

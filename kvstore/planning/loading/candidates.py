@@ -1,0 +1,213 @@
+"""The ways to the first token that are there for a prompt, and what each takes.
+
+Every way is one pattern: tokens before a front are computed while those from the front to a stop are loaded, and the
+rest is computed behind them, each layer as soon as it has landed. A prefill loads nothing, a load has no front, and
+only meeting in the middle has both. Time falls as more is loaded until the load takes longer than what is computed
+beside it, and rises from there; so the best place lies where the two cross, or where a slower tier begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock
+from kvstore.planning.loading.timeline import Candidate, Way
+
+STOPS_MAX = 8
+"""Places at which another tier begins that are looked at, for each form."""
+
+
+def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
+    """All that the facts allow, plain prefill first."""
+    prefill = _Pattern(facts, Stock(())).candidate(Way.PREFILL, 0, 0)
+    yield prefill
+    for stock in facts.stocks:
+        pattern, usable = _Pattern(facts, stock), facts.usable(stock)
+        if not usable:
+            continue
+        yield pattern.candidate(Way.LOAD, 0, usable)
+        _, first = pattern.refined([(0, stop) for stop in pattern.stops(usable)], usable, may_meet=False)
+        if first < usable:
+            yield pattern.candidate(Way.FIRST, 0, first)
+        meets = [(pattern.front(stop), stop) for stop in pattern.boundaries(usable)]
+        unit = facts.unit_tokens
+        around = [(max(0, stop - unit), min(usable, stop + unit)) for stop in pattern.boundaries(usable)]
+        front, stop = pattern.refined([*meets, *around, (0, first)], usable, may_meet=True)
+        if front:
+            yield pattern.candidate(Way.MEET, front, stop)
+    if facts.blend is not None:
+        yield _blended(facts, facts.blend)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """One form of a prompt's prefix, and what it takes to load a stretch of it."""
+
+    facts: LoadFacts
+    stock: Stock
+
+    @cached_property
+    def _prefill_s(self) -> float:
+        return self._computed_s(self.facts.token_count, 0)
+
+    def _computed_s(self, new_tokens: int, context_tokens: int) -> float:
+        return self.facts.compute.seconds(new_tokens, context_tokens, self.facts.step_tokens)
+
+    def waits(self, start: int, stop: int, *, is_high: bool = False) -> tuple[float, float, float]:
+        """(until the first layer has landed, until the last has, how long tiers and the link are busy). Tiers deliver
+        side by side, each behind its queue; the link takes layer after layer, and what waits in one keeps the next."""
+        facts, layers = self.facts, self.facts.layer_count
+        first_s = last_s = busy_s = total_bytes = 0.0
+        for tier in self.stock.tiers:
+            byte_count = self.stock.bytes_of(tier, start, stop)
+            total_bytes += byte_count
+            found = facts.tiers.get(tier)
+            if found is None or not byte_count:
+                continue
+            rate, caution = found.rate, found.rate.caution if is_high else 1.0
+            read_s = caution * rate.seconds(byte_count)
+            queue_s = caution * rate.byte_s * found.queued_bytes
+            latency_s = queue_s + min(caution * rate.latency_s, read_s)
+            first_s = max(first_s, latency_s + (queue_s + read_s - latency_s) / layers)
+            last_s, busy_s = max(last_s, queue_s + read_s), busy_s + read_s
+        link_s = facts.link.seconds(total_bytes) * (facts.link.caution if is_high else 1.0)
+        layer_s = link_s / layers
+        piece_s = layer_s * facts.unit_tokens / (stop - start)
+        landed_s = max(last_s + piece_s, first_s + link_s - layer_s, link_s)
+        return max(first_s + piece_s, layer_s), landed_s, busy_s + link_s
+
+    def work_s(self, start: int, stop: int) -> float:
+        """What is computed of loaded tokens as they arrive."""
+        return self.stock.work_share * self.facts.compute.load * self.facts.compute.token_s * (stop - start)
+
+    def ttft_s(self, front: int, stop: int, *, is_high: bool = False) -> float:
+        """Until the first token, with tokens from ``front`` to ``stop`` loaded. The first pass behind them begins a
+        layer when the one before it is computed, and it has landed."""
+        facts, layers = self.facts, self.facts.layer_count
+        if front == stop:
+            return self._prefill_s
+        first_s, last_s, _ = self.waits(front, stop, is_high=is_high)
+        rest, front_s = facts.token_count - stop, self._computed_s(front, 0)
+        step = min(rest, facts.step_tokens or rest)
+        step_s = self._computed_s(step, stop) + self.work_s(front, stop)
+        behind_s = self._computed_s(rest - step, stop + step)
+        return max(front_s + step_s, first_s + step_s, last_s + step_s / layers) + behind_s
+
+    def candidate(self, way: Way, front: int, stop: int) -> Candidate:
+        facts = self.facts
+        _, load_s, tier_s = self.waits(front, stop) if stop > front else (0.0, 0.0, 0.0)
+        ttft_s, rest = self.ttft_s(front, stop), facts.token_count - (stop if stop > front else 0)
+        front_s = self._computed_s(front, 0) if stop > front else 0.0
+        compute_s = front_s + self.work_s(front, stop) + self._computed_s(rest, facts.token_count - rest)
+        return Candidate(
+            way, self.stock.form if stop > front else "", front, stop, ttft_s, self.ttft_s(front, stop, is_high=True),
+            front_s, load_s, compute_s, tier_s, _cost(facts, ttft_s, compute_s, tier_s),
+        )  # fmt: skip
+
+    def boundaries(self, usable: int) -> list[int]:
+        """Where loading may stop because another tier begins there, and the end."""
+        unit = self.facts.unit_tokens
+        found = sorted({start // unit * unit for start in self.stock.starts[1:] if start < usable} - {0})
+        if len(found) > STOPS_MAX:
+            found = [found[index * len(found) // STOPS_MAX] for index in range(STOPS_MAX)]
+        return [*found, usable]
+
+    def stops(self, usable: int) -> list[int]:
+        """Where loading the first tokens may best stop: at a boundary, or where it takes as long as the pass beside."""
+        facts, unit = self.facts, self.facts.unit_tokens
+
+        def outlasts(stop: int) -> bool:
+            rest = facts.token_count - stop
+            return self.waits(0, stop)[1] >= self._computed_s(min(rest, facts.step_tokens or rest), stop)
+
+        crossing = _first(outlasts, usable // unit, unit)
+        beside = {crossing, max(unit, crossing - unit)}
+        return sorted({*self.boundaries(usable), *beside})
+
+    def front(self, stop: int) -> int:
+        """The best front of what is loaded up to ``stop``: where computing up to it, and the pass behind, takes as long
+        as loading the rest."""
+        facts, unit = self.facts, self.facts.unit_tokens
+        rest = facts.token_count - stop
+        beside_s = self._computed_s(min(rest, facts.step_tokens or rest), stop) * (1 - 1 / facts.layer_count)
+
+        def outlasts(front: int) -> bool:
+            return self._computed_s(front, 0) + beside_s >= self.waits(front, stop)[1]
+
+        crossing = _first(outlasts, stop // unit - 1, unit)
+        return min((max(0, crossing - unit), crossing), key=lambda front: self.ttft_s(front, stop))
+
+    def refined(self, stretches: list[tuple[int, int]], usable: int, *, may_meet: bool) -> tuple[int, int]:
+        """The best of these stretches, then with its ends moved, in steps that shrink to one unit, as long as that is
+        faster."""
+        unit = self.facts.unit_tokens
+        timed = [(self.ttft_s(*stretch), stretch) for stretch in stretches]
+        best_s, best = min(timed)
+        bits = (usable // unit).bit_length()
+        step = unit << max(min(bits - 1, 2), bits - 3)
+        while step >= unit:
+            front, stop = best
+            fronts = (front - step, front, front + step) if may_meet else (front,)
+            near = [(start, end) for start in fronts for end in (stop - step, stop, stop + step)]
+            near = [each for each in near if 0 <= each[0] < each[1] <= usable]
+            found_s, found = min((self.ttft_s(*each), each) for each in near)
+            if found_s < best_s:
+                best_s, best = found_s, found
+            else:
+                step //= 2
+        return best
+
+
+def _first(is_past: Callable[[int], bool], last: int, unit: int) -> int:
+    """The first multiple of ``unit``, from one to ``last`` of them, for which it is true; the last when none is. Once
+    true it stays so."""
+    low, high = 1, max(last, 0)
+    while low < high:
+        middle = (low + high) // 2
+        if is_past(middle * unit):
+            high = middle
+        else:
+            low = middle + 1
+    return high * unit
+
+
+def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
+    """The exact prefix and what is behind it loaded, the setting's share of that computed again. A setting that looks
+    ahead has two phases: the suffix passes over all that was reused as it lands, and again with the chosen rows."""
+    exact = facts.stocks[0] if facts.stocks else Stock(())
+    start = facts.usable(exact) if exact.runs else 0
+    stop = start + blend.token_count
+    both = Stock((*_cut(exact, start), *blend.runs))
+    pattern = _Pattern(facts, both)
+    share = blend.setting.share(facts.layer_count)
+    again_s = share * facts.compute.seconds(blend.token_count, start)
+    suffix_s = facts.compute.seconds(facts.token_count - stop, stop)
+    beside_s, behind_s = again_s + suffix_s, 0.0
+    if blend.setting.looks_ahead:
+        beside_s, behind_s = suffix_s, again_s + suffix_s
+
+    def ttft_s(*, is_high: bool) -> float:
+        first_s, last_s, _ = pattern.waits(0, both.token_count, is_high=is_high)
+        return max(first_s + beside_s, last_s + beside_s / facts.layer_count) + behind_s
+
+    _, load_s, tier_s = pattern.waits(0, both.token_count)
+    mean_s, compute_s = ttft_s(is_high=False), beside_s + behind_s
+    return Candidate(
+        Way.BLEND, exact.form, 0, stop, mean_s, ttft_s(is_high=True), 0.0, load_s, compute_s, tier_s,
+        _cost(facts, mean_s, compute_s, tier_s), blend.setting,
+    )  # fmt: skip
+
+
+def _cut(stock: Stock, token_count: int) -> list[HeldRun]:
+    """The runs of the first tokens."""
+    found = []
+    for start, run in zip(stock.starts, stock.runs, strict=False):
+        if start < token_count:
+            found.append(HeldRun(min(run.token_count, token_count - start), run.tier, run.token_bytes))
+    return found
+
+
+def _cost(facts: LoadFacts, ttft_s: float, compute_s: float, tier_s: float) -> float:
+    return ttft_s + facts.prices.compute * compute_s + facts.prices.tier * tier_s

@@ -1,0 +1,132 @@
+"""The compute model: t(n new tokens after P) = c0 + c1 n + c2 (n P + n^2 / 2), learned from prefills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kvstore.planning.loading.least_squares import caution_of, confidence_of, least_squares
+
+WINDOW = 32
+"""Prefills that the slow coefficients rest on."""
+RECENT = 3
+"""Prefills that the load factor rests on."""
+LOAD_MAX = 16.0
+SPREAD = 4.0
+"""How many times the smallest the largest must be for two coefficients to be told apart."""
+VISIBLE = 0.1
+"""The share of a prefill's time that attention over the context must make up before its coefficient is fitted."""
+PREFILL_S_MAX = 3600.0
+TOKENS_MAX = 1 << 30
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """``seconds`` for ``new_tokens`` behind ``context_tokens``, computed in ``passes`` forward passes."""
+
+    new_tokens: int
+    context_tokens: int
+    seconds: float
+    passes: int = 1
+
+    @property
+    def pairs(self) -> float:
+        """How many times a token attended to another."""
+        return self.new_tokens * (self.context_tokens + self.new_tokens / 2)
+
+    @property
+    def is_sound(self) -> bool:
+        """False for what no engine does."""
+        counts = 0 < self.new_tokens <= TOKENS_MAX and 0 <= self.context_tokens <= TOKENS_MAX
+        seconds = math.isfinite(self.seconds) and 0 < self.seconds <= PREFILL_S_MAX
+        return counts and seconds and 0 < self.passes <= self.new_tokens
+
+
+@dataclass(frozen=True)
+class ComputeRate:
+    """What computing takes: ``pass_s`` per forward pass, ``token_s`` per token, ``pair_s`` per token attended to, all
+    times ``load``, what the last few prefills took over what was expected. ``caution``: the 90th percentile over the
+    mean."""
+
+    pass_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    load: float = 1.0
+    caution: float = 2.0
+    sample_count: int = 0
+
+    def seconds(self, new_tokens: float, context_tokens: float = 0.0, step_tokens: int = 0) -> float:
+        """Of tokens that are computed ``step_tokens`` at a time; 0: in one pass."""
+        if new_tokens <= 0:
+            return 0.0
+        passes = -(-new_tokens // step_tokens) if step_tokens else 1
+        pairs = new_tokens * (context_tokens + new_tokens / 2)
+        return self.load * (self.pass_s * passes + self.token_s * new_tokens + self.pair_s * pairs)
+
+    @property
+    def is_known(self) -> bool:
+        return self.sample_count > 0
+
+    @property
+    def confidence(self) -> float:
+        """From 0, no prefill was measured, to 1."""
+        return confidence_of(self.sample_count, self.caution)
+
+
+@dataclass(frozen=True)
+class Prefills:
+    """The last prefills of one model in one engine, oldest first. ``pair_share``: c2 / c1 by the operation count of its
+    spec, which holds until contexts differ so much that they tell themselves."""
+
+    pair_share: float
+    prefills: tuple[Prefill, ...] = ()
+
+    def observed(self, prefill: Prefill) -> Prefills:
+        """With one more; what is not sound is left out."""
+        return replace(self, prefills=(*self.prefills, prefill)[-WINDOW:]) if prefill.is_sound else self
+
+    @cached_property
+    def rate(self) -> ComputeRate:
+        """What these say. The slow coefficients are moved so that half of the prefills took longer, for one that
+        waited must not raise all; the load factor is the median of the last few."""
+        if not self.prefills:
+            return ComputeRate()
+        seconds = [each.seconds for each in self.prefills]
+        shape = ComputeRate(*self._coefficients(seconds))
+        ratios = [each.seconds / _expected(shape, each) for each in self.prefills]
+        middle = _median(ratios)
+        slow = replace(
+            shape, pass_s=shape.pass_s * middle, token_s=shape.token_s * middle, pair_s=shape.pair_s * middle
+        )
+        ratios = [ratio / middle for ratio in ratios]
+        load = min(max(_median(ratios[-RECENT:]), 1 / LOAD_MAX), LOAD_MAX)
+        return replace(slow, load=load, caution=caution_of(ratios), sample_count=len(ratios))
+
+    def _coefficients(self, seconds: Sequence[float]) -> tuple[float, float, float]:
+        """c0, c1 and c2: as many of them as the spread of what was measured tells apart."""
+        share, done = self.pair_share, self.prefills
+        work = [each.new_tokens + share * each.pairs for each in done]
+        depths = [each.pairs / each.new_tokens for each in done]
+        visible = share * (max(depths) - min(depths)) > VISIBLE and max(depths) >= SPREAD * min(depths)
+        if visible and len(done) > 5:
+            found = least_squares([(each.passes, each.new_tokens, each.pairs) for each in done], seconds)
+            if found is not None and found[1] > 0:
+                return found[0], found[1], found[2]
+        sizes = [each / prefill.passes for each, prefill in zip(work, done, strict=True)]
+        if len(done) > 2 and max(sizes) >= SPREAD * min(sizes):
+            found = least_squares([(each.passes, total) for each, total in zip(done, work, strict=True)], seconds)
+            if found is not None and found[1] > 0:
+                return found[0], found[1], share * found[1]
+        token_s = sum(seconds) / sum(work)
+        return 0.0, token_s, share * token_s
+
+
+def _expected(rate: ComputeRate, done: Prefill) -> float:
+    return rate.pass_s * done.passes + rate.token_s * done.new_tokens + rate.pair_s * done.pairs
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

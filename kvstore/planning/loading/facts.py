@@ -1,0 +1,132 @@
+"""What a loading plan rests on: values, gathered by whoever does the I/O."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from kvstore.planning.loading.compute import ComputeRate
+from kvstore.planning.loading.rates import TierRate
+from kvstore.planning.loading.timeline import Way
+from kvstore.planning.setting import Recompute
+from kvstore.spec import Tier
+
+
+@dataclass(frozen=True)
+class HeldRun:
+    """Neighbouring tokens of a prefix that are stored alike: in one tier, so many bytes each."""
+
+    token_count: int
+    tier: Tier
+    token_bytes: float
+
+
+def merged_runs(runs: Iterable[HeldRun]) -> tuple[HeldRun, ...]:
+    """The same with neighbours that are alike as one run."""
+    merged: list[HeldRun] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and (last.tier, last.token_bytes) == (run.tier, run.token_bytes):
+            merged[-1] = HeldRun(last.token_count + run.token_count, run.tier, run.token_bytes)
+        elif run.token_count:
+            merged.append(run)
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A prefix as it is stored in one form: "KV", or "E", of which K and V are projected. ``work_share``: what that
+    takes per token, as a share of ``ComputeRate.token_s``."""
+
+    runs: tuple[HeldRun, ...]
+    form: str = "KV"
+    work_share: float = 0.0
+
+    @property
+    def token_count(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each run starts, and the end of the last."""
+        return (0, *accumulate(run.token_count for run in self.runs))
+
+    @cached_property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(dict.fromkeys(run.tier for run in self.runs))
+
+    def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
+        """How many bytes of these tokens lie in a tier."""
+        return self._before(tier, stop) - self._before(tier, start)
+
+    @cached_property
+    def _sums(self) -> dict[Tier, tuple[float, ...]]:
+        return {
+            tier: (0.0, *accumulate(run.token_count * run.token_bytes * (run.tier == tier) for run in self.runs))
+            for tier in self.tiers
+        }
+
+    def _before(self, tier: Tier, token: int) -> float:
+        index = bisect_right(self.starts, token) - 1
+        if index >= len(self.runs):
+            return self._sums[tier][-1]
+        run = self.runs[index]
+        part = (token - self.starts[index]) * run.token_bytes if run.tier == tier else 0.0
+        return self._sums[tier][index] + part
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Lossy reuse of the ``token_count`` tokens behind the exact prefix, with the one setting that a profile, or the
+    caller, allows: rates choose between it and exact work, never between settings, so that answers do not change with
+    load. ``runs``: what is loaded of these tokens, layers and all."""
+
+    setting: Recompute
+    token_count: int
+    runs: tuple[HeldRun, ...]
+
+
+@dataclass(frozen=True)
+class TierFacts:
+    """A tier's rate, and the bytes that others have asked of it and that it has not delivered."""
+
+    rate: TierRate
+    queued_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a second of the engine, and of tiers, is worth in seconds of waiting; both 0 while nobody else waits."""
+
+    compute: float = 0.0
+    tier: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoadFacts:
+    """One prompt of ``token_count`` tokens, of which those from ``reusable_tokens`` on are computed in any case.
+
+    ``stocks``: what is stored of its exact prefix, in each form. ``tiers``: those below memory. ``link``: the way from
+    memory to the engine, copies or a network, which all bytes take. ``step_tokens``: rows of one forward pass, 0: all
+    at once; ``unit_tokens``: loads begin and end at multiples of it. ``ways``: what the engine can do.
+    """
+
+    token_count: int
+    reusable_tokens: int
+    compute: ComputeRate
+    link: TierRate
+    stocks: tuple[Stock, ...] = ()
+    tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)
+    layer_count: int = 1
+    unit_tokens: int = 1
+    step_tokens: int = 0
+    blend: Blend | None = None
+    ways: frozenset[Way] = frozenset(Way)
+    prices: Prices = Prices()
+
+    def usable(self, stock: Stock) -> int:
+        """How many leading tokens of a stock may be loaded."""
+        return min(stock.token_count, self.reusable_tokens) // self.unit_tokens * self.unit_tokens

@@ -1,0 +1,123 @@
+"""Rates of tiers: what bytes take, learned from the times in which a tier was busy. Values; whoever measures adds to
+them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kvstore.planning.loading.least_squares import caution_of, confidence_of, least_squares
+from kvstore.spec import Tier
+
+WINDOW = 16
+"""Busy times that a rate rests on."""
+SURPRISE = 2.0
+"""How far a measurement may lie from what was expected before it counts as a surprise."""
+SIZES_DIFFER = 4.0
+"""How many times the smallest the largest must be for latency and bandwidth to be told apart."""
+BUSY_S_MAX = 3600.0
+BYTES_MAX = 1 << 50
+
+
+@dataclass(frozen=True)
+class BusyTime:
+    """``busy_s`` seconds in which a tier moved ``byte_count`` bytes, by however many reads at once. ``is_cut``: they
+    were given up before they had come, so that all of them would have taken longer."""
+
+    byte_count: int
+    busy_s: float
+    is_cut: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """False for what no tier does: a clock that jumped, a client that lies."""
+        sound = math.isfinite(self.busy_s) and 0 < self.busy_s <= BUSY_S_MAX
+        return sound and 0 < self.byte_count <= BYTES_MAX
+
+
+@dataclass(frozen=True)
+class TierRate:
+    """What bytes take: ``latency_s`` and then ``byte_s`` each, on average; ``caution`` times that in nine of ten cases.
+    Moves of fewer than ``least_bytes`` were not seen, and are taken to last as long as one of so many."""
+
+    latency_s: float
+    byte_s: float
+    caution: float
+    sample_count: int = 0
+    least_bytes: int = 0
+
+    def seconds(self, byte_count: float) -> float:
+        if byte_count <= 0:
+            return 0.0
+        return self.latency_s + self.byte_s * max(byte_count, self.least_bytes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 1.0 / self.byte_s
+
+    @property
+    def confidence(self) -> float:
+        """From 0, assumed, to 1."""
+        return confidence_of(self.sample_count, self.caution)
+
+
+ASSUMED = {
+    Tier.DRAM: TierRate(0.0005, 1 / 2e9, 2.0),
+    Tier.NVME: TierRate(0.002, 1 / 500e6, 2.0),
+    Tier.REDIS: TierRate(0.005, 1 / 200e6, 2.0),
+    Tier.S3: TierRate(0.05, 1 / 50e6, 2.0),
+}
+"""What is taken of a tier until it was measured: half as fast in one case of ten."""
+SLOWEST = ASSUMED[Tier.S3]
+
+
+@dataclass(frozen=True)
+class BusyTimes:
+    """The last busy times of one tier, oldest first. ``surprises``: how many in a row were beyond twice what was
+    expected, negative: below half of it."""
+
+    times: tuple[BusyTime, ...] = ()
+    surprises: int = 0
+
+    @cached_property
+    def rate(self) -> TierRate | None:
+        """What these say; None: nothing was measured."""
+        if not self.times:
+            return None
+        sizes = [each.byte_count for each in self.times]
+        seconds = [each.busy_s for each in self.times]
+        latency_s, byte_s, least = 0.0, sum(seconds) / sum(sizes), min(sizes)
+        if len(sizes) > 2 and max(sizes) >= SIZES_DIFFER * min(sizes):
+            found = least_squares([(1.0, float(size)) for size in sizes], seconds)
+            if found is not None and found[1] > 0:
+                (latency_s, byte_s), least = found, 0
+        bare = TierRate(latency_s, byte_s, 1.0, len(sizes), least)
+        ratios = [each.busy_s / bare.seconds(each.byte_count) for each in self.times]
+        return replace(bare, caution=caution_of(ratios))
+
+    def observed(self, time: BusyTime) -> BusyTimes:
+        """With one more. What is not sound is left out, and what was cut as long as it says nothing new. A second
+        surprise of one kind drops all that was measured before the first: the tier is another one now."""
+        if not time.is_sound:
+            return self
+        rate = self.rate
+        expected_s = rate.seconds(time.byte_count) if rate is not None else 0.0
+        if time.is_cut and time.busy_s <= expected_s:
+            return self
+        surprises = 0
+        if rate is not None and self._has_seen(time.byte_count, rate):
+            if time.busy_s > SURPRISE * expected_s:
+                surprises = max(self.surprises, 0) + 1
+            elif time.busy_s < expected_s / SURPRISE:
+                surprises = min(self.surprises, 0) - 1
+        if abs(surprises) > 1:
+            return BusyTimes((self.times[-1], time))
+        return BusyTimes((*self.times, time)[-WINDOW:], surprises)
+
+    def _has_seen(self, byte_count: int, rate: TierRate) -> bool:
+        """Whether the rate says anything of moves of that size: else being off is no surprise."""
+        if not rate.least_bytes:
+            return True
+        sizes = [each.byte_count for each in self.times]
+        return min(sizes) / SIZES_DIFFER < byte_count < max(sizes) * SIZES_DIFFER

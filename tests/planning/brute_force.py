@@ -1,0 +1,70 @@
+"""An evaluator of its own for loading plans: every stretch that could be loaded, played out chunk by chunk and layer by
+layer. Nothing of it is the planner's but the facts."""
+
+from __future__ import annotations
+
+from kvstore.planning.loading import LoadFacts, Stock
+
+
+def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
+    """Until the first token, with tokens from ``front`` to ``stop`` loaded. Chunks come layer by layer, each layer's
+    chunks in order; tiers work side by side, one chunk of a layer at a time, and the link behind them likewise."""
+    layers, chunk = facts.layer_count, facts.unit_tokens
+    compute = facts.compute
+    landed = [0.0] * layers
+    if stop > front:
+        free = {}
+        for tier, found in facts.tiers.items():
+            free[tier] = found.rate.byte_s * found.queued_bytes + found.rate.latency_s
+        link_free = facts.link.latency_s
+        for layer in range(layers):
+            for start in range(front, stop, chunk):
+                for token in range(start, min(start + chunk, stop)):
+                    run = _run_at(stock, token)
+                    size = run.token_bytes / layers
+                    ready = 0.0
+                    if run.tier in free:
+                        free[run.tier] += size * facts.tiers[run.tier].rate.byte_s
+                        ready = free[run.tier]
+                    link_free = max(link_free, ready) + size * facts.link.byte_s
+                landed[layer] = link_free
+    now = _steps_s(facts, 0, front) if stop > front else 0.0
+    done = stop if stop > front else 0
+    step = facts.step_tokens or facts.token_count
+    rest = min(step, facts.token_count - done)
+    if stop > front:
+        work = stock.work_share * compute.token_s * compute.load * (stop - front)
+        for layer in range(layers):
+            now = max(now, landed[layer]) + (_pass_s(facts, rest, done) + work) / layers
+        done += rest
+    return now + _steps_s(facts, done, facts.token_count)
+
+
+def best_s(facts: LoadFacts, *, may_meet: bool) -> float:
+    """The best of all stretches of whole chunks, of every form; none of them: a plain prefill."""
+    best = played_s(facts, Stock(()), 0, 0)
+    for stock in facts.stocks:
+        usable = min(stock.token_count, facts.reusable_tokens) // facts.unit_tokens
+        for stop in range(1, usable + 1):
+            for front in range(stop if may_meet else 1):
+                best = min(best, played_s(facts, stock, front * facts.unit_tokens, stop * facts.unit_tokens))
+    return best
+
+
+def _run_at(stock: Stock, token: int):
+    for run in stock.runs:
+        if token < run.token_count:
+            return run
+        token -= run.token_count
+    raise AssertionError("beyond what is stored")
+
+
+def _pass_s(facts: LoadFacts, new: int, context: int) -> float:
+    rate = facts.compute
+    attended = sum(context + number + 0.5 for number in range(new))
+    return rate.load * (rate.pass_s + rate.token_s * new + rate.pair_s * attended)
+
+
+def _steps_s(facts: LoadFacts, start: int, stop: int) -> float:
+    step = facts.step_tokens or max(1, stop - start)
+    return sum(_pass_s(facts, min(step, stop - place), place) for place in range(start, stop, step))
