@@ -44,7 +44,7 @@ def test_latency_is_told_from_bandwidth_only_where_sizes_differ() -> None:
     assert alike is not None
     assert apart is not None
     assert (alike.latency_s, alike.seconds(MIB)) == (0.0, pytest.approx(latency_s + MIB * byte_s, rel=0.01))
-    assert alike.seconds(10) >= 0.9 * alike.seconds(MIB), "less than was ever seen takes no less time"
+    assert alike.seconds(10) >= 0.2 * alike.seconds(MIB), "nobody knows what far fewer bytes take"
     assert (apart.latency_s, apart.byte_s) == (pytest.approx(latency_s, rel=0.01), pytest.approx(byte_s, rel=0.01))
 
 

@@ -39,7 +39,7 @@ class BusyTime:
 @dataclass(frozen=True)
 class TierRate:
     """What bytes take: ``latency_s`` and then ``byte_s`` each, on average; ``caution`` times that in nine of ten cases.
-    Moves of fewer than ``least_bytes`` were not seen, and are taken to last as long as one of so many."""
+    Moves of about ``least_bytes`` and fewer were not seen, and are taken to last as long as one of so many."""
 
     latency_s: float
     byte_s: float
@@ -72,6 +72,16 @@ ASSUMED = {
 SLOWEST = ASSUMED[Tier.S3]
 
 
+PROBE_SHARE = 0.02
+"""What measuring a tier that plans avoid may take of its bandwidth."""
+
+
+def is_probe_due(rate: TierRate, byte_count: float, since_s: float) -> bool:
+    """Whether a tier that plans avoid may be asked for so many bytes again, ``since_s`` seconds after the last time:
+    else nobody would learn that it is fast again."""
+    return rate.seconds(byte_count) <= PROBE_SHARE * since_s
+
+
 @dataclass(frozen=True)
 class BusyTimes:
     """The last busy times of one tier, oldest first. ``surprises``: how many in a row were beyond twice what was
@@ -87,7 +97,7 @@ class BusyTimes:
             return None
         sizes = [each.byte_count for each in self.times]
         seconds = [each.busy_s for each in self.times]
-        latency_s, byte_s, least = 0.0, sum(seconds) / sum(sizes), min(sizes)
+        latency_s, byte_s, least = 0.0, sum(seconds) / sum(sizes), int(min(sizes) / SIZES_DIFFER)
         if len(sizes) > 2 and max(sizes) >= SIZES_DIFFER * min(sizes):
             found = least_squares([(1.0, float(size)) for size in sizes], seconds)
             if found is not None and found[1] > 0:

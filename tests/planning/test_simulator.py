@@ -1,0 +1,104 @@
+"""Plans in virtual time: whether they follow what changes, and what they are worth beside every fixed one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvstore.planning.loading import ComputeRate, HeldRun, LoadFacts, Stock, TierFacts, TierRate, Way
+from kvstore.planning.loading.papers import cacheblend_ttft_s
+from kvstore.planning.loading.simulator import Outcome, Simulation, play
+from kvstore.spec import Tier
+
+CHUNKS, UNIT, TOKEN_BYTES = 32, 64, 131072.0
+"""A context of 256 MiB."""
+PREFILL_S = 2.1
+RATES = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9)
+"""Of the tier, bytes a second: from ten times slower than computing to ten times faster."""
+ENGINES = {"any": frozenset(Way), "first": frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})}
+
+
+def world(bytes_per_s: float, ways: frozenset[Way] = ENGINES["any"], step: int = UNIT) -> LoadFacts:
+    count = CHUNKS * UNIT
+    return LoadFacts(
+        token_count=count + UNIT, reusable_tokens=count, compute=ComputeRate(0.0, 1e-3, 1e-8, 1.0, 1.0, 1),
+        stocks=(Stock((HeldRun(count, Tier.NVME, TOKEN_BYTES),)),), link=TierRate(0.0, 1 / 8e9, 1.0, 1),
+        tiers={Tier.NVME: TierFacts(TierRate(0.002, 1 / bytes_per_s, 1.0, 1))}, layer_count=16, unit_tokens=UNIT,
+        step_tokens=step, ways=ways,
+    )  # fmt: skip
+
+
+def best_fixed_s(truth: LoadFacts) -> float:
+    """The best of all stretches that the engine can load, always the same one."""
+    stock, units = truth.stocks[0], range(CHUNKS + 1)
+    fronts = units if Way.MEET in truth.ways else range(1)
+    return min(play(truth, stock, a * UNIT, b * UNIT).ttft_s for a in fronts for b in units if a <= b)
+
+
+def requests(simulation: Simulation, truth: LoadFacts, count: int) -> list[Outcome]:
+    return [simulation.request(truth, idle_s=60.0) for _ in range(count)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("step", [0, UNIT], ids=["one-pass", "steps"])
+def test_it_is_as_fast_as_the_best_fixed_plan_at_every_rate(engine: str, step: int) -> None:
+    for rate in RATES:
+        truth, simulation = world(rate, ENGINES[engine], step), Simulation()
+        best_s = best_fixed_s(truth)
+        requests(simulation, truth, 4)
+        for outcome in requests(simulation, truth, 4):
+            assert outcome.ttft_s <= 1.05 * best_s, (rate, outcome.plan)
+
+
+def test_no_request_after_the_first_is_slower_than_a_prefill() -> None:
+    for rate in RATES:
+        truth, simulation = world(rate), Simulation()
+        prefill_s = play(truth, truth.stocks[0], 0, 0).ttft_s
+        requests(simulation, truth, 3)
+        for outcome in requests(simulation, truth, 8):
+            assert outcome.ttft_s <= 1.05 * prefill_s, (rate, outcome.plan)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("before", "after"), [(500e6, 50e6), (50e6, 500e6), (100e6, 1e9), (1e9, 100e6)])
+def test_the_choice_follows_a_tenfold_change_within_three_requests(engine: str, before: float, after: float) -> None:
+    simulation, ways = Simulation(), ENGINES[engine]
+    settled = requests(simulation, world(before, ways), 12)[-1]
+    assert settled.ttft_s <= 1.05 * best_fixed_s(world(before, ways))
+    changed = requests(simulation, world(after, ways), 5)
+    best_s = best_fixed_s(world(after, ways))
+    assert changed[3].ttft_s <= 1.05 * best_s, [str(each.plan) for each in changed]
+    assert changed[4].ttft_s <= 1.05 * best_s
+    assert changed[3].plan.chosen.load_start != settled.plan.chosen.load_start or engine == "first"
+
+
+def test_a_busy_engine_is_noticed_within_three_requests() -> None:
+    calm, ways = world(100e6, ENGINES["first"]), ENGINES["first"]
+    busy = replace(calm, compute=replace(calm.compute, load=6.0), ways=ways)
+    simulation = Simulation()
+    assert requests(simulation, calm, 6)[-1].plan.loaded_tokens <= UNIT
+    assert requests(simulation, busy, 4)[-1].plan.chosen.way is Way.LOAD
+    assert requests(simulation, calm, 4)[-1].plan.loaded_tokens <= UNIT
+
+
+def test_meeting_in_the_middle_beats_both_ends_where_they_are_alike() -> None:
+    truth = world(131072.0 / 1e-3)  # a token loads as fast as it is computed
+    simulation = Simulation()
+    ours = requests(simulation, truth, 5)[-1]
+    suffix_s = truth.compute.seconds(UNIT, CHUNKS * UNIT)
+    ideal_s, chunk_s = CHUNKS * UNIT * 1e-3 / 2 + suffix_s, UNIT * 1e-3
+    assert ours.plan.chosen.way is Way.MEET
+    assert ours.ttft_s <= 1.1 * ideal_s + chunk_s
+
+
+def test_ours_is_never_beaten_by_the_papers_controller() -> None:
+    """At the paper's own terms: what it computes again is taken to be right."""
+    for rate in RATES:
+        truth, simulation = world(rate, step=0), Simulation()
+        layers, stored = truth.layer_count, CHUNKS * UNIT
+        theirs_s = cacheblend_ttft_s(
+            truth.compute.seconds(stored) / layers, stored * TOKEN_BYTES / rate / layers, layers,
+            truth.compute.seconds(UNIT, stored),
+        )  # fmt: skip
+        assert requests(simulation, truth, 6)[-1].ttft_s <= 1.05 * theirs_s, rate
