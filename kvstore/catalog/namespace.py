@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvstore.catalog.tails import Tails
 from kvstore.chunk import ChunkLayout, layout_of
+from kvstore.errors import InvalidRequest
 from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
 
@@ -67,6 +68,14 @@ class Namespace:
     def chunk_bytes(self, token_count: int) -> int:
         """Header and body of a raw chunk; 0 while the model is unknown."""
         return 0 if self.model_spec is None else self.layout(token_count).total_bytes
+
+    def known_bytes(self, token_count: int) -> int:
+        """As ``chunk_bytes``; 0 also for a length that no chunk of the model has. A start may have found such a chunk,
+        and one that only its children named has no length."""
+        try:
+            return self.chunk_bytes(token_count)
+        except InvalidRequest:
+            return 0
 
     def is_tail(self, token_count: int) -> bool:
         """Whether prompts that go on otherwise look for a chunk of so many tokens by its length. Opaque values and

@@ -134,6 +134,10 @@ class ChunkTable:
     def is_held(self, row: int) -> bool:
         return row in self._holds
 
+    def held(self) -> list[int]:
+        """The rows that somebody holds now."""
+        return list(self._holds)
+
     def hold_count(self, row: int) -> int:
         """How many leases, tickets, moves and others hold the row."""
         return self._holds.get(row, 0)

@@ -57,7 +57,8 @@ class LimitSettings:
     watch_event_count_max: int = 16384
     """Events that wait for one watcher; one that reads too slowly loses those beyond."""
     pin_bytes_max: Size
-    """Has no effect yet: nothing can be pinned. Default: half of `arena.capacity_bytes`."""
+    """What operators may have pinned at once ([operations.md](operations.md)), as it lies in memory. Default: half of
+    `arena.capacity_bytes`."""
     message_bytes_max: Size = 16 * MIB
     """The largest request."""
 

@@ -175,7 +175,6 @@ class Controller:
 
     @property
     def token_count_max(self) -> int:
-        """Of one request."""
         return self.parts.limits.token_count_max
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
@@ -360,6 +359,7 @@ class Controller:
             prefaulted_bytes=arena.prefaulted_bytes,
             used_bytes=arena.used_bytes,
             leased_bytes=parts.leases.byte_count,
+            pinned_bytes=parts.pins.byte_count,
             reserved_bytes=self.reservations.reserved_bytes,
             region_count=len(arena.regions),
             chunk_count=arena.chunk_count,
@@ -387,6 +387,7 @@ class Controller:
             for session in [each for each in self._leaving if not self.reservations.are_moving(each)]:
                 await self.close_session(session)
             self.tickets.expire()
+            self.parts.pins.expire()
             await self.parts.movement.retry()
 
     async def drain(self, grace_s: float) -> None:

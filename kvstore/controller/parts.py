@@ -10,6 +10,7 @@ from functools import cached_property
 from kvstore.arena import Arena
 from kvstore.catalog import Catalog, Namespace
 from kvstore.config import LimitSettings, PolicySettings
+from kvstore.controller.pins import Pins
 from kvstore.controller.sessions import Leases
 from kvstore.directory import NodeDirectory
 from kvstore.movement import Movement, MovementParts
@@ -60,6 +61,10 @@ class Parts:
     @cached_property
     def leases(self) -> Leases:
         return Leases(self.catalog, self.limits, self.clock, self.counters, self.ids)
+
+    @cached_property
+    def pins(self) -> Pins:
+        return Pins(self.catalog, self.limits, self.clock)
 
     @cached_property
     def movement(self) -> Movement:

@@ -215,6 +215,7 @@ class Stats:
     prefaulted_bytes: int
     used_bytes: int
     leased_bytes: int
+    pinned_bytes: int
     reserved_bytes: int
     region_count: int
     chunk_count: int

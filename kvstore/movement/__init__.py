@@ -14,6 +14,7 @@ read where the node does not have what a chain goes on with.
 - ``shared``    what one shared tier has, and ``breaker``: whether it is asked
 - ``shared_tiers``  all of them, and hints of what they have
 - ``demotion``  what is about to leave the node, and ``uses``: what comes back
+- ``clearing``  what an operator has removed, and ``relocation``: moved
 - ``levels``    how durable a chain is
 - ``checks``    reads again what lies there, and proves what a crash left
 - ``canary``    shows that a tier that says nothing still works
@@ -23,9 +24,23 @@ read where the node does not have what a chain goes on with.
 """
 
 from kvstore.movement.accounts import TierAccount
+from kvstore.movement.clearing import Fate
 from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.movement import Movement, MovementParts
+from kvstore.movement.relocation import Step, Way
 from kvstore.movement.shared_tiers import ChunkHint
+from kvstore.movement.writes import Writes
 
-__all__ = ["ChunkHint", "LevelsReached", "Loading", "Movement", "MovementParts", "TierAccount"]
+__all__ = [
+    "ChunkHint",
+    "Fate",
+    "LevelsReached",
+    "Loading",
+    "Movement",
+    "MovementParts",
+    "Step",
+    "TierAccount",
+    "Way",
+    "Writes",
+]

@@ -24,27 +24,29 @@ class TierAccount:
     backlog_count: int = 0
     problem: str = ""
     write_policy: str = ""
+    is_draining: bool = False
 
 
 def accounts_of(local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes]) -> list[TierAccount]:
     """The account of every tier, in the order given."""
-    to = {each.target.name: (each.backlog_count, each.reason) for each in writes}
+    to = {each.target.name: (each.backlog_count, each.reason, each.is_draining) for each in writes}
     found = []
     for copies in local:
-        backlog_count, problem = to.get(copies.tier.name, (0, ""))
+        backlog_count, problem, is_draining = to.get(copies.tier.name, (0, "", False))
         found.append(
             TierAccount(
                 stats=copies.tier.statistics(), kind=copies.kind, durability=copies.durability,
-                stalled_s=copies.tier.stalled_s(), backlog_count=backlog_count, problem=problem,
+                stalled_s=copies.tier.stalled_s(),
+                backlog_count=backlog_count, problem=problem, is_draining=is_draining,
             )
         )  # fmt: skip
     for each in shared:
-        backlog_count, problem = to.get(each.tier.name, (0, ""))
+        backlog_count, problem, is_draining = to.get(each.tier.name, (0, "", False))
         found.append(
             TierAccount(
                 stats=each.statistics(), kind=each.tier.kind, durability=each.tier.durability,
                 stalled_s=each.tier.stalled_s(), backlog_count=backlog_count, problem=problem or each.breaker.reason,
-                write_policy=each.write_policy.value,
+                write_policy=each.write_policy.value, is_draining=is_draining,
             )
         )  # fmt: skip
     return found

@@ -147,6 +147,10 @@ class Loads:
                 return LocalSource(copies, row, self._names.of(row), rank, self._removal)
         return self._shared_tiers.source(row)
 
+    def has_source(self, row: int) -> bool:
+        """Whether a tier that answers has the chunk."""
+        return self._source(row) is not None
+
     def _start(self, row: int, source: Source, room: RoomFor, layers: frozenset[int]) -> Loading | None:
         if len(self._loading) >= LOAD_COUNT_MAX:
             return None

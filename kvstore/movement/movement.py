@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.arena import Arena, Placement
 from kvstore.catalog import Catalog, Copies, MappedCopies
@@ -13,6 +14,7 @@ from kvstore.config import PolicySettings
 from kvstore.movement.accounts import TierAccount, accounts_of
 from kvstore.movement.canary import Canaries
 from kvstore.movement.checks import Checks
+from kvstore.movement.clearing import Clearing
 from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
@@ -20,6 +22,7 @@ from kvstore.movement.loads import Loading, Loads
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.recovery import adopt, held_by
+from kvstore.movement.relocation import Relocation
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared import REUSED, SharedTarget
@@ -72,6 +75,7 @@ class Movement:
         self.shared_writes: list[Writes] = []
         """To each shared tier."""
         self._shared: list[SharedWrites] = []
+        self._shared_targets: list[SharedTarget] = []
         self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
         self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
         self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters)
@@ -89,6 +93,8 @@ class Movement:
         self.checks = Checks(
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
         )
+        self.clearing = Clearing(catalog, self.removal, parts.counters)
+        self.relocation = Relocation(catalog, self.memory, self.loads, self.removal, self.checks)
         self.canaries = Canaries(catalog.table, parts.clock, parts.random, parts.counters, parts.policies)
 
     def _eviction(self, copies: Copies) -> Eviction:
@@ -125,6 +131,7 @@ class Movement:
         writes = self._writes(target)
         self.shared_writes.append(writes)
         self._shared.append(SharedWrites(shared, writes))
+        self._shared_targets.append(target)
         self._catalog.presence.become_partial()
 
     def _writes(self, target: Target) -> Writes:
@@ -139,6 +146,7 @@ class Movement:
         self.writes.clear()
         self.shared_writes.clear()
         self._shared.clear()
+        self._shared_targets.clear()
         for copies in self._table.copies[:0:-1]:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
@@ -150,24 +158,36 @@ class Movement:
         local = (copies.tier.statistics() for copies in self._table.copies[1:])
         return *local, *(shared.statistics() for shared in self.shared_tiers.tiers)
 
+    def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
+        """For each copy of a chunk, its tier's name and a look that reads all of it: True, it is what it was; False, it
+        is not and was given up; None, the tier did not give it. The caller holds the row."""
+        local = [
+            (copies.tier.name, partial(self.checks.check, copies, row))
+            for copies in self._table.copies
+            if row in copies
+        ]
+        shared = [(target.name, partial(target.check, row)) for target in self._shared_targets if row in target.shared]
+        return [*local, *shared]
+
     def accounts(self) -> list[TierAccount]:
         """What each tier has, takes and lacks, the fastest first."""
-        return accounts_of(self._table.copies, self.shared_tiers.tiers, self._all_writes)
+        return accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes)
 
     @property
     def problems(self) -> list[str]:
         """Why tiers are not in use, or lack chunks that they should have; empty when all is well."""
-        refused = (f"tiers.{writes.target.name}: {writes.reason}" for writes in self._all_writes if writes.reason)
+        refused = (f"tiers.{writes.target.name}: {writes.reason}" for writes in self.all_writes if writes.reason)
         return [*self.absent, *refused]
 
     @property
-    def _all_writes(self) -> list[Writes]:
+    def all_writes(self) -> list[Writes]:
+        """To each slower tier, the fastest first."""
         return [*self.writes, *self.shared_writes]
 
     @property
     def backlog_count(self) -> int:
         """Chunks that wait for a slower tier or are on their way to it."""
-        return sum(writes.backlog_count for writes in self._all_writes)
+        return sum(writes.backlog_count for writes in self.all_writes)
 
     @property
     def loading_bytes(self) -> int:
@@ -176,13 +196,13 @@ class Movement:
 
     async def retry(self) -> None:
         """Try again what a tier refused, once it had some time. Others are answered in between."""
-        for writes in self._all_writes:
+        for writes in self.all_writes:
             await writes.retry()
 
     async def run(self) -> None:
         """Everything that goes on without being asked, for ever."""
         async with asyncio.TaskGroup() as group:
-            for writes in self._all_writes:
+            for writes in self.all_writes:
                 group.create_task(writes.run())
             group.create_task(self.loads.run())
             group.create_task(self.checks.run())
@@ -209,7 +229,7 @@ class Movement:
 
     def write_down(self, row: int) -> None:
         """Have the other tiers take a chunk that memory has, as their settings want it."""
-        for writes in self._all_writes:
+        for writes in self.all_writes:
             writes.offer(row)
 
     def _entered(self, row: int) -> None:

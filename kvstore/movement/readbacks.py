@@ -40,7 +40,7 @@ class ReadBacks:
             self._lent.add(row)
             with suppress(TimeoutError):
                 async with asyncio.timeout(READ_BACK_S_MAX):
-                    await _ended(loading)
+                    await loading_ended(loading)
         return row in self._memory
 
     def give_back(self, row: int) -> None:
@@ -52,8 +52,8 @@ class ReadBacks:
             self._removal.drop(self._memory, row, MissReason.EVICTED)
 
 
-async def _ended(loading: Loading) -> None:
-    """Wait until it is there, or lost."""
+async def loading_ended(loading: Loading) -> None:
+    """Wait until a chunk is in memory, or lost."""
     news = asyncio.Event()
     loading.listeners[news] = None
     try:

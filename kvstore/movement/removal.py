@@ -21,10 +21,11 @@ class Removal:
         self._table = catalog.table
         self._counters = counters
 
-    def drop(self, copies: Copies, row: int, reason: MissReason) -> None:
-        """Give up what one tier has of a chunk; its room is free at once. A value that may be replaced is erased."""
+    def drop(self, copies: Copies, row: int, reason: MissReason, *, erase: bool = False) -> None:
+        """Give up what one tier has of a chunk; its room is free at once. A value that may be replaced is erased, and
+        what is to be: no start brings it back, and its room is free once that is done."""
         was_fastest = self._table.fastest(row) is copies
-        copies.tier.remove(copies.take(row, reason), erase=self._catalog.space_of(row).may_be_replaced)
+        copies.tier.remove(copies.take(row, reason), erase=erase or self._catalog.space_of(row).may_be_replaced)
         if was_fastest:
             self._fastest_left(copies, row, reason)
 
@@ -38,11 +39,11 @@ class Removal:
         else:
             self._catalog.forget_ghost(row)
 
-    def remove(self, row: int, reason: MissReason) -> None:
+    def remove(self, row: int, reason: MissReason, *, erase: bool = False) -> None:
         """Give up every copy."""
         for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it went, not that it moved
             if row in copies:
-                self.drop(copies, row, reason)
+                self.drop(copies, row, reason, erase=erase)
 
     async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:
         """A copy failed its check. Another tier's copy takes its place, or another one that a scan met."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, ChunkLayout
-from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.movement.breaker import Breaker
 from kvstore.movement.names import ChunkNames
 from kvstore.seams import Clock
@@ -134,6 +134,8 @@ class SharedTarget:
     A short chunk does not go there: other nodes cannot know how long it is, and it is worth little to them. Nor does a
     value that may be replaced: a node would find the old one."""
 
+    is_local = False
+
     def __init__(
         self, catalog: Catalog, shared: SharedCopies, names: ChunkNames, written: Callable[[int], None],
         counters: Counters,
@@ -180,7 +182,7 @@ class SharedTarget:
         if state is not UploadState.THERE:
             return state
         if is_proof:
-            if not await self._is_whole(row):
+            if not await self.is_whole(row):
                 return UploadState.FREE
             shared.see(row)
         else:
@@ -209,7 +211,7 @@ class SharedTarget:
     def _is_answered(self, key: bytes) -> bool:
         return key in self._answers and self.shared.clock.monotonic() - self._answered_s < ANSWER_AGE_S_MAX
 
-    async def _is_whole(self, row: int) -> bool:
+    async def is_whole(self, row: int) -> bool:
         """Whether what lies there is the chunk, by every check that a read makes. Raises Unavailable."""
         name, shared = self._names.of(row), self.shared
         try:
@@ -229,6 +231,19 @@ class SharedTarget:
         except Exception as error:
             shared.breaker.failed()
             raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
+        return True
+
+    async def check(self, row: int) -> bool | None:
+        """Read the tier's copy of a chunk, all of it. False: it fails its check, and is written anew when the chunk is
+        stored again; None: the tier did not give it."""
+        try:
+            is_whole = await self.is_whole(row)
+        except KVStoreError as error:
+            _log.warning("a copy could not be read", extra={"tier": self.name, "reason": error.message})
+            return None
+        if not is_whole:
+            self.shared.take(row)
+            return False if self._names.of(row).storage_key in self.shared.bad else None
         return True
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:

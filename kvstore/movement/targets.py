@@ -25,6 +25,10 @@ class Target(Protocol):
     def durability(self) -> Durability:
         """What a chunk has reached that is proven there."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the catalog knows its copies one by one."""
+
     def has(self, row: int) -> bool:
         """Whether the chunk need not be written."""
 
@@ -53,6 +57,8 @@ class Target(Protocol):
 
 class LocalTarget:
     """A local tier as a target."""
+
+    is_local = True
 
     def __init__(self, catalog: Catalog, copies: Copies) -> None:
         self._catalog = catalog

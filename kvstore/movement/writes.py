@@ -34,6 +34,7 @@ LEFT_S_MAX = 20.0
 SOON_S, LATER_S = 0.1, 2.0
 """After so long a chunk that is left to another node is looked for again: first after the one, then after twice as
 long as before, up to the other. Where a tier bills each request a fixed pause costs too much."""
+DRAINING = "an operator drains it (kvstore drain --end has it take chunks again)"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
 
@@ -78,11 +79,25 @@ class Writes:
         self._lacks_some = False
         self.reason = ""
         """Why the tier lacks chunks; empty while it takes them."""
+        self.is_draining = False
+        """Whether an operator said that the tier takes no more."""
 
     @property
     def backlog_count(self) -> int:
         """Chunks that wait for the tier or are on their way to it."""
         return len(self._queue)
+
+    def drain(self) -> None:
+        """Take no chunk until ``resume``; those on their way get there."""
+        self.is_draining, self.reason = True, DRAINING
+
+    def resume(self) -> None:
+        """Take chunks again, also those that came meanwhile."""
+        self.is_draining, self.reason, self._lacks_some = False, "", True
+
+    def takes(self, row: int) -> bool:
+        """Whether the chunk may be written there now."""
+        return not self.is_draining and self.target.admits(row)
 
     @property
     def is_moving(self) -> bool:
@@ -103,13 +118,13 @@ class Writes:
 
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> None:
         """The tier is to have a chunk. One that finds the queue full is found again by ``retry``."""
-        if not self.target.has(row) and self.target.admits(row) and not self._queue.add(row, priority):
+        if not self.target.has(row) and self.takes(row) and not self._queue.add(row, priority):
             self._lacks_some = True
 
     def demand(self, row: int) -> None:
         """Somebody asked for it to be there: it goes at once, whatever the settings want, also if it was refused just
         now."""
-        if self.target.admits(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
+        if self.takes(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
             if row in self._left and not self._is_demanded(row):
                 self._left[row].pause_s = SOON_S
                 self._queue.resume([row])
@@ -172,7 +187,7 @@ class Writes:
     def _is_wanted(self, row: int) -> bool:
         """Whether the tier lacks a chunk that another tier has, or that somebody asked for. It may have gone while it
         waited."""
-        if not self._catalog.table.digests[row] or not self._lacks(row) or not self.target.admits(row):
+        if not self._catalog.table.digests[row] or not self._lacks(row) or not self.takes(row):
             return False
         return self._is_demanded(row) or (self._catalog.is_visible(row) and self._catalog.table.is_resident(row))
 
@@ -240,7 +255,7 @@ class Writes:
         residency = self._memory.residency(row)
         try:
             await self._write_held(row, placement)
-            if self.reason:
+            if self.reason and not self.is_draining:
                 _log.info("the tier takes chunks again", extra={"tier": self.target.name})
                 self.reason = ""
         except DataLoss:
@@ -263,7 +278,7 @@ class Writes:
         """The tier did not take it: it stays what it is, in memory, and is tried again later."""
         self._counters.add_of(self.target.name, "refused_chunks")
         self._wait(row)
-        if reason != self.reason:
+        if reason != self.reason and not self.is_draining:
             _log.error("a tier takes no chunks for now", extra={"tier": self.target.name, "reason": reason})
             self.reason = reason
 

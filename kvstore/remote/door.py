@@ -30,7 +30,7 @@ FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
     ADMIN: ("Stats", "Tiers", "ShowChunk"),
 }
-FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks",)}
+FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"
 """The one call of AdminService that asks for no right."""
 PROTOCOL_VERSION = 1

@@ -8,8 +8,9 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvstore import __version__
-from kvstore.controller import Controller, Stats
+from kvstore.controller import Controller, Session, Stats
 from kvstore.controller.operators import (
+    ChangeNews,
     ChunkDetail,
     ChunkEntry,
     ListPage,
@@ -18,9 +19,11 @@ from kvstore.controller.operators import (
     Selection,
     ShownChunk,
 )
+from kvstore.errors import InvalidRequest
 from kvstore.movement import TierAccount
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
+from kvstore.server.render import parse_digests, parse_query
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
 from kvstore.spec import Exactness, Provenance
@@ -74,6 +77,35 @@ class AdminService:
         session_of(self._controller, context)
         return _shown(await self._operators.chunk(request.digest, context.time_remaining()))
 
+    async def Change(
+        self, request: admin_pb2.ChangeRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.ChangeResponse]:
+        """How far a change is, and at last what became of everything."""
+        session = session_of(self._controller, context)
+        async for news in self._change(session, request):
+            yield _news(news)
+
+    def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncIterator[ChangeNews]:
+        """Raises InvalidRequest for a request that names no change."""
+        operators, dry_run = self._operators, request.dry_run
+        wanted = parse_selection(request.selection)
+        match request.WhichOneof("change"):
+            case "evict":
+                return operators.evict(wanted, dry_run=dry_run)
+            case "pin":
+                return operators.pin(wanted, request.pin.seconds, dry_run=dry_run)
+            case "unpin":
+                return operators.unpin(wanted, dry_run=dry_run)
+            case "move":
+                return operators.move(wanted, request.move.tier, keep=request.move.keep, dry_run=dry_run)
+            case "prefetch":
+                return operators.prefetch(session, parse_query(request.prefetch.query), dry_run=dry_run)
+            case "verify":
+                return operators.verify(wanted, dry_run=dry_run)
+            case "drain":
+                return operators.drain(wanted, end=request.drain.end, dry_run=dry_run)
+        raise InvalidRequest("a change is one of evict, pin, unpin, move, prefetch, verify and drain")
+
 
 def parse_selection(message: admin_pb2.Selection) -> Selection:
     """What the controller takes; it checks names itself."""
@@ -84,6 +116,7 @@ def parse_selection(message: admin_pb2.Selection) -> Selection:
         older_than_s=message.older_than_seconds,
         byte_count_min=message.byte_count_min,
         byte_count_max=message.byte_count_max,
+        chain=tuple(parse_digests(message.chain, "selection.chain")),
         use_count_max=message.use_count_max if message.HasField("use_count_max") else None,
     )
 
@@ -132,7 +165,20 @@ def _tier(account: TierAccount) -> admin_pb2.TierReport:
         problem=account.problem,
         stalled_seconds=account.stalled_s,
         write_policy=account.write_policy,
+        is_draining=account.is_draining,
     )
+
+
+def _news(news: ChangeNews) -> admin_pb2.ChangeResponse:
+    tally = news.tally
+    outcomes = [
+        admin_pb2.Outcome(what=what, chunk_count=count, byte_count=tally.byte_counts[what])
+        for what, count in tally.counts.items()
+    ]
+    return admin_pb2.ChangeResponse(
+        done_count=tally.done_count, total_count=tally.total_count, outcomes=outcomes, problem=tally.problem,
+        is_last=news.is_last,
+    )  # fmt: skip
 
 
 def _page(page: ListPage) -> admin_pb2.ListChunksResponse:
@@ -156,6 +202,7 @@ def _entry(entry: ChunkEntry) -> admin_pb2.ChunkEntry:
         child_count=entry.child_count,
         is_held=entry.is_held,
         stored_seconds=entry.stored_seconds,
+        is_pinned=entry.is_pinned,
     )
     for copy in entry.copies:
         message.copies.add(

@@ -212,7 +212,9 @@ def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[An
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
-    register(server, admin, AdminService(controller, Operators(parts), world.clock, os.getpid()), parts.counters)
+    register(
+        server, admin, AdminService(controller, Operators(parts, controller), world.clock, os.getpid()), parts.counters
+    )
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection(

@@ -37,6 +37,8 @@ DESCRIPTIONS: dict[str, str] = {
     "sessions_opened": "Sessions opened",
     "sessions_refused": "Connections refused at the hand-off",
     "quarantined_chunks": "Chunks set aside because their bytes failed a check",
+    "operator_removed_chunks": "Chunks that left the node by an operator's word",
+    "operator_removed_durable_chunks": "Chunks whose last copy that survives the process an operator had removed",
     "requests_failed": "Calls that ended in an error",
 }
 

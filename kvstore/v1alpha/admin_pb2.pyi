@@ -139,7 +139,7 @@ class TiersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy")
+    __slots__ = ("stats", "kind", "durability", "backlog_chunk_count", "problem", "stalled_seconds", "write_policy", "is_draining")
     STATS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class TierReport(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WRITE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     stats: TierStats
     kind: _cache_pb2.Tier
     durability: _cache_pb2.Durability
@@ -154,7 +155,8 @@ class TierReport(_message.Message):
     problem: str
     stalled_seconds: float
     write_policy: str
-    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, stats: _Optional[_Union[TierStats, _Mapping]] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., durability: _Optional[_Union[_cache_pb2.Durability, str]] = ..., backlog_chunk_count: _Optional[int] = ..., problem: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., write_policy: _Optional[str] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class TiersResponse(_message.Message):
     __slots__ = ("tiers", "absent", "tenant")
@@ -167,7 +169,7 @@ class TiersResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., absent: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Selection(_message.Message):
-    __slots__ = ("model", "digest", "tier", "older_than_seconds", "byte_count_min", "byte_count_max", "use_count_max")
+    __slots__ = ("model", "digest", "tier", "older_than_seconds", "byte_count_min", "byte_count_max", "use_count_max", "chain")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +177,7 @@ class Selection(_message.Message):
     BYTE_COUNT_MIN_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
     USE_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
     model: str
     digest: str
     tier: str
@@ -182,7 +185,8 @@ class Selection(_message.Message):
     byte_count_min: int
     byte_count_max: int
     use_count_max: int
-    def __init__(self, model: _Optional[str] = ..., digest: _Optional[str] = ..., tier: _Optional[str] = ..., older_than_seconds: _Optional[int] = ..., byte_count_min: _Optional[int] = ..., byte_count_max: _Optional[int] = ..., use_count_max: _Optional[int] = ...) -> None: ...
+    chain: bytes
+    def __init__(self, model: _Optional[str] = ..., digest: _Optional[str] = ..., tier: _Optional[str] = ..., older_than_seconds: _Optional[int] = ..., byte_count_min: _Optional[int] = ..., byte_count_max: _Optional[int] = ..., use_count_max: _Optional[int] = ..., chain: _Optional[bytes] = ...) -> None: ...
 
 class ListChunksRequest(_message.Message):
     __slots__ = ("selection", "limit")
@@ -217,7 +221,7 @@ class ChunkCopy(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., encoding: _Optional[_Union[_cache_pb2.Encoding, str]] = ..., is_proven: _Optional[bool] = ..., is_shared: _Optional[bool] = ...) -> None: ...
 
 class ChunkEntry(_message.Message):
-    __slots__ = ("digest", "parent", "fingerprint", "model_id", "e_layer", "provenance", "exactness", "token_count", "byte_count", "copies", "use_count", "child_count", "is_held", "stored_seconds")
+    __slots__ = ("digest", "parent", "fingerprint", "model_id", "e_layer", "provenance", "exactness", "token_count", "byte_count", "copies", "use_count", "child_count", "is_held", "stored_seconds", "is_pinned")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +236,7 @@ class ChunkEntry(_message.Message):
     CHILD_COUNT_FIELD_NUMBER: _ClassVar[int]
     IS_HELD_FIELD_NUMBER: _ClassVar[int]
     STORED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     parent: bytes
     fingerprint: bytes
@@ -246,7 +251,8 @@ class ChunkEntry(_message.Message):
     child_count: int
     is_held: bool
     stored_seconds: int
-    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., e_layer: _Optional[int] = ..., provenance: _Optional[_Union[_cache_pb2.Provenance, str]] = ..., exactness: _Optional[_Union[_cache_pb2.Exactness, str]] = ..., token_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[ChunkCopy, _Mapping]]] = ..., use_count: _Optional[int] = ..., child_count: _Optional[int] = ..., is_held: _Optional[bool] = ..., stored_seconds: _Optional[int] = ...) -> None: ...
+    is_pinned: bool
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., e_layer: _Optional[int] = ..., provenance: _Optional[_Union[_cache_pb2.Provenance, str]] = ..., exactness: _Optional[_Union[_cache_pb2.Exactness, str]] = ..., token_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[ChunkCopy, _Mapping]]] = ..., use_count: _Optional[int] = ..., child_count: _Optional[int] = ..., is_held: _Optional[bool] = ..., stored_seconds: _Optional[int] = ..., is_pinned: _Optional[bool] = ...) -> None: ...
 
 class TierTotal(_message.Message):
     __slots__ = ("tier", "chunk_count", "byte_count")
@@ -327,3 +333,87 @@ class ShowChunkResponse(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
     reason: _cache_pb2.MissReason
     def __init__(self, parts: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., reason: _Optional[_Union[_cache_pb2.MissReason, str]] = ...) -> None: ...
+
+class Evict(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: int
+    def __init__(self, seconds: _Optional[int] = ...) -> None: ...
+
+class Unpin(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("tier", "keep")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    keep: bool
+    def __init__(self, tier: _Optional[str] = ..., keep: _Optional[bool] = ...) -> None: ...
+
+class Prefetch(_message.Message):
+    __slots__ = ("query",)
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    query: _cache_pb2.ChainQuery
+    def __init__(self, query: _Optional[_Union[_cache_pb2.ChainQuery, _Mapping]] = ...) -> None: ...
+
+class Verify(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("end",)
+    END_FIELD_NUMBER: _ClassVar[int]
+    end: bool
+    def __init__(self, end: _Optional[bool] = ...) -> None: ...
+
+class ChangeRequest(_message.Message):
+    __slots__ = ("dry_run", "selection", "evict", "pin", "unpin", "move", "prefetch", "verify", "drain")
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    dry_run: bool
+    selection: Selection
+    evict: Evict
+    pin: Pin
+    unpin: Unpin
+    move: Move
+    prefetch: Prefetch
+    verify: Verify
+    drain: Drain
+    def __init__(self, dry_run: _Optional[bool] = ..., selection: _Optional[_Union[Selection, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("what", "chunk_count", "byte_count")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    chunk_count: int
+    byte_count: int
+    def __init__(self, what: _Optional[str] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class ChangeResponse(_message.Message):
+    __slots__ = ("done_count", "total_count", "outcomes", "problem", "is_last")
+    DONE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    done_count: int
+    total_count: int
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    problem: str
+    is_last: bool
+    def __init__(self, done_count: _Optional[int] = ..., total_count: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., problem: _Optional[str] = ..., is_last: _Optional[bool] = ...) -> None: ...

@@ -54,6 +54,11 @@ class AdminServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
                 _registered_method=True)
+        self.Change = channel.unary_stream(
+                '/kvstore.v1alpha.AdminService/Change',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -88,6 +93,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Change(self, request, context):
+        """Change what is where, or say what that would come to. How far it is, about every half second; at last what became
+        of every chunk that was meant. A caller that goes ends it where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +123,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ShowChunk,
                     request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.SerializeToString,
+            ),
+            'Change': grpc.unary_stream_rpc_method_handler(
+                    servicer.Change,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +238,33 @@ class AdminService:
             '/kvstore.v1alpha.AdminService/ShowChunk',
             kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Change(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/Change',
+            kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

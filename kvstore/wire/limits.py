@@ -33,6 +33,8 @@ RUNS_MAX = 1 << 15
 """Runs in a message with data: slabs of 128 bytes in the largest one."""
 IDS_MAX = 1 << 14
 NODE_NAME_MAX = 128
+SELECTED_CHUNKS_MAX = 1 << 14
+"""Of a prompt that an operator names: 2 M tokens in chunks of 128."""
 REPLY_BYTES_MAX = 64 * MIB
 
 
@@ -153,6 +155,11 @@ _OPERATORS: Mapping[str, Limit] = {
     "Selection.model": Limit(size=512),
     "Selection.digest": Limit(size=2 * DIGEST_BYTES),
     "Selection.tier": Limit(size=64),
+    "Selection.chain": _digests(SELECTED_CHUNKS_MAX),
+    "Move.tier": Limit(size=64),
+    "Outcome.what": Limit(size=64),
+    "ChangeResponse.outcomes": Limit(count=64),
+    "ChangeResponse.problem": Limit(size=4096),
     "ShowChunkRequest.digest": Limit(size=2 * DIGEST_BYTES),
     "TierReport.problem": Limit(size=4096),
     "TierReport.write_policy": Limit(size=64),
@@ -205,7 +212,8 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1.SharedStore": 6 * MIB,
     "kvstore.v1alpha.StatsRequest": 4096,
     "kvstore.v1alpha.TiersRequest": 4096,
-    "kvstore.v1alpha.ListChunksRequest": 4096,
+    "kvstore.v1alpha.ListChunksRequest": MIB,
+    "kvstore.v1alpha.ChangeRequest": 6 * MIB,
     "kvstore.v1alpha.ShowChunkRequest": 4096,
 }
 """Of a whole message, before it is decoded: what its fields may carry together. Of one with data: what comes before."""

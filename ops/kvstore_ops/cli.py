@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from kvstore import __version__
 from kvstore.config import LoadedSettings, load
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore_ops.operators import reading
+from kvstore_ops.operators import changing, reading
 from kvstore_ops.operators.harmless import plain
 from kvstore_ops.options import AddressOption, ConfigOption, JsonOption, TenantOption, TlsOption, exit_code_of
 
@@ -276,6 +276,7 @@ def version() -> None:
 
 
 reading.register(app)
+changing.register(app)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ TlsOption = Annotated[
     str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
 ]
 
-NOT_FOUND = 3
+NOT_FOUND, NOT_CONFIRMED, NOT_ALL = 3, 9, 10
 EXIT_CODES: dict[type[KVStoreError], int] = {
     InvalidRequest: 2,
     Unavailable: 4,

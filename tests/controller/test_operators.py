@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvstore.controller.operators import ListPage, Operators, Selection
+from kvstore.controller.operators import ChangeNews, ListPage, Operators, Selection
 from kvstore.controller.operators.selection import BLOCK_ROWS
 from kvstore.controller.operators.turns import STEP_S, Turns
 from kvstore.errors import InvalidRequest
+from kvstore.movement import Fate
 from kvstore.simulated import ManualClock
 from kvstore.spec import MissReason
 from tests.controller.service import Service
@@ -30,7 +35,7 @@ class Held:
 
     def __init__(self, *paths: tuple[int, ...], **options: Any) -> None:
         self.service = Service(**options)
-        self.operators = Operators(self.service.parts)
+        self.operators = Operators(self.service.parts, self.service.controller)
         self._paths = paths
 
     async def __aenter__(self) -> Held:
@@ -115,6 +120,123 @@ async def test_a_model_is_named_by_one_name_only() -> None:
             await listed(held.operators, model="org/one")
         assert (await listed(held.operators, model=held.service.model.hex()[:12]))[1] == 1
         assert (await listed(held.operators, model="test"))[1] == 1
+
+
+# ---------------------------------------------------------------- what they change
+
+
+async def words_of(changes: AsyncIterator[ChangeNews]) -> dict[str, int]:
+    """What became of everything."""
+    return [news async for news in changes][-1].tally.counts
+
+
+CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@given(CHAINS, st.lists(st.integers(0, 20), max_size=3), st.lists(st.integers(0, 20), min_size=1, max_size=4))
+def test_an_eviction_leaves_nothing_that_cannot_be_found_and_takes_nothing_that_is_held(
+    paths: list[list[int]], held: list[int], evicted: list[int]
+) -> None:
+    async def check() -> None:
+        async with Held(*map(tuple, paths), chunks=40) as that:
+            service, operators = that.service, that.operators
+            table, controller = service.parts.catalog.table, service.controller
+            for number in held:
+                controller.lookup(service.query(*paths[number % len(paths)]), readers=1)
+            holding = [row for row in table.rows() if table.is_held(row)]
+            there = sorted(digest for digest in table.digests if digest)
+            chain = tuple(there[number % len(there)] for number in evicted)
+            before = list(table.digests)
+            said = await words_of(operators.evict(Selection(chain=chain), dry_run=True))
+            assert table.digests == before
+            assert await words_of(operators.evict(Selection(chain=chain), dry_run=False)) == said
+            assert all(table.is_resident(row) for row in holding)
+            for row in table.rows():
+                assert table.is_resident(row)
+                assert table.parents[row] == -1 or table.is_resident(table.parents[row])
+            gone = said.get("removed", 0) + said.get("removed with what it hung on", 0)
+            assert len(list(table.rows())) == len(there) - gone
+            assert said.get("removed", 0) or holding
+
+    asyncio.run(check())
+
+
+async def test_what_is_held_after_the_plan_was_made_stays_with_its_chain() -> None:
+    async with Held((1, 2, 3), (1, 2, 4), chunks=8) as held:
+        service, parts = held.service, held.service.parts
+        clearing, table = parts.movement.clearing, parts.catalog.table
+
+        async def pause() -> None:
+            pass
+
+        rows = np.array(list(table.rows()))
+        plan = await clearing.plan(rows, None, pause)
+        assert {Fate(fate) for fate in plan.fates} == {Fate.REMOVED}
+        service.controller.lookup(service.query(1, 2, 3), readers=1)
+        session = service.controller.open_session()
+        assert [clearing.do(plan, place)[0] for place in range(len(plan))].count(Fate.HELD) == 3
+        assert service.check(session, 1, 2, 3) == 3
+        assert service.check(session, 1, 2, 4) == 2
+
+
+async def test_a_chunk_that_came_under_one_after_the_plan_keeps_it() -> None:
+    async with Held((1,), chunks=8) as held:
+        service = held.service
+        clearing = service.parts.movement.clearing
+
+        async def pause() -> None:
+            pass
+
+        plan = await clearing.plan(np.array([0]), None, pause)
+        session = service.controller.open_session()
+        await service.store(session, 1, 2)
+        assert clearing.do(plan, 0) == (Fate.KEPT, False)
+        assert service.check(session, 1, 2) == 2
+
+
+async def test_a_row_that_is_another_chunks_by_now_is_left_alone() -> None:
+    async with Held((1,), chunks=8) as held:
+        service, table = held.service, held.service.parts.catalog.table
+
+        async def pause() -> None:
+            pass
+
+        plan = await service.parts.movement.clearing.plan(np.array([0]), None, pause)
+        service.parts.movement.remove(0, MissReason.EVICTED)
+        session = service.controller.open_session()
+        await service.store(session, 2)
+        assert table.digests[0] == service.query(2).digests[0]
+        assert service.parts.movement.clearing.do(plan, 0) == (Fate.GONE, False)
+        assert service.check(session, 2) == 1
+
+
+async def test_pins_hold_what_they_hang_on_and_are_counted_once() -> None:
+    async with Held((1, 2, 3), (1, 2, 4), chunks=8) as held:
+        service, table, pins = held.service, held.service.parts.catalog.table, held.service.parts.pins
+        size = service.layout.total_bytes
+        rows = {digest: row for row, digest in enumerate(table.digests)}
+        first, other = (rows[service.query(*path).digests[2]] for path in ((1, 2, 3), (1, 2, 4)))
+        pins.pin(first, 0)
+        assert pins.byte_count == 3 * size
+        pins.pin(other, 10)
+        assert pins.byte_count == 4 * size
+        assert pins.unpin(first)
+        assert not pins.unpin(first)
+        assert pins.byte_count == 3 * size
+        service.clock.advance(11)
+        pins.expire()
+        assert (pins.byte_count, len(pins)) == (0, 0)
+        assert not table.held()
+
+
+async def test_a_pinned_chunk_is_not_evicted_for_room() -> None:
+    async with Held((1, 2), chunks=4) as held:
+        service = held.service
+        assert await words_of(held.operators.pin(Selection(), 0, dry_run=False)) == {"pinned": 2}
+        session = service.controller.open_session()
+        for number in range(5, 10):
+            await service.store(session, number)
+        assert service.check(session, 1, 2) == 2
 
 
 async def test_one_step_a_round_however_many_ask() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+CHANGES = "kvstore/controller/operators/changes.py"
+CLEARING = "kvstore/movement/clearing.py"
+T_CHANGES = "tests/e2e/test_changes.py"
+T_OPERATORS = "tests/controller/test_operators.py"
 EVICTION = "kvstore/movement/eviction.py"
 CATALOG = "kvstore/catalog/catalog.py"
 CLAIM = "kvstore/controller/stores/claim.py"
@@ -27,6 +31,70 @@ T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
 T_ERRORS = "tests/tiers/test_nvme_errors.py"
 
 MUTANTS = [
+    Mutant(
+        "an-operator-takes-what-is-held",
+        CLEARING,
+        "        if table.is_held(row):\n            return Fate.HELD, False\n",
+        "",
+        "an operator's word gives up what a client copies under its copy",
+        (f"{T_OPERATORS}::test_what_is_held_after_the_plan_was_made_stays_with_its_chain",),
+    ),
+    Mutant(
+        "an-operator-leaves-orphans",
+        CLEARING,
+        "        if table.child_counts[row]:\n            return Fate.KEPT, False\n",
+        "",
+        "chunks stay that nothing can find",
+        (f"{T_OPERATORS}::test_a_chunk_that_came_under_one_after_the_plan_keeps_it",),
+    ),
+    Mutant(
+        "an-operator-removes-another-chunk",
+        CLEARING,
+        "        is_it = table.digests[row] == plan.digests[place] and table.spaces[row] == plan.spaces[place]\n",
+        "        is_it = True\n",
+        "a row that was reused loses its chunk",
+        (f"{T_OPERATORS}::test_a_row_that_is_another_chunks_by_now_is_left_alone",),
+    ),
+    Mutant(
+        "evicted-until-the-next-crash",
+        CLEARING,
+        "        self._removal.remove(row, MissReason.EVICTED, erase=True)\n",
+        "        pass\n",
+        "what an operator evicted is there still",
+        (f"{T_CHANGES}::test_a_model_is_evicted_whole_and_stays_gone",),
+    ),
+    Mutant(
+        "given-up-before-it-is-there",
+        CHANGES,
+        "        if not dry_run and not relocation.is_there(step):\n",
+        "        if False:\n",
+        "a tier that takes nothing costs the node its only copies",
+        (f"{T_CHANGES}::test_what_a_tier_does_not_take_is_given_up_nowhere",),
+    ),
+    Mutant(
+        "a-drained-tier-takes-more",
+        WRITES,
+        "        return not self.is_draining and self.target.admits(row)\n",
+        "        return self.target.admits(row)\n",
+        "a disk that is to be taken out fills again",
+        (f"{T_CHANGES}::test_a_drained_tier_is_emptied_and_takes_no_more_until_that_is_ended",),
+    ),
+    Mutant(
+        "pins-without-a-limit",
+        "kvstore/controller/pins.py",
+        "        if self.byte_count + more_bytes > self._limits.pin_bytes_max:\n",
+        "        if False:\n",
+        "pins take all of memory from everybody else",
+        (f"{T_CHANGES}::test_pins_past_the_limit_pin_nothing",),
+    ),
+    Mutant(
+        "scripts-need-no-yes",
+        "ops/kvstore_ops/operators/changing.py",
+        "    if is_dangerous and not dry_run and not yes:\n",
+        "    if False:\n",
+        "a command that was tried out of curiosity empties the cache",
+        (f"{T_CHANGES}::test_a_script_that_does_not_say_yes_changes_nothing",),
+    ),
     Mutant(
         "held-chunks-are-evicted",
         EVICTION,
@@ -161,7 +229,7 @@ MUTANTS = [
     Mutant(
         "replaced-value-is-not-erased",
         REMOVAL,
-        "        copies.tier.remove(copies.take(row, reason), erase=self._catalog.space_of(row).may_be_replaced)\n",
+        "        copies.tier.remove(copies.take(row, reason), erase=erase or self._catalog.space_of(row).may_be_replaced)\n",
         "        copies.tier.remove(copies.take(row, reason))\n",
         "after a crash an old value comes back where a newer one was acknowledged",
         (

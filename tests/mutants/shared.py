@@ -305,7 +305,7 @@ MUTANTS = [
     Mutant(
         "adopted-unread",
         SHARED,
-        "            if not await self._is_whole(row):\n",
+        "            if not await self.is_whole(row):\n",
         "            if False:\n",
         "a receipt says OBJECT of what is damaged there",
         (f"{LEVEL_TESTS}::test_what_a_tier_merely_says_is_no_promise_until_it_was_read",),
@@ -425,7 +425,7 @@ MUTANTS = [
     Mutant(
         "another-chunks-row-is-sent",
         WRITES,
-        "not self._lacks(row) or not self.target.admits(row):\n",
+        "not self._lacks(row) or not self.takes(row):\n",
         "not self._lacks(row):\n",
         "a value that may be replaced goes to other nodes",
         (f"{STORED}::test_a_row_of_another_chunk_is_not_sent_in_the_place_of_one_that_went",),

@@ -1,4 +1,4 @@
-"""What operators ask of one tenant: what it holds, chunk by chunk.
+"""What operators ask of one tenant: what it holds, chunk by chunk, and what is to become of it.
 
 ``Operators`` is a front of its own beside the controller's, which engines use. It shows one tenant's data: another
 tenant has another. Whoever asks here may ask for all of the catalog, so nothing is looked through at once: all
@@ -8,12 +8,14 @@ no snapshot: each chunk is told as it was in its turn.
 - ``selection``  which chunks are meant, decided on columns
 - ``listing``    what is said of each, and what they come to
 - ``showing``    all that is known of one
+- ``changes``    what is removed, pinned, moved and read again; each with a dry run
 - ``turns``      how long a question may keep the loop
 - ``values``     what goes in and comes out
 """
 
 from kvstore.controller.operators.operators import Operators
 from kvstore.controller.operators.values import (
+    ChangeNews,
     ChunkDetail,
     ChunkEntry,
     CopyFacts,
@@ -25,6 +27,7 @@ from kvstore.controller.operators.values import (
 )
 
 __all__ = [
+    "ChangeNews",
     "ChunkDetail",
     "ChunkEntry",
     "CopyFacts",

@@ -63,9 +63,9 @@ class Listing:
             digest=table.digests[row], parent=parent_digest(table, row), fingerprint=space.fingerprint,
             model_id=model_id_of(space), e_layer=-1 if space.layer is None else space.layer,
             provenance=space.provenance, exactness=space.exactness, token_count=table.token_counts[row],
-            byte_count=space.chunk_bytes(table.token_counts[row]), copies=tuple(self._copies(row)),
+            byte_count=space.known_bytes(table.token_counts[row]), copies=tuple(self._copies(row)),
             use_count=table.uses[row], child_count=table.child_counts[row], is_held=is_held,
-            stored_seconds=table.stored_s[row],
+            stored_seconds=table.stored_s[row], is_pinned=self._parts.pins.is_kept(row),
         )  # fmt: skip
 
     def _copies(self, row: int) -> list[CopyFacts]:
@@ -113,7 +113,7 @@ class Totals:
     def _count(self, number: int, token_count: int, counts: Mapping[str, int]) -> None:
         """So many alike in each tier; those under no name are all of them."""
         space = self._catalog.spaces.numbered[number]
-        size, total = space.chunk_bytes(token_count), self._total(space)
+        size, total = space.known_bytes(token_count), self._total(space)
         total.chunk_count += counts[""]
         total.byte_count += counts[""] * size
         for name, count in counts.items():

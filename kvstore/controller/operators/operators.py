@@ -4,26 +4,47 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from kvstore.catalog import Copies
+from kvstore.controller.controller import Controller
+from kvstore.controller.operators.changes import (
+    BATCH_S_MAX,
+    BROUGHT,
+    IN_MEMORY,
+    STAYS,
+    Changes,
+    slower_than,
+)
 from kvstore.controller.operators.listing import Listing
-from kvstore.controller.operators.selection import Chosen
+from kvstore.controller.operators.selection import MEMORY_NAMES, Chosen, no_such_tier, tier_names
 from kvstore.controller.operators.showing import Showing
 from kvstore.controller.operators.turns import Turns
-from kvstore.controller.operators.values import ListPage, Selection, ShownChunk
+from kvstore.controller.operators.values import ChangeNews, ListPage, Selection, ShownChunk, Tally
 from kvstore.controller.parts import Parts
-from kvstore.movement import TierAccount
+from kvstore.controller.sessions import Session
+from kvstore.controller.values import ChainQuery
+from kvstore.errors import InvalidRequest
+from kvstore.movement import TierAccount, Way, Writes
 from kvstore.seams import Deadline
+from kvstore.spec import Tier
+
+LAND_S_MAX, LAND_STEP_S = 10.0, 0.05
+"""How long a drain waits for chunks that were on their way to its tier."""
+NOT_STORED = "not stored"
 
 
 class Operators:
     """Answers one tenant's operators. Every method runs on the event loop's thread. Raises: InvalidRequest for a model,
     tier or chunk that is not there or not the only one."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, controller: Controller) -> None:
         self._parts = parts
+        self._table = parts.catalog.table
+        self._controller = controller
         self._started_s = parts.clock.monotonic()
         self._turns = Turns(parts.clock)
         self._listing = Listing(parts, self._turns)
         self._showing = Showing(parts, self._turns, self._listing)
+        self._changes = Changes(parts, self._turns)
 
     @property
     def tenant(self) -> str:
@@ -48,5 +69,122 @@ class Operators:
         deadline: Deadline = self._parts.deadline(remaining_s)
         return await self._showing.chunk(digest, deadline)
 
+    # ------------------------------------------------------------ what changes something
+
+    def evict(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Remove chunks from one local tier, or from all of them. See ``Changes.evict``."""
+        only = None
+        if selection.tier:
+            only = self._local(selection.tier)
+            if only is None:
+                raise InvalidRequest(
+                    f"{selection.tier}: other nodes use it, too, and this one knows only some of what is there: for S3 "
+                    "use kvstore scan --delete; Redis drops what it needs room for"
+                )
+        return self._changes.evict(self._chosen(selection), only, dry_run=dry_run)
+
+    def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Keep chunks where they are, for so long; 0: until they are unpinned, or the service ends. Raises Exhausted
+        past limits.pin_bytes_max, and then pins none."""
+        return self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run)
+
+    def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """End pins."""
+        return self._changes.unpin(self._chosen(selection), dry_run=dry_run)
+
+    def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Bring chunks into memory, or write them to a slower tier and have faster ones give them up, unless they are
+        to ``keep`` them."""
+        chosen, copies = self._chosen(selection), self._table.copies
+        if tier in MEMORY_NAMES:
+            return self._changes.bring(chosen, dry_run=dry_run)
+        to = self._writes(tier)
+        local = self._local(tier)
+        leaving = copies if local is None else copies[: copies.index(local)]
+        return self._changes.send(chosen, [to], [] if keep else list(leaving), Way.NOT_TAKEN, dry_run=dry_run)
+
+    def verify(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Read copies again and check every strip."""
+        only = MEMORY_NAMES[1] if selection.tier in MEMORY_NAMES else selection.tier
+        return self._changes.verify(self._chosen(selection), only, dry_run=dry_run)
+
+    async def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Have a tier take no more, and empty it into slower ones; without a tier, write all that waits. ``end``: have
+        it take chunks again."""
+        if selection != Selection(tier=selection.tier):
+            raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
+        movement = self._parts.movement
+        if not selection.tier:
+            async for news in self._changes.settle(movement.all_writes, dry_run=dry_run):
+                yield news
+            return
+        to, local = self._writes(selection.tier), self._local(selection.tier)
+        if not dry_run:
+            to.resume() if end else to.drain()
+        if end or local is None:
+            yield ChangeNews(Tally(0), is_last=True)
+            return
+        if not dry_run:
+            until_s = self._parts.clock.monotonic() + LAND_S_MAX
+            while to.backlog_count and self._parts.clock.monotonic() < until_s:  # what was on its way there lands
+                await self._parts.clock.sleep(LAND_STEP_S)
+        slower = slower_than(self._parts, selection.tier)
+        async for news in self._changes.send(self._chosen(selection), slower, [local], STAYS, dry_run=dry_run):
+            yield news
+
+    async def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+        """Bring a chain's stored prefix into memory, as a fetch would, and give it back. Raises as a fetch does."""
+        tally = Tally(len(query.digests))
+        model = self._parts.catalog.model(query.fingerprint)
+        size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
+        if dry_run:
+            found = await self._controller.lookup_wide(query)
+            told = [run.tier for run in found.runs for _ in range(run.chunk_count)][: found.hit_count]
+            there = sum(tier is Tier.DRAM for tier in told)
+            _count(tally, size, there, found.hit_count - there, len(query.digests) - found.hit_count)
+        else:
+            clock = self._parts.clock
+            deadline = Deadline.of(clock, None, BATCH_S_MAX)
+            result = await self._controller.fetch_wide(session, query, deadline)
+            try:
+                async for _ in self._controller.arrivals(result, deadline):
+                    yield ChangeNews(tally)
+            finally:
+                self._controller.release(session, [result.lease_id])
+            coming = [chunk.loading for chunk in result.chunks if chunk.loading is not None]
+            landed = sum(each.has_landed for each in coming)
+            _count(tally, size, len(result.chunks) - len(coming), landed, len(query.digests) - result.hit_count)
+            if landed < len(coming):
+                tally.add(Way.FAILED, (len(coming) - landed) * size, len(coming) - landed)
+                tally.problem = "a tier did not give all: see the service's log"
+        tally.done_count = tally.total_count
+        yield ChangeNews(tally, is_last=True)
+
+    def _local(self, name: str) -> Copies | None:
+        """A local tier; None for a shared one. Raises InvalidRequest for one that is not there."""
+        wanted = MEMORY_NAMES[1] if name in MEMORY_NAMES else name
+        for copies in self._table.copies:
+            if copies.tier.name == wanted:
+                return copies
+        if wanted not in tier_names(self._parts):
+            raise no_such_tier(self._parts, name)
+        return None
+
+    def _writes(self, name: str) -> Writes:
+        """To a slower tier. Raises InvalidRequest for memory, and for one that is not there."""
+        if name in MEMORY_NAMES:
+            raise InvalidRequest("memory cannot be drained: all that is stored comes there first")
+        found = next((each for each in self._parts.movement.all_writes if each.target.name == name), None)
+        if found is None:
+            raise no_such_tier(self._parts, name)
+        return found
+
     def _chosen(self, selection: Selection) -> Chosen:
         return Chosen(self._parts, selection, self._parts.clock.monotonic() - self._started_s)
+
+
+def _count(tally: Tally, size: int, there: int, brought: int, missing: int) -> None:
+    """What became of a chain, chunks of one size."""
+    for what, count in ((IN_MEMORY, there), (BROUGHT, brought), (NOT_STORED, missing)):
+        if count:
+            tally.add(what, count * size, count)

@@ -84,12 +84,15 @@ class Chosen:
         for shared in parts.movement.shared_tiers.tiers:
             if shared.tier.name == wanted:
                 return self._table.shared, shared.said_bit
-        known = ", ".join(tier_names(parts))
-        raise InvalidRequest(f"no tier is called {name[:64]!r} here: {known}", tier=name[:64])
+        raise no_such_tier(parts, name)
 
     async def blocks(self, turn: Turn) -> AsyncIterator[Rows]:
         """The chunks that are meant, those of one block of rows at a time, at the beginning of a step. What is given
         holds as long as nothing is waited for."""
+        if self._selection.chain:
+            async for rows in self._chained(turn):
+                yield rows
+            return
         start = 0
         while start < len(self._table.digests):
             await turn.next()
@@ -103,6 +106,19 @@ class Chosen:
                     await turn.next()
                 part = filter(self._is_meant, found[first : first + PART_ROWS].tolist())
                 yield np.array(list(part), np.int64)
+
+    async def _chained(self, turn: Turn) -> AsyncIterator[Rows]:
+        """The chunks of the chain that are meant, in each namespace, some of the chain at a time."""
+        chain = self._selection.chain
+        for space in list(self._catalog.spaces.numbered):
+            if self._numbers is not None and space.number not in self._numbers:
+                continue
+            for first in range(0, len(chain), PART_ROWS):
+                await turn.next()
+                rows = (space.index.get(digest) for digest in chain[first : first + PART_ROWS])
+                found = [row for row in rows if row is not None and len(self._of(row, row + 1)) and self._is_meant(row)]
+                if found:
+                    yield np.array(found, np.int64)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -137,7 +153,7 @@ class Chosen:
         kind = number << 32 | token_count
         fits = self._sizes.get(kind)
         if fits is None:
-            size = self._catalog.spaces.numbered[number].chunk_bytes(token_count)
+            size = self._catalog.spaces.numbered[number].known_bytes(token_count)
             most = self._selection.byte_count_max or size
             fits = self._sizes[kind] = self._selection.byte_count_min <= size <= most
         return fits
@@ -152,6 +168,11 @@ def tier_names(parts: Parts) -> list[str]:
     """Of all tiers in use, the fastest first."""
     local = [copies.tier.name for copies in parts.catalog.table.copies]
     return [*local, *(shared.tier.name for shared in parts.movement.shared_tiers.tiers)]
+
+
+def no_such_tier(parts: Parts, name: str) -> InvalidRequest:
+    """The error that names the tiers there are."""
+    return InvalidRequest(f"no tier is called {name[:64]!r} here: {', '.join(tier_names(parts))}", tier=name[:64])
 
 
 def namespaces_named(catalog: Catalog, name: str) -> list[int]:

@@ -24,6 +24,8 @@ class Selection:
     byte_count_min: int = 0
     byte_count_max: int = 0
     use_count_max: int | None = None
+    chain: tuple[bytes, ...] = ()
+    """Of a prompt: the digests of its chunks; empty: whatever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class ChunkEntry:
     child_count: int
     is_held: bool
     stored_seconds: int
+    is_pinned: bool
 
 
 @dataclass(slots=True)
@@ -110,3 +113,28 @@ class ShownChunk:
 
     parts: tuple[ChunkDetail, ...]
     reason: MissReason = MissReason.NONE
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many chunks, and bytes of them as in memory, became what, by word; how many of ``total_count`` were looked
+    at; and why some of it was not done."""
+
+    total_count: int
+    done_count: int = 0
+    problem: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    byte_counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, what: str, byte_count: int, count: int = 1) -> None:
+        """So many became this."""
+        self.counts[what] = self.counts.get(what, 0) + count
+        self.byte_counts[what] = self.byte_counts.get(what, 0) + byte_count
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeNews:
+    """How far a change is. The tally goes on being counted after it: it is to be read at once."""
+
+    tally: Tally
+    is_last: bool = False

@@ -10,7 +10,9 @@ from kvstore_client.lookup.feed import Feed
 from kvstore_client.planes.session import noted, translated
 
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.spec import ModelSpec
 from kvstore.v1alpha import admin_pb2
+from kvstore_ops.locate import model_named
 
 ANSWER_S_MAX = 20.0
 """How long the sidecar may say nothing."""
@@ -22,7 +24,12 @@ class Operator:
     or chunk that is not there."""
 
     def __init__(self, client: Client) -> None:
+        self._client = client
         self._session = client.connect_now()
+
+    def model(self, name: str) -> ModelSpec:
+        """The model that is called so. Raises InvalidRequest."""
+        return model_named(self._client, name)
 
     def tiers(self) -> admin_pb2.TiersResponse:
         """What each tier has, takes and lacks."""
@@ -41,6 +48,10 @@ class Operator:
     def totals(self, selection: admin_pb2.Selection) -> list[admin_pb2.ModelTotal]:
         """What is selected comes to, by model."""
         return [each for page in self.chunks(selection, 0) for each in page.totals]
+
+    def change(self, request: admin_pb2.ChangeRequest) -> Iterator[admin_pb2.ChangeResponse]:
+        """How far a change is; the last message says what became of everything."""
+        return self._stream("Change", request)
 
     def _call(self, method: str, request: Any) -> Any:
         return self._session.call(getattr(self._session.admin, method), request, ANSWER_S_MAX)

@@ -59,7 +59,8 @@ def _tier_as_dict(tier: admin_pb2.TierReport) -> dict[str, Any]:
         "free_bytes": stats.free_bytes, "quarantined_bytes": stats.quarantined_bytes,
         "read_bytes": stats.read_bytes, "written_bytes": stats.written_bytes,
         "durability": Durability(tier.durability).name.lower(), "backlog_chunk_count": tier.backlog_chunk_count,
-        "problem": tier.problem, "stalled_seconds": tier.stalled_seconds, "write_policy": tier.write_policy,
+        "problem": tier.problem, "is_draining": tier.is_draining,
+        "stalled_seconds": tier.stalled_seconds, "write_policy": tier.write_policy,
         "envelope": stats.envelope,
     }  # fmt: skip
 
@@ -72,6 +73,7 @@ def render_tiers(found: admin_pb2.TiersResponse) -> Group:
         stats = tier.stats
         is_stalled = tier.stalled_seconds > 0
         state = f"stalled {tier.stalled_seconds:.0f} s" if is_stalled else stats.state
+        state = "draining" if tier.is_draining else state
         name = f"{stats.name} (shared, {tier.write_policy})" if stats.is_shared else stats.name
         is_told = bool(stats.chunk_count or stats.allocated_bytes or not stats.is_shared)
         table.add_row(
@@ -95,7 +97,8 @@ def chunk_as_dict(chunk: admin_pb2.ChunkEntry) -> dict[str, Any]:
         "fingerprint": chunk.fingerprint.hex(), "e_layer": chunk.e_layer,
         "provenance": _PROVENANCES[chunk.provenance].value, "exactness": _EXACTNESSES[chunk.exactness].value,
         "token_count": chunk.token_count, "byte_count": chunk.byte_count, "use_count": chunk.use_count,
-        "child_count": chunk.child_count, "is_held": chunk.is_held, "stored_seconds": chunk.stored_seconds,
+        "child_count": chunk.child_count, "is_held": chunk.is_held, "is_pinned": chunk.is_pinned,
+        "stored_seconds": chunk.stored_seconds,
         "copies": [
             {
                 "tier": copy.tier, "encoding": Encoding(copy.encoding).name.lower(), "is_proven": copy.is_proven,
@@ -124,10 +127,11 @@ def render_chunks(
         "tiers", Column("age", justify="right"), "held",
     )  # fmt: skip
     for chunk in chunks:
+        held = "pinned" if chunk.is_pinned else "held" if chunk.is_held else ""
         tiers = " ".join(copy.tier if copy.is_proven else f"{copy.tier}?" for copy in chunk.copies)
         table.add_row(
             chunk.digest.hex()[:DIGITS], model_cell(chunk), str(chunk.token_count), format_bytes(chunk.byte_count),
-            cell(tiers), age_of(chunk.stored_seconds, now_s), "held" if chunk.is_held else "",
+            cell(tiers), age_of(chunk.stored_seconds, now_s), held,
         )  # fmt: skip
     count, byte_count = 0, 0
     for each in totals:
@@ -226,3 +230,22 @@ def _chain(count: int, digests: Sequence[str]) -> str:
     shown = " ".join(each[:DIGITS] for each in digests[:SHOWN_COUNT])
     more = " ..." if count > SHOWN_COUNT else ""
     return f"{count:,}: {shown}{more}" if count else "none"
+
+
+# ------------------------------------------------------------------ changes
+
+
+def outcomes_as_dict(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> dict[str, Any]:
+    """What became of everything, or would."""
+    outcomes = {each.what: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in found.outcomes}
+    return {"dry_run": dry_run, "total_count": found.total_count, "outcomes": outcomes, "problem": found.problem}
+
+
+def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
+    """A line per word."""
+    table = Table("would be" if dry_run else "became", Column("chunks", justify="right"), "as in memory")
+    for each in found.outcomes:
+        table.add_row(cell(each.what), f"{each.chunk_count:,}", format_bytes(each.byte_count))
+    if not found.outcomes:
+        table.add_row("nothing: no chunk is meant", "0", "")
+    return Group(table, cell(found.problem, "red")) if found.problem else Group(table)

@@ -9,7 +9,7 @@ from kvstore.v1alpha import admin_pb2
 
 def selection_of(
     model: str = "", digest: str = "", tier: str = "", older_than: str = "", larger_than: str = "",
-    smaller_than: str = "", used_at_most: int | None = None,
+    smaller_than: str = "", used_at_most: int | None = None, chain: bytes = b"",
 ) -> admin_pb2.Selection:  # fmt: skip
     """A selection. Raises InvalidRequest naming the option that cannot be read."""
     return admin_pb2.Selection(
@@ -20,6 +20,7 @@ def selection_of(
         byte_count_min=parse_bytes(larger_than) if larger_than else 0,
         byte_count_max=max(1, parse_bytes(smaller_than)) if smaller_than else 0,
         use_count_max=_count(used_at_most),
+        chain=chain,
     )
 
 

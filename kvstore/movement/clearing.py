@@ -1,0 +1,154 @@
+"""What an operator has removed: planned first, which changes nothing, then done, children before their parents.
+
+Eviction makes room, and may leave chunks behind that cannot be found until their parent is stored again. An operator's
+word leaves none: what hangs on a chunk that leaves the node goes with it, and where one of them is held, all that it
+hangs on stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies
+from kvstore.catalog.lineage import Pause, descend
+from kvstore.movement.removal import Removal
+from kvstore.spec import Durability, MissReason
+from kvstore.telemetry import Counters
+
+CLIMB_COUNT = 1024
+"""Rows that are passed between two looks at the time."""
+
+
+class Fate(IntEnum):
+    """What becomes of a chunk. REMOVED: it was meant, and is nowhere on the node any more; WITH_PARENT: so is this one,
+    which hung on it; COPY_REMOVED: another tier still has it; HELD: somebody needs it; KEPT: one that hangs on it
+    stays; GONE: it went before its turn came."""
+
+    REMOVED = 0
+    WITH_PARENT = 1
+    COPY_REMOVED = 2
+    HELD = 3
+    KEPT = 4
+    GONE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ClearingPlan:
+    """Which chunks are touched, those with the longest chain above them first, and what is to become of each. A row is
+    that chunk's as long as its digest and namespace are these. ``only``: the tier that gives its copies up; None: all
+    local ones."""
+
+    only: Copies | None
+    rows: NDArray[np.int64]
+    fates: NDArray[np.uint8]
+    spaces: NDArray[np.uint16]
+    digests: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Clearing:
+    """Removes copies by an operator's word."""
+
+    def __init__(self, catalog: Catalog, removal: Removal, counters: Counters) -> None:
+        self._catalog = catalog
+        self._table = catalog.table
+        self._removal = removal
+        self._counters = counters
+
+    async def plan(self, rows: NDArray[np.int64], only: Copies | None, pause: Pause) -> ClearingPlan:
+        """What giving up these chunks' copies comes to. Changes nothing."""
+        table, count = self._table, len(self._table.digests)
+        parents = np.array(table.parents[:count], np.int32)
+        spaces, digests = np.array(table.spaces[:count], np.uint16), table.digests[:count]
+        here, elsewhere = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        for copies in table.copies:
+            has = np.array(copies.column[:count]) != NOWHERE
+            here |= has
+            if only is not None and copies is not only:
+                elsewhere |= has
+        meant = np.zeros(count, np.bool_)
+        meant[rows] = True
+        meant &= here
+        under, depths = await descend(parents, meant & ~elsewhere, pause)
+        held, stays = await self._staying(parents, pause)
+        touched = np.flatnonzero(meant | (under & here))
+        touched = touched[np.argsort(-depths[touched], kind="stable")]
+        await pause()
+        leaves = (under | ~elsewhere)[touched]
+        fates = np.where(meant[touched], Fate.REMOVED, Fate.WITH_PARENT)
+        fates = np.where(leaves, fates, Fate.COPY_REMOVED)
+        fates = np.where(leaves & stays[touched], Fate.KEPT, fates)
+        fates = np.where(held[touched], Fate.HELD, fates).astype(np.uint8)
+        return ClearingPlan(only, touched, fates, spaces[touched], [digests[row] for row in touched.tolist()])
+
+    async def _staying(self, parents: NDArray[np.int32], pause: Pause) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which rows are held, and which stay because of them."""
+        held, stays = np.zeros(len(parents), np.bool_), np.zeros(len(parents), np.bool_)
+        passed = 0
+        for row in self._table.held():
+            if row >= len(parents):  # it came after the others were looked at
+                continue
+            held[row] = True
+            at = row
+            while at != ROOT_ROW and not stays[at]:
+                stays[at] = True
+                at = int(parents[at])
+                passed += 1
+                if passed % CLIMB_COUNT == 0:
+                    await pause()
+        return held, stays
+
+    def do(self, plan: ClearingPlan, place: int) -> tuple[Fate, bool]:
+        """What became of the chunk at this place, and whether it was acknowledged as durable on the node and is no
+        more. What changed since the plan was made is looked at again: nothing that is held now goes, and nothing that
+        another chunk hangs on by now."""
+        table, row, fate = self._table, int(plan.rows[place]), Fate(plan.fates[place])
+        is_it = table.digests[row] == plan.digests[place] and table.spaces[row] == plan.spaces[place]
+        if not is_it or not table.is_resident(row):
+            return Fate.GONE, False
+        if fate in (Fate.HELD, Fate.KEPT):
+            return fate, False
+        if table.is_held(row):
+            return Fate.HELD, False
+        if fate is Fate.COPY_REMOVED:
+            return self._drop(plan.only, row)
+        if table.child_counts[row]:
+            return Fate.KEPT, False
+        was_durable = self.is_durable(row)
+        self._removal.remove(row, MissReason.EVICTED, erase=True)
+        self._counters.add("operator_removed_chunks")
+        self._counters.add("operator_removed_durable_chunks", int(was_durable))
+        return fate, was_durable
+
+    def _drop(self, copies: Copies | None, row: int) -> tuple[Fate, bool]:
+        """Give up one tier's copy of a chunk that another tier has."""
+        assert copies is not None
+        others = [each for each in self._table.copies if each is not copies and row in each]
+        if row not in copies or not others:
+            return Fate.GONE, False
+        was_durable = self.is_durable(row)
+        self._removal.drop(copies, row, MissReason.EVICTED, erase=True)
+        is_lost = was_durable and not self.is_durable(row)
+        self._counters.add("operator_removed_durable_chunks", int(is_lost))
+        return Fate.COPY_REMOVED, is_lost
+
+    def loses_durability(self, plan: ClearingPlan, place: int) -> bool:
+        """Whether ``do`` would take a chunk's last copy that survives this process."""
+        row, fate = int(plan.rows[place]), Fate(plan.fates[place])
+        if fate in (Fate.REMOVED, Fate.WITH_PARENT):
+            return self.is_durable(row)
+        return fate is Fate.COPY_REMOVED and self.is_durable(row) and not self.is_durable(row, plan.only)
+
+    def is_durable(self, row: int, without: Copies | None = None) -> bool:
+        """Whether a copy on the node survives this process, for certain."""
+        return any(
+            copies.durability >= Durability.LOCAL and copies.is_proven(row)
+            for copies in self._table.copies
+            if copies is not without
+        )

@@ -1,0 +1,125 @@
+"""What an operator has moved: into memory, or to a slower tier, after which faster ones give it up.
+
+A chunk whose only local copies went to a shared tier leaves the node. What hangs on it stays: it is found again as soon
+as a fetch brings the chunk back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvstore.catalog import Catalog, Copies, MappedCopies
+from kvstore.movement.checks import Checks
+from kvstore.movement.loads import Loads
+from kvstore.movement.queue import Priority
+from kvstore.movement.readbacks import loading_ended
+from kvstore.movement.removal import Removal
+from kvstore.movement.writes import Writes
+from kvstore.spec import MissReason
+
+PROVE_S_MAX = 10.0
+
+
+class Way(StrEnum):
+    """How a chunk gets to a tier. THERE: the tier has it; WRITTEN: it is written there; NOT_TAKEN: the tier does not
+    take such chunks; FAILED: it was not taken in time."""
+
+    THERE = "there already"
+    WRITTEN = "written"
+    NOT_TAKEN = "not taken there"
+    FAILED = "failed"
+
+
+class Step(NamedTuple):
+    """One chunk's: ``to`` is None where no tier takes it. ``frees``: whether faster copies go afterwards; ``is_held``:
+    they would, and somebody needs them."""
+
+    row: int
+    digest: bytes
+    space: int
+    to: Writes | None
+    way: Way
+    frees: bool
+    is_held: bool
+
+
+class Relocation:
+    """Moves chunks by an operator's word."""
+
+    def __init__(
+        self, catalog: Catalog, memory: MappedCopies, loads: Loads, removal: Removal, checks: Checks
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._table = catalog.table
+        self._memory = memory
+        self._loads = loads
+        self._removal = removal
+        self._checks = checks
+
+    # ------------------------------------------------------------ down
+
+    def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> Step:
+        """How a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers that
+        give it up then. Changes nothing."""
+        table = self._table
+        to = next((each for each in targets if each.target.has(row)), None)
+        way = Way.THERE
+        if to is None:
+            to = next((each for each in targets if each.takes(row)), None)
+            way = Way.NOT_TAKEN if to is None else Way.WRITTEN
+        would_free = to is not None and any(row in copies for copies in leaving)
+        is_held = would_free and table.is_held(row)
+        return Step(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)
+
+    async def ask(self, steps: Sequence[Step]) -> None:
+        """Have these written. Copies that a crash left in the target count once they were read."""
+        table = self._table
+        await self._checks.prove_all([each.row for each in steps if each.to is not None], PROVE_S_MAX)
+        for each in steps:
+            if each.to is None or not self.is_it(each):
+                continue
+            if each.to.target.is_local:
+                each.to.add(each.row, Priority.INTERACTIVE)
+            elif table.is_resident(each.row):  # what a shared tier merely says is read before anything relies on it
+                each.to.demand(each.row)
+
+    async def wait(self, steps: Sequence[Step], timeout_s: float) -> bool:
+        """Wait for those that were asked for, at most so long. Whether all of them are through."""
+        is_through = True
+        for to in {id(each.to): each.to for each in steps if each.to is not None}.values():
+            is_through &= await to.through([each.row for each in steps if each.to is to], timeout_s)
+        return is_through
+
+    def is_it(self, step: Step) -> bool:
+        """Whether the row is that chunk still."""
+        return self._table.digests[step.row] == step.digest and self._table.spaces[step.row] == step.space
+
+    def is_there(self, step: Step) -> bool:
+        """Whether the tier has the chunk for certain."""
+        return step.to is not None and self.is_it(step) and step.to.target.is_proven(step.row)
+
+    def free(self, step: Step, leaving: Sequence[Copies]) -> bool:
+        """Give up the copies of these tiers, the slowest first. False where somebody holds the chunk by now. The caller
+        knows that the tier it went to has it."""
+        row = step.row
+        if self._table.is_held(row):
+            return False
+        for copies in reversed(leaving):
+            if row in copies:
+                self._removal.drop(copies, row, MissReason.EVICTED)
+        return True
+
+    # ------------------------------------------------------------ up
+
+    async def bring(self, rows: Sequence[int]) -> None:
+        """Have these in memory, which the caller holds; no chunk makes way that no slower tier has."""
+        loadings, _ = self._loads.begin(rows, frozenset(rows), evict_unwritten=False)
+        for loading in loadings:
+            if loading is not None:
+                await loading_ended(loading)
+
+    def can_come(self, row: int) -> bool:
+        """Whether a tier that answers has a chunk that memory lacks."""
+        return row not in self._memory and self._loads.has_source(row)

@@ -1,0 +1,304 @@
+"""``kvstore evict``, ``pin``, ``unpin``, ``move``, ``prefetch``, ``verify`` and ``drain``.
+
+Each has a dry run that changes nothing and counts what the run would. What cannot be taken back (evict, move, drain of
+a tier) is confirmed: by --yes, or by an answer where somebody sits at the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvstore_client.prompt import Prompt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.keys import fingerprint
+from kvstore.spec import Exactness
+from kvstore.units import parse_duration
+from kvstore.v1 import cache_pb2 as pb
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops.door import door_of
+from kvstore_ops.locate import model_named, read_tokens
+from kvstore_ops.operators import tables
+from kvstore_ops.operators.calls import Operator
+from kvstore_ops.operators.reading import DigestOption, ModelOption, OlderOption, TierOption, operator
+from kvstore_ops.operators.words import selection_of
+from kvstore_ops.options import (
+    EXIT_CODES,
+    NOT_ALL,
+    NOT_CONFIRMED,
+    AddressOption,
+    JsonOption,
+    TenantOption,
+    TlsOption,
+)
+
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: say what it would come to.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
+PromptOption = Annotated[
+    Path | None,
+    typer.Option(help="Only a prompt's chunks: JSON token ids, or text with --tokenizer. Needs --model."),
+]
+TokenizerOption = Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")]
+TODO = {"held", "kept for what hangs on it", "failed", "no room", "no tier answers", "has nowhere slower to go"}
+"""What became of chunks that were meant to become something else."""
+
+
+def evict(
+    model: ModelOption = "",
+    digest: DigestOption = "",
+    tier: Annotated[str, typer.Option("--tier", help="Only this tier's copies: memory or nvme.")] = "",
+    older_than: OlderOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
+    everything: AllOption = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Remove chunks: of a model, a prompt, a tier, or older than some time. What is held or pinned stays.
+
+    What hangs on a chunk that leaves the node goes with it, for nothing could find it. Chunks that the service had
+    acknowledged as durable are counted.
+
+    Example: kvstore evict --model my-model --older-than '2 d' --dry-run
+    """
+    with operator(address, tenant, tls) as asked:
+        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
+        request = admin_pb2.ChangeRequest(selection=wanted, evict=admin_pb2.Evict())
+        _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=True)
+
+
+def pin(
+    model: ModelOption = "",
+    digest: DigestOption = "",
+    tier: TierOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
+    duration: Annotated[str, typer.Option("--for", help="For so long, like '2 h'; else until they are unpinned.")] = "",
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Keep chunks, and what they hang on, from being evicted. All that are meant, or none.
+
+    A pin outlives this command. It ends by `kvstore unpin`, after --for, and when the service stops: it is not kept
+    over a restart. limits.pin_bytes_max bounds all pins of a tenant.
+
+    Example: kvstore pin --model my-model --prompt system-prompt.json --for '8 h'
+    """
+    seconds = int(parse_duration(duration)) if duration else 0
+    if duration and not seconds:
+        raise InvalidRequest(f"--for {duration}: use a second or more")
+    with operator(address, tenant, tls) as asked:
+        wanted = _wanted(asked, model, digest, tier, "", prompt, tokenizer)
+        request = admin_pb2.ChangeRequest(selection=wanted, pin=admin_pb2.Pin(seconds=seconds))
+        _change(asked, request, dry_run=dry_run, as_json=as_json)
+
+
+def unpin(
+    model: ModelOption = "",
+    digest: DigestOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
+    everything: AllOption = False,
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """End pins. What another pinned chunk hangs on stays held.
+
+    Example: kvstore unpin --all
+    """
+    with operator(address, tenant, tls) as asked:
+        wanted = _wanted(asked, model, digest, "", "", prompt, tokenizer, everything=everything)
+        request = admin_pb2.ChangeRequest(selection=wanted, unpin=admin_pb2.Unpin())
+        _change(asked, request, dry_run=dry_run, as_json=as_json)
+
+
+def move(
+    to: Annotated[str, typer.Option("--to", help="The tier: memory, nvme, redis or s3.")],
+    model: ModelOption = "",
+    digest: DigestOption = "",
+    tier: TierOption = "",
+    older_than: OlderOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
+    keep: Annotated[bool, typer.Option("--keep", help="Copy: faster tiers give nothing up.")] = False,
+    everything: AllOption = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Move chunks to a slower tier, whose faster ones then give them up, or bring them into memory.
+
+    Shared tiers take whole chunks only: the last, short one of a prompt stays, and is found again when the others come
+    back. A chunk is given up only where the tier has it for certain.
+
+    Example: kvstore move --model my-model --to s3 --yes
+    """
+    with operator(address, tenant, tls) as asked:
+        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
+        request = admin_pb2.ChangeRequest(selection=wanted, move=admin_pb2.Move(tier=to, keep=keep))
+        is_dangerous = not keep and to not in ("memory", "dram")
+        _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
+
+
+def prefetch(
+    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
+    prompt: Annotated[Path, typer.Option("--prompt", help="JSON token ids, one context or a list; or text.")],
+    tokenizer: TokenizerOption = "",
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a prompt's stored prefix into memory, as a fetch would.
+
+    Example: kvstore prefetch --model my-model --prompt prompt.json
+    """
+    contexts = read_tokens(prompt, tokenizer)
+    with door_of(address, tenant, tls).open() as client:
+        spec, asked = model_named(client, model), Operator(client)
+        for tokens in contexts:
+            chain = Prompt.of(spec, tokens, (), Exactness.EXACT).digests
+            query = pb.ChainQuery(fingerprint=fingerprint(spec, spec.kind), digests=b"".join(chain))
+            request = admin_pb2.ChangeRequest(prefetch=admin_pb2.Prefetch(query=query))
+            _change(asked, request, dry_run=dry_run, as_json=as_json)
+
+
+def verify(
+    model: ModelOption = "",
+    digest: DigestOption = "",
+    tier: Annotated[str, typer.Option("--tier", help="Only this tier's copies.")] = "",
+    older_than: OlderOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Read copies again and check every strip; without an option, all of them. Damaged ones are quarantined.
+
+    A chunk that memory still has is written again. Ends with 8 where damage was found.
+
+    Example: kvstore verify --tier nvme
+    """
+    with operator(address, tenant, tls) as asked:
+        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=True)
+        request = admin_pb2.ChangeRequest(selection=wanted, verify=admin_pb2.Verify())
+        _change(asked, request, dry_run=dry_run, as_json=as_json)
+
+
+def drain(
+    tier: Annotated[str, typer.Option("--tier", help="The tier to empty; none: write all that waits.")] = "",
+    end: Annotated[bool, typer.Option("--end", help="Have the tier take chunks again.")] = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Empty a tier into slower ones, and have it take no more; or finish what waits to be written.
+
+    What has nowhere slower to go stays: `kvstore evict --tier` removes it. A restart ends the draining.
+
+    Example: kvstore drain --tier nvme --yes
+    """
+    if end and not tier:
+        raise InvalidRequest("--end needs --tier: which tier is to take chunks again?")
+    with operator(address, tenant, tls) as asked:
+        request = admin_pb2.ChangeRequest(
+            selection=admin_pb2.Selection(tier=tier), drain=admin_pb2.Drain(end=end)
+        )  # fmt: skip
+        is_dangerous = bool(tier) and not end
+        _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
+
+
+def _wanted(
+    asked: Operator, model: str, digest: str, tier: str, older_than: str, prompt: Path | None, tokenizer: str, *,
+    everything: bool = False,
+) -> admin_pb2.Selection:  # fmt: skip
+    """A selection that says something. Raises InvalidRequest."""
+    if not (model or digest or tier or older_than or prompt or everything):
+        raise InvalidRequest("say which chunks: --model, --digest, --tier, --older-than, --prompt, or --all")
+    chain = b""
+    if prompt is not None:
+        if not model:
+            raise InvalidRequest("--prompt needs --model: whose tokens are they?")
+        spec = asked.model(model)
+        contexts = read_tokens(prompt, tokenizer)
+        chain = b"".join(dict.fromkeys(_digests(Prompt.of(spec, each, (), Exactness.EXACT) for each in contexts)))
+        if not chain:
+            raise InvalidRequest(f"--prompt {prompt}: it is shorter than a chunk of {spec.chunk_tokens} tokens")
+    return selection_of(model, digest, tier, older_than, chain=chain)
+
+
+def _digests(prompts: Iterable[Prompt]) -> Iterable[bytes]:
+    return (digest for prompt in prompts for digest in prompt.digests)
+
+
+def _change(
+    asked: Operator, request: admin_pb2.ChangeRequest, *, dry_run: bool, as_json: bool, yes: bool = True,
+    is_dangerous: bool = False,
+) -> None:  # fmt: skip
+    """Do it, or say what it would come to; ask before what is dangerous. Ends the command where not all was done."""
+    if is_dangerous and not dry_run and not yes:
+        if not sys.stdin.isatty():
+            typer.echo("kvstore: this removes copies: say --yes, or look first with --dry-run", err=True)
+            raise typer.Exit(NOT_CONFIRMED)
+        request.dry_run = True
+        Console().print(tables.render_outcomes(_followed(asked, request), dry_run=True))
+        if not typer.confirm("Go on?"):
+            raise typer.Exit(NOT_CONFIRMED)
+    request.dry_run = dry_run
+    found = _followed(asked, request)
+    if as_json:
+        print(json.dumps(tables.outcomes_as_dict(found, dry_run=dry_run), indent=2))
+    else:
+        Console().print(tables.render_outcomes(found, dry_run=dry_run))
+    words = {each.what for each in found.outcomes if each.chunk_count}
+    if dry_run:
+        return
+    if any(each.endswith(": damaged") for each in words):
+        raise typer.Exit(EXIT_CODES[DataLoss])
+    if words & TODO or any(each.endswith(": not read") for each in words):
+        raise typer.Exit(NOT_ALL)
+
+
+def _followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.ChangeResponse:
+    """The last word, after a bar of how far it is, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = admin_pb2.ChangeResponse()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(request.WhichOneof("change") or "", total=None)
+        for last in asked.change(request):
+            progress.update(bar, completed=last.done_count, total=last.total_count)
+    return last
+
+
+def register(app: typer.Typer) -> None:
+    """Make them commands of ``app``."""
+    for command in (evict, pin, unpin, move, prefetch, verify, drain):
+        app.command()(command)

@@ -1,0 +1,355 @@
+"""What operators change in a real sidecar with a device and a shared Redis. Dry runs change nothing, and count what the
+run then does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore_client import Client, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.keys import chain_digests
+from kvstore.spec import Durability, Tier
+from tests.fakes.redis_server import RedisServer
+from tests.ops.command import Done, run
+from tests.server.raw import eventually
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+STEP = small_spec().chunk_tokens
+_numbers = iter(range(1, 1000))
+
+
+class Stored:
+    """A model of its own with one context on the device. ``digests``: of its chunks, in hex."""
+
+    def __init__(self, client: Client, count: int, tail: int = 0) -> None:
+        self.client = client
+        self.number = next(_numbers)
+        self.name = f"model-{self.number}"
+        self.spec = small_spec(model_id=self.name, weights_digest=f"{self.number:064x}")
+        self.tokens = tokens_of(count * STEP + tail, self.number)
+        self.store()
+        self.digests = [each.hex() for each in chain_digests(self.tokens, STEP)][:count]
+
+    def store(self) -> None:
+        cache = random_cache(self.spec, len(self.tokens), self.number)
+        assert self.client.store(self.spec, self.tokens, cache).wait(20) is Durability.LOCAL
+
+    @property
+    def hit_count(self) -> int:
+        """Tokens that a fetch gives, with every byte as it was stored."""
+        found = self.client.fetch(self.spec, self.tokens, verify=True)
+        cache = random_cache(self.spec, len(self.tokens), self.number)
+        for layer, put in zip(found, cache, strict=True):
+            for got, whole in zip(layer, put, strict=True):
+                assert not found.token_count or np.array_equal(bits(got), whole[:, : found.token_count])
+        return found.token_count
+
+    def prompt(self, place: Path) -> str:
+        path = place / "prompt.json"
+        path.write_text(json.dumps([int(each) for each in self.tokens]))
+        return str(path)
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sidecar(redis: RedisServer) -> Iterator[Sidecar]:
+    own = {
+        "TIERS__REDIS__URL": redis.url, "TIERS__REDIS__WRITE": "never", "TIERS__REDIS__LOOKUP_S_MAX": "1 s",
+        "LIMITS__PIN_BYTES_MAX": "64 KiB",
+        "POLICY__SCRUB_BYTES_PER_S": "0", "POLICY__CANARY_INTERVAL_S": "0",
+    }  # fmt: skip
+    environment = {**os.environ, **{f"KVSTORE__{name}": value for name, value in own.items()}}
+    with Sidecar("--capacity", "16 MiB", nvme="64 MiB", environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def say(sidecar: Sidecar) -> Any:
+    def said(*arguments: str) -> Done:
+        return run(*arguments, "--socket", sidecar.address.removeprefix("unix://"))
+
+    return said
+
+
+def chunks_of(say: Any, name: str) -> dict[str, Any]:
+    """Everything that a listing tells of a model's chunks but its counts of uses, by digest."""
+    found = {each["digest"]: each for each in say("ls", "--model", name, "--json").json["chunks"]}
+    for each in found.values():
+        del each["use_count"]
+    return found
+
+
+def both(say: Any, stored: Stored, *arguments: str) -> tuple[dict[str, int], Done]:
+    """A dry run, which changes nothing, and the run, which does what it said. The words of both, and the run."""
+    before = chunks_of(say, stored.name)
+    dry = say(*arguments, "--dry-run", "--json")
+    assert dry.code == 0, dry.err
+    assert chunks_of(say, stored.name) == before
+    done = say(*arguments, "--json")
+    assert dry.json["outcomes"] == done.json["outcomes"], done.err
+    assert dry.json["total_count"] == done.json["total_count"]
+    return {what: each["chunk_count"] for what, each in done.json["outcomes"].items()}, done
+
+
+# ---------------------------------------------------------------- evict
+
+
+def test_a_model_is_evicted_whole_and_stays_gone(client: Client, say: Any) -> None:
+    stored, other = Stored(client, 4, tail=5), Stored(client, 2)
+    words, done = both(say, stored, "evict", "--model", stored.name, "--yes")
+    assert words == {"removed": 5, "no longer durable": 5}
+    assert done.code == 0
+    assert chunks_of(say, stored.name) == {}
+    assert stored.hit_count == 0
+    assert other.hit_count == 2 * STEP
+    assert client.stats().counters["operator_removed_durable_chunks"] >= 5
+    stored.store()
+    assert stored.hit_count == len(stored.tokens)
+
+
+def test_what_hangs_on_an_evicted_chunk_goes_with_it(client: Client, say: Any) -> None:
+    stored = Stored(client, 4)
+    words, _ = both(say, stored, "evict", "--digest", stored.digests[1], "--yes")
+    assert words == {"removed": 1, "removed with what it hung on": 2, "no longer durable": 3}
+    assert list(chunks_of(say, stored.name)) == stored.digests[:1]
+    assert stored.hit_count == STEP
+
+
+def test_what_is_held_stays_with_all_that_it_hangs_on(client: Client, say: Any) -> None:
+    stored = Stored(client, 4)
+    ticket = client.lookup(stored.spec, stored.tokens[: 2 * STEP], hold=True).ticket
+    words, done = both(say, stored, "evict", "--model", stored.name, "--yes")
+    assert words == {"held": 2, "removed": 2, "no longer durable": 2}
+    assert done.code == 10
+    assert stored.hit_count == 2 * STEP
+    client.release_ticket(ticket)
+    assert both(say, stored, "evict", "--model", stored.name, "--yes")[0]["removed"] == 2
+
+
+def test_a_held_child_keeps_its_parents(client: Client, say: Any) -> None:
+    stored = Stored(client, 3)
+    assert say("pin", "--digest", stored.digests[2]).code == 0
+    words, done = both(say, stored, "evict", "--digest", stored.digests[0], "--yes")
+    assert words == {"held": 3}  # the pin holds what it hangs on
+    assert done.code == 10
+    assert say("unpin", "--digest", stored.digests[2]).code == 0
+    assert stored.hit_count == 3 * STEP
+
+
+def test_one_tiers_copies_go_and_the_others_are_found(client: Client, say: Any) -> None:
+    stored = Stored(client, 3)
+    assert both(say, stored, "evict", "--model", stored.name, "--tier", "memory", "--yes")[0] == {"copy removed": 3}
+    assert {copy["tier"] for each in chunks_of(say, stored.name).values() for copy in each["copies"]} == {"nvme"}
+    assert stored.hit_count == 3 * STEP  # from the device
+    words, _ = both(say, stored, "evict", "--model", stored.name, "--tier", "nvme", "--yes")
+    assert words == {"copy removed": 3, "no longer durable": 3}
+    assert stored.hit_count == 3 * STEP
+
+
+def test_what_is_evicted_does_not_come_back_with_a_restart() -> None:
+    with Sidecar("--capacity", "8 MiB", nvme="32 MiB") as own:
+        with connect(own.address) as client:
+            gone, there = Stored(client, 2), Stored(client, 1)
+            socket = own.address.removeprefix("unix://")
+            assert run("evict", "--model", gone.name, "--yes", "--socket", socket).code == 0
+        own.stop()
+        own.start()
+        with connect(own.address) as client:
+            gone.client = there.client = client
+            assert (gone.hit_count, there.hit_count) == (0, STEP)
+
+
+def test_a_script_that_does_not_say_yes_changes_nothing(client: Client, say: Any) -> None:
+    stored = Stored(client, 1)
+    dangerous = (
+        ["evict", "--model", stored.name],
+        ["move", "--model", stored.name, "--to", "redis"],
+        ["drain", "--tier", "nvme"],
+    )  # fmt: skip
+    for command in dangerous:
+        done = say(*command)
+        assert done.code == 9, command
+        assert "--yes" in done.err
+        assert "--dry-run" in done.err
+    assert len(chunks_of(say, stored.name)) == 1
+    assert say("evict", "--yes").code == 2  # nothing said: not everything
+
+
+def test_names_that_are_not_there_change_nothing(say: Any) -> None:
+    assert "no model" in say("evict", "--model", "nothing", "--yes").err
+    assert "no tier" in say("move", "--all", "--to", "tape", "--yes").err
+    assert "kvstore scan" in say("evict", "--all", "--tier", "redis", "--yes").err
+    assert say("drain", "--tier", "memory", "--yes").code == 2
+
+
+# ---------------------------------------------------------------- pin
+
+
+def test_a_pin_outlives_its_command_and_ends_by_a_word(client: Client, say: Any) -> None:
+    stored = Stored(client, 3)
+    words, _ = both(say, stored, "pin", "--digest", stored.digests[1])
+    assert words == {"pinned": 1}
+    found = chunks_of(say, stored.name)
+    assert [found[each]["is_pinned"] for each in stored.digests] == [True, True, False]
+    assert client.stats().arena.pinned_bytes == 2 * found[stored.digests[0]]["byte_count"]
+    assert both(say, stored, "evict", "--model", stored.name, "--yes")[0] == {
+        "removed": 1, "held": 2, "no longer durable": 1,
+    }  # fmt: skip
+    assert both(say, stored, "unpin", "--model", stored.name)[0] == {"unpinned": 1}
+    assert client.stats().arena.pinned_bytes == 0
+    assert both(say, stored, "evict", "--model", stored.name, "--yes")[0]["removed"] == 2
+
+
+def test_a_pin_ends_after_the_time_that_was_said(client: Client, say: Any) -> None:
+    stored = Stored(client, 1)
+    assert say("pin", "--model", stored.name, "--for", "1 s").code == 0
+    assert client.stats().arena.pinned_bytes
+    eventually(lambda: not client.stats().arena.pinned_bytes)
+    assert say("pin", "--model", stored.name, "--for", "0 s").code == 2
+
+
+def test_pins_past_the_limit_pin_nothing(client: Client, say: Any) -> None:
+    stored = Stored(client, 40)
+    refused = say("pin", "--model", stored.name)
+    assert refused.code == 7
+    assert "limits.pin_bytes_max" in refused.err
+    assert say("pin", "--model", stored.name, "--dry-run").code == 7
+    assert client.stats().arena.pinned_bytes == 0
+
+
+def test_a_prompt_is_pinned_by_its_file(client: Client, say: Any, tmp_path: Path) -> None:
+    stored = Stored(client, 2, tail=3)
+    words, _ = both(say, stored, "pin", "--model", stored.name, "--prompt", stored.prompt(tmp_path))
+    assert words == {"pinned": 3}
+    assert say("unpin", "--all").code == 0
+
+
+# ---------------------------------------------------------------- move and prefetch
+
+
+def test_a_model_moves_to_a_shared_tier_and_comes_back_on_use(client: Client, say: Any) -> None:
+    stored = Stored(client, 3, tail=4)
+    words, done = both(say, stored, "move", "--model", stored.name, "--to", "redis", "--yes")
+    assert words == {"written": 3, "given up by faster tiers": 3, "not taken there": 1}
+    assert done.code == 0
+    assert [each["token_count"] for each in chunks_of(say, stored.name).values()] == [4]
+    assert stored.hit_count == len(stored.tokens)  # what stayed hangs on what came back
+
+
+def test_what_a_tier_does_not_take_is_given_up_nowhere(
+    redis: RedisServer, sidecar: Sidecar, client: Client, say: Any
+) -> None:
+    stored = Stored(client, 2)
+    before = chunks_of(say, stored.name)
+    with redis.client() as engine:
+        engine.config_set("maxmemory", "1mb")  # less than it takes by itself, and nothing may go
+        try:
+            done = say("move", "--model", stored.name, "--to", "redis", "--yes", "--json")
+        finally:
+            engine.config_set("maxmemory", "0")
+    assert done.code == 10
+    byte_count = sum(each["byte_count"] for each in before.values())
+    assert done.json["outcomes"] == {"failed": {"chunk_count": 2, "byte_count": byte_count}}
+    assert "redis" in done.json["problem"]
+    assert chunks_of(say, stored.name) == before
+    assert stored.hit_count == 2 * STEP
+
+
+def test_a_copy_in_a_shared_tier_takes_nothing_away(client: Client, say: Any) -> None:
+    stored = Stored(client, 2)
+    assert both(say, stored, "move", "--model", stored.name, "--to", "redis", "--keep")[0] == {"written": 2}
+    tiers = [[copy["tier"] for copy in each["copies"]] for each in chunks_of(say, stored.name).values()]
+    assert tiers == [["dram", "nvme", "redis"]] * 2
+    words, _ = both(say, stored, "move", "--model", stored.name, "--to", "redis", "--yes")
+    assert words == {"there already": 2, "given up by faster tiers": 2}
+
+
+def test_chunks_go_to_the_device_and_come_into_memory(client: Client, say: Any) -> None:
+    stored = Stored(client, 3)
+    words, _ = both(say, stored, "move", "--model", stored.name, "--to", "nvme", "--yes")
+    assert words == {"there already": 3, "given up by faster tiers": 3}
+    assert client.lookup(stored.spec, stored.tokens).chunks[0].tier is Tier.NVME
+    assert both(say, stored, "move", "--model", stored.name, "--to", "memory")[0] == {"brought into memory": 3}
+    assert client.lookup(stored.spec, stored.tokens).chunks[0].tier is Tier.DRAM
+    assert both(say, stored, "move", "--model", stored.name, "--to", "memory")[0] == {"in memory already": 3}
+    assert stored.hit_count == 3 * STEP
+
+
+def test_a_prompt_is_prefetched(client: Client, say: Any, tmp_path: Path) -> None:
+    stored = Stored(client, 3)
+    assert say("move", "--model", stored.name, "--to", "nvme", "--yes").code == 0
+    prompt = stored.prompt(tmp_path)
+    words, _ = both(say, stored, "prefetch", "--model", stored.name, "--prompt", prompt)
+    assert words == {"brought into memory": 3}
+    assert both(say, stored, "prefetch", "--model", stored.name, "--prompt", prompt)[0] == {"in memory already": 3}
+    assert client.stats().sessions.lease_count == 0
+    assert client.lookup(stored.spec, stored.tokens).chunks[2].tier is Tier.DRAM
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_a_damaged_copy_is_found_named_and_gone(sidecar: Sidecar, client: Client, say: Any) -> None:
+    stored = Stored(client, 2)
+    words, done = both(say, stored, "verify", "--model", stored.name)
+    assert words == {"dram: read": 2, "nvme: read": 2}
+    assert done.code == 0
+    assert say("move", "--model", stored.name, "--to", "nvme", "--yes").code == 0
+    body = random_cache(stored.spec, 2 * STEP, stored.number)[0][0][:, STEP:].tobytes()[:64]
+    flipped = 0
+    for path in sidecar.directory.rglob("region-*.kvs"):
+        data = path.read_bytes()
+        at = data.find(body)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([body[0] ^ 1]))
+            flipped += 1
+    assert flipped == 1
+    found = say("verify", "--model", stored.name, "--tier", "nvme", "--json")
+    assert found.code == 8
+    assert found.json["outcomes"]["nvme: damaged"]["chunk_count"] == 1
+    assert stored.digests[1] in found.json["problem"]
+    assert client.stats().counters["quarantined_chunks"] == 1
+    assert stored.hit_count == STEP
+
+
+# ---------------------------------------------------------------- drain
+
+
+def test_a_drained_tier_is_emptied_and_takes_no_more_until_that_is_ended(client: Client, say: Any) -> None:
+    assert say("evict", "--all", "--yes").code == 0
+    stored = Stored(client, 2, tail=3)
+    words, done = both(say, stored, "drain", "--tier", "nvme", "--yes")
+    assert words == {"written": 2, "given up by faster tiers": 2, "has nowhere slower to go": 1}
+    assert done.code == 10
+    assert say("tiers", "--json").json["tiers"][1]["is_draining"]
+    assert "drain" in client.stats().tier_problem
+    late = Stored.__new__(Stored)
+    vars(late).update(vars(stored))
+    late.tokens = tokens_of(STEP, 999)
+    receipt = client.store(late.spec, late.tokens, random_cache(late.spec, STEP, 999))
+    assert receipt.wait(2) is Durability.MEMORY
+    assert say("drain", "--tier", "nvme", "--end").code == 0
+    assert client.store(late.spec, late.tokens, random_cache(late.spec, STEP, 999)).wait(20) is Durability.LOCAL
+    assert stored.hit_count == len(stored.tokens)
+    assert say("drain").code == 0
+    assert client.stats().backlog_chunk_count == 0
