@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "replaced-value-is-not-erased",
         REMOVAL,
-        "        copies.tier.remove(copies.take(row, reason), erase=erase or self._catalog.space_of(row).may_be_replaced)\n",
-        "        copies.tier.remove(copies.take(row, reason))\n",
+        "erase=erase or self._catalog.space_of(row).may_be_replaced)\n",
+        "erase=erase)\n",
         "after a crash an old value comes back where a newer one was acknowledged",
         (
             "tests/e2e/test_bytes.py::test_an_old_value_that_the_device_evicted_does_not_come_back_after_a_crash",
