@@ -28,7 +28,7 @@ from kvstore.movement.clearing import Fate
 from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.movement import Movement, MovementParts
-from kvstore.movement.relocation import Step, Way
+from kvstore.movement.relocation import Step, Transit
 from kvstore.movement.shared_tiers import ChunkHint
 from kvstore.movement.writes import Writes
 
@@ -41,6 +41,6 @@ __all__ = [
     "MovementParts",
     "Step",
     "TierAccount",
-    "Way",
+    "Transit",
     "Writes",
 ]

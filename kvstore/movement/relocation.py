@@ -22,7 +22,7 @@ from kvstore.spec import MissReason
 PROVE_S_MAX = 10.0
 
 
-class Way(StrEnum):
+class Transit(StrEnum):
     """How a chunk gets to a tier. THERE: the tier has it; WRITTEN: it is written there; NOT_TAKEN: the tier does not
     take such chunks; FAILED: it was not taken in time."""
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     digest: bytes
     space: int
     to: Writes | None
-    way: Way
+    way: Transit
     frees: bool
     is_held: bool
 
@@ -65,10 +65,10 @@ class Relocation:
         give it up then. Changes nothing."""
         table = self._table
         to = next((each for each in targets if each.target.has(row)), None)
-        way = Way.THERE
+        way = Transit.THERE
         if to is None:
             to = next((each for each in targets if each.takes(row)), None)
-            way = Way.NOT_TAKEN if to is None else Way.WRITTEN
+            way = Transit.NOT_TAKEN if to is None else Transit.WRITTEN
         would_free = to is not None and any(row in copies for copies in leaving)
         is_held = would_free and table.is_held(row)
         return Step(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)

@@ -13,7 +13,7 @@ from kvstore.controller.operators.selection import Chosen, Rows
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.controller.parts import Parts
-from kvstore.movement import Fate, Step, Way, Writes
+from kvstore.movement import Fate, Step, Transit, Writes
 from kvstore.seams import Clock
 
 NEWS_S = 0.5
@@ -186,7 +186,7 @@ class Changes:
             tally.add(stays, byte_count)
             return
         if not dry_run and not relocation.is_there(step):
-            tally.add(Way.FAILED, byte_count)
+            tally.add(Transit.FAILED, byte_count)
             tally.problem = f"{step.to.target.name}: {step.to.reason or 'it did not take all in time'}"
             return
         tally.add(step.way, byte_count)
@@ -212,9 +212,9 @@ class Changes:
         if dry_run:
             left = 0
         if total - left:
-            tally.add(Way.WRITTEN, 0, total - left)
+            tally.add(Transit.WRITTEN, 0, total - left)
         if left:
-            tally.add(Way.FAILED, 0, left)
+            tally.add(Transit.FAILED, 0, left)
             tally.problem = "; ".join(f"{each.target.name}: {each.reason}" for each in writes if each.reason)
         tally.done_count = total
         yield ChangeNews(tally, is_last=True)

@@ -23,7 +23,7 @@ from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import ChainQuery
 from kvstore.errors import InvalidRequest
-from kvstore.movement import TierAccount, Way, Writes
+from kvstore.movement import TierAccount, Transit, Writes
 from kvstore.seams import Deadline
 from kvstore.spec import Tier
 
@@ -101,7 +101,7 @@ class Operators:
         to = self._writes(tier)
         local = self._local(tier)
         leaving = copies if local is None else copies[: copies.index(local)]
-        return self._changes.send(chosen, [to], [] if keep else list(leaving), Way.NOT_TAKEN, dry_run=dry_run)
+        return self._changes.send(chosen, [to], [] if keep else list(leaving), Transit.NOT_TAKEN, dry_run=dry_run)
 
     def verify(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
         """Read copies again and check every strip."""
@@ -155,7 +155,7 @@ class Operators:
             landed = sum(each.has_landed for each in coming)
             _count(tally, size, len(result.chunks) - len(coming), landed, len(query.digests) - result.hit_count)
             if landed < len(coming):
-                tally.add(Way.FAILED, (len(coming) - landed) * size, len(coming) - landed)
+                tally.add(Transit.FAILED, (len(coming) - landed) * size, len(coming) - landed)
                 tally.problem = "a tier did not give all: see the service's log"
         tally.done_count = tally.total_count
         yield ChangeNews(tally, is_last=True)
