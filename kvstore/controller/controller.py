@@ -201,8 +201,7 @@ class Controller:
         return self.lookups.lookup(query, readers)
 
     async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
-        """As ``lookup``, whatever the chain's length, for others are answered in between; and what shared tiers, which
-        are asked until the deadline, are said to have."""
+        """As ``lookup``, of any length: others are answered in between; and what shared tiers say that they have."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
@@ -377,6 +376,7 @@ class Controller:
             tiers=movement.statistics(),
             tier_problem="; ".join(movement.problems),
             counters=parts.counters.snapshot(),
+            rates=parts.meters.tiers,
         )
 
     async def sweep(self, interval_s: float) -> None:

@@ -13,7 +13,7 @@ from kvstore.config import LimitSettings, PolicySettings
 from kvstore.controller.pins import Pins
 from kvstore.controller.sessions import Leases
 from kvstore.directory import NodeDirectory
-from kvstore.movement import Movement, MovementParts
+from kvstore.movement import Movement, MovementParts, TierMeters
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
 from kvstore.telemetry import Counters
@@ -67,11 +67,15 @@ class Parts:
         return Pins(self.catalog, self.limits, self.clock)
 
     @cached_property
+    def meters(self) -> TierMeters:
+        return TierMeters(self.clock)
+
+    @cached_property
     def movement(self) -> Movement:
         parts = MovementParts(
             arena=self.arena, catalog=self.catalog, policy=self.policy, keys=self.keys, clock=self.clock,
             random=self.random, workers=self.workers, faults=self.faults, counters=self.counters,
-            policies=self.policies,
+            policies=self.policies, meters=self.meters,
         )  # fmt: skip
         return Movement(parts, self.leases.revoke_stale)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from kvstore.arena import Placement
 from kvstore.catalog import Run
 from kvstore.catalog.spaces import Model
+from kvstore.movement import MeasuredTier
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
 
@@ -235,3 +236,5 @@ class Stats:
     tier_problem: str
     """Why a tier is not in use, or takes nothing; empty when all is well."""
     counters: dict[str, int]
+    rates: tuple[MeasuredTier, ...] = ()
+    """How fast the tiers below memory are read."""

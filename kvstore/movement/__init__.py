@@ -11,6 +11,7 @@ read where the node does not have what a chain goes on with.
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
 - ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of what memory gave up before
 - ``loads``     moves into memory, layer by layer, from ``sources``
+- ``meters``  how fast tiers are read
 - ``shared``    what one shared tier has, and ``breaker``: whether it is asked
 - ``shared_tiers``  all of them, and hints of what they have
 - ``demotion``  what is about to leave the node, and ``uses``: what comes back
@@ -27,6 +28,7 @@ from kvstore.movement.accounts import TierAccount
 from kvstore.movement.clearing import Fate
 from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
+from kvstore.movement.meters import MeasuredTier, TierMeters
 from kvstore.movement.movement import Movement, MovementParts
 from kvstore.movement.relocation import Step, Transit
 from kvstore.movement.shared_tiers import ChunkHint
@@ -37,10 +39,12 @@ __all__ = [
     "Fate",
     "LevelsReached",
     "Loading",
+    "MeasuredTier",
     "Movement",
     "MovementParts",
     "Step",
     "TierAccount",
+    "TierMeters",
     "Transit",
     "Writes",
 ]

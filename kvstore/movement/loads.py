@@ -16,6 +16,7 @@ from kvstore.arena import Arena, Placement
 from kvstore.catalog import ROOT_ROW, Catalog, MappedCopies
 from kvstore.chunk import ChunkHeader, ChunkLayout, Run, pack_header, raw_header, slab_runs, write_mark
 from kvstore.errors import DataLoss, KVStoreError, Unavailable
+from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
@@ -85,7 +86,7 @@ class Loads:
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
         shared_tiers: SharedTiers, entered: Callable[[int], None], workers: Workers, faults: FaultPoints,
-        counters: Counters,
+        counters: Counters, meters: TierMeters,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._memory = memory
@@ -98,6 +99,7 @@ class Loads:
         self._workers = workers
         self._faults = faults
         self._counters = counters
+        self._meters = meters
         self._loading: dict[int, Loading] = {}
         self._queue: asyncio.Queue[list[Loading]] = asyncio.Queue(LOAD_COUNT_MAX)
         self.loading_bytes = 0
@@ -160,6 +162,7 @@ class Loads:
             return None
         loading = Loading(row, source, layout, placement, first=layers)
         self._loading[row] = loading
+        self._meters.began(source.name, source.kind, placement.byte_count)
         self.loading_bytes += placement.byte_count
         self._catalog.table.hold(row)
         return loading
@@ -326,6 +329,10 @@ class Loads:
         """Free a chunk's room: no read of it is on its way any more."""
         loading.is_done = True
         self.loading_bytes -= loading.placement.byte_count
+        is_late = loading.lost is MissReason.UNAVAILABLE and not loading.has_landed
+        self._meters.ended(
+            loading.source.name, loading.placement.byte_count, has_come=loading.has_landed, is_late=is_late
+        )
         if self._loading.get(loading.row) is loading:
             del self._loading[loading.row]
         if not self._memory.holds(loading.row, loading.placement):

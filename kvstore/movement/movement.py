@@ -19,6 +19,7 @@ from kvstore.movement.demotion import Demotions
 from kvstore.movement.eviction import Eviction
 from kvstore.movement.levels import Levels, LevelsReached, SharedWrites
 from kvstore.movement.loads import Loading, Loads
+from kvstore.movement.meters import TierMeters
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.readbacks import ReadBacks
 from kvstore.movement.recovery import adopt, held_by
@@ -54,6 +55,7 @@ class MovementParts:
     faults: FaultPoints
     counters: Counters
     policies: PolicySettings
+    meters: TierMeters
 
 
 class Movement:
@@ -81,7 +83,7 @@ class Movement:
         self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters)
         self.loads = Loads(
             catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.shared_tiers, self._entered,
-            parts.workers, parts.faults, parts.counters,
+            parts.workers, parts.faults, parts.counters, parts.meters,
         )  # fmt: skip
         self.readbacks = ReadBacks(catalog, self.memory, self.loads, self.removal, parts.counters)
         self.uses = Uses(
@@ -111,6 +113,7 @@ class Movement:
         parts, started_s = self._parts, self._parts.clock.monotonic()
         copies = Copies(tier, parts.policy())
         self._counters.add_tier(tier.name)
+        parts.meters.add(tier.name, tier.kind)
         self._table.add_tier(copies)
         try:
             found = await tier.recover(self._eviction(copies))
@@ -126,6 +129,7 @@ class Movement:
     def attach_shared(self, use: SharedUse) -> None:
         """Take a shared tier into use, slower than those before it. From now on what is not here may be elsewhere."""
         self._counters.add_tier(use.tier.name, is_shared=True)
+        self._parts.meters.add(use.tier.name, use.tier.kind)
         shared = self.shared_tiers.add(use)
         target = SharedTarget(self._catalog, shared, self.names, self.shared_tiers.written, self._counters)
         writes = self._writes(target)

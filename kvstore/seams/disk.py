@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -143,3 +144,35 @@ class SystemDisk:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+
+def read_whole(disk: Disk, path: Path, most_bytes: int) -> bytes:
+    """A file, whole, or its first ``most_bytes``. Raises OSError."""
+    descriptor = disk.open(path, os.O_RDONLY)
+    try:
+        data = bytearray(min(disk.size(descriptor), most_bytes))
+        done = 0
+        while done < len(data):
+            count = disk.pread(descriptor, memoryview(data)[done:], done)
+            if count <= 0:
+                break
+            done += count
+        return bytes(data[:done])
+    finally:
+        disk.close(descriptor)
+
+
+def replace_whole(disk: Disk, path: Path, data: bytes, reach: Callable[[], None] = lambda: None) -> None:
+    """Put a file in another's place, at once and durably. ``reach``: called before its name changes. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.new")
+    descriptor = disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        done = 0
+        while done < len(data):
+            done += disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+    reach()
+    disk.rename(fresh, path)
+    disk.sync_directory(path.parent)

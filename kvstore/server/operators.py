@@ -20,7 +20,7 @@ from kvstore.controller.operators import (
     ShownChunk,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.movement import TierAccount
+from kvstore.movement import MeasuredTier, TierAccount
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
 from kvstore.server.render import parse_digests, parse_query
@@ -147,7 +147,29 @@ def render_stats(
         backlog_chunk_count=stats.backlog_count,
         loading_bytes=stats.loading_bytes,
         descriptor_count=descriptor_count,
+        rates=map(_rate, stats.rates),
     )
+
+
+def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:
+    """What tenants may know of it: rounded, for others' requests show in it, too."""
+    rate = tier.rate
+    return admin_pb2.TierRate(
+        tier=tier.name,
+        kind=int(tier.kind),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
+        bytes_per_second=rounded(rate.bytes_per_s),
+        latency_seconds=rounded(rate.latency_s),
+        caution=max(1.0, rounded(rate.caution)),
+        confidence=round(rate.confidence, 2),
+        sample_count=rate.sample_count,
+        queued_bytes=1 << (tier.queued_bytes - 1).bit_length() if tier.queued_bytes else 0,
+        least_bytes=rate.least_bytes,
+    )
+
+
+def rounded(value: float) -> float:
+    """Two digits of a number."""
+    return float(f"{value:.1e}")
 
 
 def _alike(kind: type[Rendered], value: object) -> Rendered:

@@ -97,8 +97,30 @@ class TierStats(_message.Message):
     envelope: str
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., is_shared: _Optional[bool] = ..., envelope: _Optional[str] = ...) -> None: ...
 
+class TierRate(_message.Message):
+    __slots__ = ("tier", "kind", "bytes_per_second", "latency_seconds", "caution", "confidence", "sample_count", "queued_bytes", "least_bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CAUTION_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEAST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    kind: _cache_pb2.Tier
+    bytes_per_second: float
+    latency_seconds: float
+    caution: float
+    confidence: float
+    sample_count: int
+    queued_bytes: int
+    least_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., bytes_per_second: _Optional[float] = ..., latency_seconds: _Optional[float] = ..., caution: _Optional[float] = ..., confidence: _Optional[float] = ..., sample_count: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ...) -> None: ...
+
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count")
+    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count", "rates")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +141,7 @@ class StatsResponse(_message.Message):
     BACKLOG_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     server_pid: int
@@ -132,7 +155,8 @@ class StatsResponse(_message.Message):
     backlog_chunk_count: int
     loading_bytes: int
     descriptor_count: int
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ...) -> None: ...
+    rates: _containers.RepeatedCompositeFieldContainer[TierRate]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[TierRate, _Mapping]]] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()

@@ -56,6 +56,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 SAME_LAYER = {
     ("catalog", "tiers"),
     ("chunk", "keys"),
+    ("movement", "planning"),
     ("seams", "errors"),
     ("units", "errors"),
 }

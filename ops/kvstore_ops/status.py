@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -53,9 +54,23 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
         if value:
             done.add_row(name, format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
     tables: list[Table | Text] = [held, *map(_tier, stats.tiers), models, done]
+    if stats.rates:
+        tables.insert(-2, _rates(stats.rates))
     if stats.tier_problem:
         tables.insert(0, cell(stats.tier_problem, "red"))
     return Group(*tables)
+
+
+def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
+    """How fast tiers are read, and how sure that is."""
+    drawn = Table("read from", "per second", "latency", "in one case of ten", "confidence", "on the way")
+    for each in rates:
+        known = f"{each.confidence:.0%} ({each.sample_count} measured)" if each.sample_count else "assumed"
+        drawn.add_row(
+            cell(each.tier), format_bytes(int(each.bytes_per_second)), f"{each.latency_seconds * 1e3:.3g} ms",
+            f"{each.caution:.2g} times as long", known, format_bytes(each.queued_bytes),
+        )  # fmt: skip
+    return drawn
 
 
 def _tier(tier: admin_pb2.TierStats) -> Table:

@@ -13,6 +13,7 @@ from tests.mutants import (
     forks,
     kernels,
     keys,
+    loading,
     movers,
     nvme,
     recompute,
@@ -49,6 +50,7 @@ MUTANTS: list[Mutant] = [
     *doors.MUTANTS,
     *telling.MUTANTS,
     *recompute.MUTANTS,
+    *loading.MUTANTS,
     *engines.MUTANTS,
     *envelope.MUTANTS,
 ]

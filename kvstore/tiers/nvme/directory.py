@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvstore.chunk import Sealing, open_file, seal_file
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.keys import DIGEST_BYTES
 from kvstore.seams import Disk, EnvelopeRing, FaultPoints, Lender, OwnThreads
-from kvstore.seams.disk import LOCK_WAIT_S
+from kvstore.seams.disk import LOCK_WAIT_S, read_whole, replace_whole
 from kvstore.spec import Exactness, Provenance
 from kvstore.tiers.contract import IndexColumns, NotOurs
 
@@ -205,7 +204,7 @@ class Directory:
 
     def read(self, name: str) -> bytes:
         """A file, whole. Raises OSError."""
-        return read_whole(self._disk, self.path / name)
+        return read_whole(self._disk, self.path / name, FILE_BYTES_MAX)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there, for good."""
@@ -222,38 +221,6 @@ def _id_in(found: dict[str, Any]) -> bytes | None:
         return bytes.fromhex(found.get("id", "")) if found else None
     except (TypeError, ValueError):
         return None
-
-
-def read_whole(disk: Disk, path: Path) -> bytes:
-    """A file, whole. Raises OSError."""
-    descriptor = disk.open(path, os.O_RDONLY)
-    try:
-        data = bytearray(min(disk.size(descriptor), FILE_BYTES_MAX))
-        done = 0
-        while done < len(data):
-            count = disk.pread(descriptor, memoryview(data)[done:], done)
-            if count <= 0:
-                break
-            done += count
-        return bytes(data[:done])
-    finally:
-        disk.close(descriptor)
-
-
-def replace_whole(disk: Disk, path: Path, data: bytes, reach: Callable[[], None] = lambda: None) -> None:
-    """See ``Directory.write``. Raises OSError."""
-    fresh = path.with_name(f"{path.name}.new")
-    descriptor = disk.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        done = 0
-        while done < len(data):
-            done += disk.pwrite(descriptor, memoryview(data)[done : done + (8 << 20)], done)
-        disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
-    reach()
-    disk.rename(fresh, path)
-    disk.sync_directory(path.parent)
 
 
 def _pack(columns: IndexColumns) -> bytes:

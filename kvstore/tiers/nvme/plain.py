@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from kvstore.chunk import Trust
 from kvstore.errors import Unavailable
 from kvstore.seams import Disk, SystemRandom
+from kvstore.seams.disk import read_whole, replace_whole
 from kvstore.tiers.contract import IndexColumns
-from kvstore.tiers.nvme.directory import read_whole, replace_whole
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import PLACE_MASK, SEALED
 
+RECORD_BYTES_MAX = 1 << 40
 _DIGEST_BYTES = _ID_BYTES = 16
 _ANY = 0
 _WHOLE_FILE = 0xFFFFFFFF
@@ -71,7 +72,7 @@ class PlainCopies:
         if self._disk is None or self._record is None:
             return b""
         try:
-            data = read_whole(self._disk, self._record)
+            data = read_whole(self._disk, self._record, RECORD_BYTES_MAX)
         except FileNotFoundError:
             self._known = None
             self._directory_id = (directory_id or _random.bytes(_ID_BYTES)) if self.is_demanding else b""

@@ -1,0 +1,58 @@
+"""Rates of tiers in the running service: measured, shown, kept over restarts, and measured anew after damage."""
+
+from __future__ import annotations
+
+import io
+
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.status import render
+from rich.console import Console
+
+from kvstore.spec import Durability, Tier
+from kvstore.v1alpha import admin_pb2
+from tests.server.raw import eventually
+from tests.specs import random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+
+
+def stats_of(sidecar: Sidecar) -> admin_pb2.StatsResponse:
+    with connect(sidecar.address) as client:
+        return client.stats()
+
+
+def shown(stats: admin_pb2.StatsResponse) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(render(stats))
+    return console.export_text()
+
+
+def test_rates_are_measured_shown_and_kept() -> None:
+    with Sidecar("--capacity", "32 MiB", nvme="64 MiB") as sidecar:
+        with connect(sidecar.address) as client:
+            assert client.store(SPEC, tokens_of(512), random_cache(SPEC, 512)).wait(10.0) is Durability.LOCAL
+            (assumed,) = client.stats().rates
+            assert (assumed.tier, assumed.kind, assumed.sample_count, assumed.confidence) == ("nvme", Tier.NVME, 0, 0)
+            assert "assumed" in shown(client.stats())
+        sidecar.stop()
+        sidecar.start()
+        with connect(sidecar.address) as client:
+            assert client.fetch(SPEC, tokens_of(512)).tier is Tier.NVME
+            eventually(lambda: client.stats().rates[0].sample_count >= 1)
+            (measured,) = client.stats().rates
+            assert measured.confidence > 0
+            assert measured.bytes_per_second == float(f"{measured.bytes_per_second:.1e}"), "two digits, for tenants"
+            assert f"{measured.sample_count} measured" in shown(client.stats())
+        sidecar.stop()
+        sidecar.start()
+        (again,) = stats_of(sidecar).rates
+        assert again.sample_count == measured.sample_count
+        assert again.bytes_per_second == measured.bytes_per_second
+        sidecar.stop()
+        (path,) = sidecar.directory.rglob("rates/default.json")
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_bytes(path.read_bytes().replace(b"nvme", b"nvmf"))
+        sidecar.start()
+        (anew,) = stats_of(sidecar).rates
+        assert (anew.tier, anew.sample_count) == ("nvme", 0)
