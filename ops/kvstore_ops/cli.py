@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -14,11 +13,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvstore import __version__
-from kvstore.config import LoadedSettings, load
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore_ops.doctor import command as doctor
 from kvstore_ops.operators import changing, reading
 from kvstore_ops.operators.harmless import plain
-from kvstore_ops.options import AddressOption, ConfigOption, JsonOption, TenantOption, TlsOption, exit_code_of
+from kvstore_ops.options import (
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    TenantOption,
+    TlsOption,
+    exit_code_of,
+    load_settings,
+)
 
 app = typer.Typer(
     help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
@@ -28,10 +35,6 @@ app = typer.Typer(
 )
 
 MESSAGE_CHARACTERS_MAX = 4096
-
-
-def _load(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
-    return load(config, os.environ, flags or {})
 
 
 @app.command()
@@ -58,7 +61,7 @@ def serve(
         "server.log_format": log_format,
     }
     try:
-        status = run(_load(config, flags))
+        status = run(load_settings(config, flags))
     except KVStoreError as error:
         print(f"kvstore: {error.message}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -68,7 +71,7 @@ def serve(
 @app.command("config")
 def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Print every setting, its value and where it came from."""
-    rows = _load(config).rows()
+    rows = load_settings(config).rows()
     if as_json:
         print(json.dumps({name: {"value": str(value), "origin": origin} for name, value, origin in rows}, indent=2))
         return
@@ -247,7 +250,7 @@ def scan(
     wanted = scanning.Wanted(
         tenant=tenant, model=model.lower(), older_than_s=parse_duration(older_than) if older_than else 0.0
     )
-    settings, now_s, is_real = _load(config).settings, SystemClock().wall(), delete and not dry_run
+    settings, now_s, is_real = load_settings(config).settings, SystemClock().wall(), delete and not dry_run
     found = scanning.with_progress(
         lambda tell: scanning.scan(settings, wanted, verify=verify, delete=is_real, now_s=now_s, progress=tell)
     )
@@ -277,6 +280,7 @@ def version() -> None:
 
 reading.register(app)
 changing.register(app)
+doctor.register(app)
 
 
 def main() -> None:

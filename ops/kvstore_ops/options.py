@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvstore.config import LoadedSettings, load
 from kvstore.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -33,7 +35,7 @@ TlsOption = Annotated[
     str, typer.Option("--tls", help="For HOST:PORT elsewhere: 'system', CA.pem, or CA.pem,CERTIFICATE.pem,KEY.pem.")
 ]
 
-NOT_FOUND, NOT_CONFIRMED, NOT_ALL = 3, 9, 10
+NOT_FOUND, NOT_CONFIRMED, NOT_ALL, UNWELL = 3, 9, 10, 11
 EXIT_CODES: dict[type[KVStoreError], int] = {
     InvalidRequest: 2,
     Unavailable: 4,
@@ -44,6 +46,11 @@ EXIT_CODES: dict[type[KVStoreError], int] = {
     DataLoss: 8,
 }
 """What a command ends with, by the kind of its error; 1 for any other. docs/operations.md has the table."""
+
+
+def load_settings(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
+    """The settings as ``kvstore serve`` would have them."""
+    return load(config, os.environ, flags or {})
 
 
 def exit_code_of(error: KVStoreError) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +12,17 @@ from typing import Any
 import grpc
 import pytest
 from kvstore_client import Client, connect
+from kvstore_ops import options
+from kvstore_ops.operators import calls
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.errors import ERRORS, DeadlineExceeded, Internal, InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability
 from kvstore.v1 import remote_pb2 as rpb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
+from tests.conftest import ROOT
 from tests.ops.command import Done, run
 from tests.security.tenancy import client_of, tenants_sidecar, token_of, write_private
 from tests.server.raw import Raw, eventually
@@ -228,6 +235,49 @@ def test_nobody_there_has_an_exit_code_and_a_remedy() -> None:
         done = run(*command, "--socket", "/nonexistent/kvstore.sock")
         assert done.code == 4, command
         assert "kvstore serve" in done.err
+
+
+def test_a_sidecar_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sidecar("--capacity", "8 MiB") as own:
+        socket = own.address.removeprefix("unix://")
+        monkeypatch.setattr(calls, "ANSWER_S_MAX", 0.3)
+        with connect(own.address) as client:
+            operator = calls.Operator(client)
+            os.kill(own.pid, signal.SIGSTOP)
+            try:
+                for ask_it in (operator.tiers, lambda: list(operator.chunks(admin_pb2.Selection(), 1))):
+                    with pytest.raises(DeadlineExceeded):
+                        ask_it()
+            finally:
+                os.kill(own.pid, signal.SIGCONT)
+        assert run("tiers", "--socket", socket).code == 0
+
+
+def test_a_sidecar_of_another_release_is_named_as_that(
+    sidecar: Sidecar, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(sidecar, "a") as client:
+        operator = calls.Operator(client)
+        session: Any = client.connect_now()
+        unknown = "/kvstore.v1alpha.AdminService/Unknown"
+        monkeypatch.setattr(
+            session.admin, "Tiers",
+            session.channel.unary_unary(unknown, lambda each: each.SerializeToString(), bytes),
+        )  # fmt: skip
+        monkeypatch.setattr(
+            session.admin, "ListChunks",
+            session.channel.unary_stream(unknown, lambda each: each.SerializeToString(), bytes),
+        )  # fmt: skip
+        for ask_it in (operator.tiers, lambda: list(operator.chunks(admin_pb2.Selection(), 1))):
+            with pytest.raises(InvalidRequest, match="another release"):
+                ask_it()
+
+
+def test_every_exit_code_has_its_line() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    codes = {*options.EXIT_CODES.values(), options.NOT_FOUND, options.NOT_CONFIRMED, options.NOT_ALL, options.UNWELL}
+    assert {int(each) for each in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes | {0, 1}
+    assert {kind for kind in ERRORS if kind not in options.EXIT_CODES} == {Internal}
 
 
 def test_listings_do_not_pile_up(sidecar: Sidecar, stored: list[str]) -> None:

@@ -9,11 +9,12 @@ from kvstore_client import Client
 from kvstore_client.lookup.feed import Feed
 from kvstore_client.planes.session import noted, translated
 
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.spec import ModelSpec
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.locate import model_named
 
+UNKNOWN_METHOD = "Method not found!"
 ANSWER_S_MAX = 20.0
 """How long the sidecar may say nothing."""
 
@@ -54,7 +55,10 @@ class Operator:
         return self._stream("Change", request)
 
     def _call(self, method: str, request: Any) -> Any:
-        return self._session.call(getattr(self._session.admin, method), request, ANSWER_S_MAX)
+        try:
+            return self._session.call(getattr(self._session.admin, method), request, ANSWER_S_MAX)
+        except InvalidRequest as error:
+            raise _of_another_release(error, method) from error
 
     def _stream(self, method: str, request: Any) -> Iterator[Any]:
         """Messages up to the one that says it is the last."""
@@ -68,6 +72,8 @@ class Operator:
             while True:
                 try:
                     message: Any = feed.ask().result(ANSWER_S_MAX)
+                except InvalidRequest as error:
+                    raise _of_another_release(error, method) from error
                 except TimeoutError:
                     raise DeadlineExceeded(f"the sidecar said nothing for {ANSWER_S_MAX:.0f} s") from None
                 yield message
@@ -75,3 +81,12 @@ class Operator:
                     return
         finally:
             feed.close()
+
+
+def _of_another_release(error: InvalidRequest, method: str) -> InvalidRequest:
+    """The error as it is, or in words for a sidecar that does not know the method: gRPC itself says that."""
+    if error.message != UNKNOWN_METHOD:
+        return error
+    return InvalidRequest(
+        f"the sidecar is of another release, which has no {method}: kvstore status says which; install the same here"
+    )

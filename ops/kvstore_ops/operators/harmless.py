@@ -18,9 +18,9 @@ def plain(text: str, most: int = CHARACTERS_MAX) -> str:
     return shown if len(text) <= most else f"{shown[:most]}..."
 
 
-def cell(text: str, style: str = "") -> Text:
+def cell(text: str, style: str = "", most: int = CHARACTERS_MAX) -> Text:
     """The same for a table. A ``str`` there would be read as markup."""
-    return Text(plain(text), style=style)
+    return Text(plain(text, most), style=style)
 
 
 def _escaped(character: str) -> str:

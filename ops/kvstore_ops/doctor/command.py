@@ -1,0 +1,89 @@
+"""All looks, one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvstore import __version__
+from kvstore.config import LoadedSettings
+from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore_ops.doctor.device import look_at_device
+from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers
+from kvstore_ops.doctor.finding import Finding, Health, render_findings
+from kvstore_ops.doctor.machine import look_at_machine
+from kvstore_ops.doctor.round import Round
+from kvstore_ops.door import Door, door_of
+from kvstore_ops.operators.calls import Operator
+from kvstore_ops.options import (
+    UNWELL,
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    TenantOption,
+    TlsOption,
+    load_settings,
+)
+
+
+def doctor(
+    config: ConfigOption = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Send a chunk to shared tiers, too; it stays until they drop it.")
+    ] = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is wrong with this machine, the settings and the running sidecar, why it matters and what to do.
+
+    Run it as the service's user, with its --config and environment. Ends with 11 where something is bad.
+
+    Example: kvstore doctor --config /etc/kvstore.toml
+    """
+    findings = list(_looks(load_settings(config), door_of(address, tenant, tls), with_shared=shared))
+    if as_json:
+        print(json.dumps([each.as_dict() for each in findings], indent=2))
+    else:
+        Console().print(render_findings(findings))
+    if any(each.health is Health.BAD for each in findings):
+        raise typer.Exit(UNWELL)
+
+
+def _looks(loaded: LoadedSettings, door: Door, *, with_shared: bool) -> Iterator[Finding]:
+    yield from look_at_machine(loaded)
+    yield from look_at_device(loaded.settings)
+    yield from look_at_redis(loaded.settings)
+    try:
+        with door.open() as client:
+            version = client.stats().version
+            yield _version(version)
+            try:
+                yield from look_at_tiers(Operator(client).tiers())
+                yield from Round(client).looks(with_shared=with_shared)
+            except PermissionDenied as error:
+                yield Finding("round", Health.UNSEEN, error.message)
+    except KVStoreError as error:
+        yield Finding(
+            "sidecar", Health.BAD, error.message, "engines compute everything themselves",
+            "start it: kvstore serve; or say where it is: --address",
+        )  # fmt: skip
+
+
+def _version(version: str) -> Finding:
+    if version != __version__:
+        return Finding(
+            "sidecar", Health.WEAK, f"version {version}, and this command is {__version__}",
+            "commands and clients may ask for what it does not have", "install the same release on both sides",
+        )  # fmt: skip
+    return Finding("sidecar", Health.GOOD, f"version {version}, as this command")
+
+
+def register(app: typer.Typer) -> None:
+    """Make it a command of ``app``."""
+    app.command()(doctor)

@@ -1,0 +1,116 @@
+"""A chunk stored, and fetched back through each tier, every byte compared. It is removed from the node in the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from kvstore_client import Client, Durability, ModelSpec
+from kvstore_client.prompt import Prompt
+
+from kvstore.errors import KVStoreError
+from kvstore.spec import Exactness
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops.doctor.finding import Finding, Health
+from kvstore_ops.operators.calls import Operator
+
+SPEC = ModelSpec.dense(
+    "kvstore-doctor", "unverified:kvstore-doctor", layer_count=2, kv_heads=2, head_dim=64, hidden_size=128,
+    vocab_size=1 << 16, cache_dtype="float16", chunk_tokens=64,
+)  # fmt: skip
+SETTLE_S_MAX, HELD_S_MAX = 15.0, 5.0
+_WHY = "engines compute what they could have fetched"
+_REMEDY = "see the service's log, kvstore tiers, and kvstore verify"
+
+
+class Round:
+    """One chunk of random tokens and bytes."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._operator = Operator(client)
+        self._tokens = np.frombuffer(os.urandom(2 * SPEC.chunk_tokens), np.uint16).astype(np.int64)
+        shape = (2, SPEC.chunk_tokens, 64)
+        self._cache = [
+            tuple(np.random.default_rng().random(shape, np.float32).astype(np.float16) for _ in range(2))
+            for _ in range(2)
+        ]
+        chain = b"".join(Prompt.of(SPEC, self._tokens, (), Exactness.EXACT).digests)
+        self._selection = admin_pb2.Selection(chain=chain)
+
+    def looks(self, *, with_shared: bool) -> Iterator[Finding]:
+        """Through memory, then each slower tier, then, where that is wanted, each shared one."""
+        try:
+            reached = self._client.store(SPEC, self._tokens, self._cache).wait(SETTLE_S_MAX)
+        except KVStoreError as error:
+            yield Finding("store", Health.BAD, error.message, "nothing is kept", _REMEDY)
+            return
+        if reached is Durability.NONE:
+            yield Finding("store", Health.BAD, "the chunk was not kept", "nothing is kept", _REMEDY)
+            return
+        yield Finding("store", Health.GOOD, f"a chunk reached {reached.name}")
+        try:
+            yield self._fetched("dram")
+            tiers = [each.stats for each in self._operator.tiers().tiers]
+            for tier in tiers[1:]:
+                if not tier.is_shared:
+                    yield from self._through_local(tier.name)
+                elif with_shared:
+                    yield from self._through_shared(tier.name)
+                else:
+                    said = "say --shared to send a chunk there, which stays until it is dropped"
+                    yield Finding(f"round through {tier.name}", Health.UNSEEN, said)
+        except KVStoreError as error:
+            yield Finding("round", Health.BAD, error.message, _WHY, _REMEDY)
+        finally:
+            self._change(evict=admin_pb2.Evict())
+
+    def _through_local(self, name: str) -> Iterator[Finding]:
+        if not self._moved(name):
+            said = "the chunk did not get there in time"
+            yield Finding(f"round through {name}", Health.BAD, said, "nothing survives a restart", _REMEDY)
+            return
+        yield self._fetched(name)
+
+    def _through_shared(self, name: str) -> Iterator[Finding]:
+        what = f"round through {name}"
+        last = self._change(move=admin_pb2.Move(tier=name))
+        words = {each.what for each in last.outcomes}
+        if "not taken there" in words:
+            yield Finding(what, Health.UNSEEN, "it takes no chunks of this size (its chunk_bytes_min)")
+        elif "given up by faster tiers" in words:
+            yield self._fetched(name)
+        else:
+            said = last.problem or "the chunk did not get there"
+            yield Finding(what, Health.BAD, said, "other nodes find nothing of this one's there", _REMEDY)
+
+    def _moved(self, name: str) -> bool:
+        last = self._change(move=admin_pb2.Move(tier=name))
+        return any(each.what == "given up by faster tiers" for each in last.outcomes)
+
+    def _change(self, **change: object) -> admin_pb2.ChangeResponse:
+        """Once more while it is held: a fetch gives its lease back beside its caller."""
+        request = admin_pb2.ChangeRequest(selection=self._selection, **change)  # type: ignore[arg-type]  # one of its fields
+        until_s = time.monotonic() + HELD_S_MAX
+        while True:
+            *_, last = self._operator.change(request)
+            if "held" not in {each.what for each in last.outcomes} or time.monotonic() > until_s:
+                return last
+            time.sleep(0.02)
+
+    def _fetched(self, name: str) -> Finding:
+        """Whether the chunk comes back whole from where it is now."""
+        began_s = time.perf_counter()
+        found = self._client.fetch(SPEC, self._tokens, verify=True)
+        took_ms = (time.perf_counter() - began_s) * 1e3
+        what = f"round through {name}"
+        if found.token_count < SPEC.chunk_tokens:
+            return Finding(what, Health.BAD, f"a miss: {found.reason.name}", _WHY, _REMEDY)
+        pairs = [(got, put) for layer, stored in zip(found, self._cache, strict=True)
+                 for got, put in zip(layer, stored, strict=True)]  # fmt: skip
+        if not all(np.array_equal(np.asarray(got).view(np.uint16), put.view(np.uint16)) for got, put in pairs):
+            said = "other bytes came back than were stored"
+            return Finding(what, Health.BAD, said, "answers would be wrong", "stop the service, and report this")
+        return Finding(what, Health.GOOD, f"every byte came back, in {took_ms:.1f} ms")

@@ -1,0 +1,183 @@
+"""What ``kvstore doctor`` finds: of a machine that is well, and of each thing that is not."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_ops.doctor.device import look_at_device
+from kvstore_ops.doctor.engines import look_at_redis, look_at_tiers, redis_tells
+from kvstore_ops.doctor.finding import Finding, Health, render_findings
+from kvstore_ops.doctor.machine import certificate, clock, kernel, memory, open_files, validity_of
+from kvstore_ops.sidecar import TOKEN, Sidecar
+from rich.console import Console
+
+from kvstore.config import load
+from kvstore.v1alpha import admin_pb2
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.tls import made_certificates
+from tests.ops.command import run
+
+
+def settings(**own: str) -> Any:
+    environment = {f"KVSTORE__{name}": value for name, value in own.items()}
+    return load(None, {"HOME": "/nonexistent", **environment}, {})
+
+
+def by_subject(findings: Any) -> dict[str, Finding]:
+    return {each.subject: each for each in findings}
+
+
+def is_said(found: Finding, health: Health) -> bool:
+    """A finding that is not good says why it matters, and what to do."""
+    return found.health is health and bool(found.said and found.why and found.remedy)
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a service with a small arena and a device tier, for the doctor, too."""
+    own = {
+        "KVSTORE__ARENA__CAPACITY_BYTES": "16 MiB", "KVSTORE__TIERS__NVME__CAPACITY_BYTES": "32 MiB",
+        "KVSTORE__TIERS__NVME__DIRECTORY": str(tmp_path / "device"), "KVSTORE__TIERS__REDIS__LOOKUP_S_MAX": "1 s",
+    }  # fmt: skip
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    return own
+
+
+def test_a_service_that_is_well_has_every_byte_come_back_through_each_tier(
+    surroundings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as redis:
+        monkeypatch.setenv("KVSTORE__TIERS__REDIS__URL", redis.url)
+        with Sidecar("--capacity", "16 MiB", nvme="32 MiB") as sidecar:
+            socket = sidecar.socket_address.removeprefix("unix://")
+            done = run("doctor", "--socket", socket, "--shared", "--json")
+            found = {each["subject"]: each for each in done.json}
+            bad = [each for each in done.json if each["health"] == "bad"]
+            assert not bad
+            assert done.code == 0
+            for subject in ("store", "round through dram", "round through nvme", "round through redis", "sidecar"):
+                assert found[subject]["health"] == "good", found[subject]
+            assert {"kernel", "open files", "memory", "clock", "device room", "device writes", "redis memory"} <= set(
+                found
+            )
+            left = run("models", "--socket", socket, "--json").json
+            assert not [each for each in left if each["model_id"] == "kvstore-doctor"]
+            redis.kill()
+            done = run("doctor", "--socket", socket, "--json")
+            assert done.code == 11
+            (lost,) = [each for each in done.json if each["subject"] == "redis"]
+            assert lost["health"] == "bad"
+            assert "tiers.redis.url" in lost["remedy"]
+    assert not list(Path(surroundings["KVSTORE__TIERS__NVME__DIRECTORY"]).glob(".doctor*"))
+
+
+def test_no_sidecar_is_said_and_the_rest_is_looked_at(surroundings: dict[str, str]) -> None:
+    done = run("doctor", "--socket", "/nonexistent/kvstore.sock", "--json")
+    assert done.code == 11
+    found = {each["subject"]: each for each in done.json}
+    assert found["sidecar"]["health"] == "bad"
+    assert "kvstore serve" in found["sidecar"]["remedy"]
+    assert found["device writes"]["said"]
+    assert run("doctor", "--socket", "/nonexistent/kvstore.sock").code == 11
+
+
+@pytest.mark.parametrize(
+    ("release", "health"),
+    [("5.2.0-generic", Health.BAD), ("5.15.0-91-generic", Health.WEAK), ("6.8.0", Health.GOOD), ("odd", Health.BAD)],
+)
+def test_kernels(release: str, health: Health) -> None:
+    assert kernel(release).health is health
+    assert health is Health.GOOD or is_said(kernel(release), health)
+
+
+def test_what_the_settings_ask_for_and_the_machine_lacks() -> None:
+    assert is_said(memory(settings(ARENA__CAPACITY_BYTES="900 TiB")), Health.BAD)
+    assert memory(settings(ARENA__CAPACITY_BYTES="16 MiB")).health is Health.GOOD
+    many = open_files(settings(LIMITS__SESSION_COUNT_MAX="90000000", ARENA__CAPACITY_BYTES="16 MiB"))
+    assert is_said(many, Health.BAD)
+    assert "limits.session_count_max" in many.said
+    assert is_said(clock(0.0), Health.BAD)
+
+
+def test_the_device(tmp_path: Path) -> None:
+    own = {"TIERS__NVME__DIRECTORY": str(tmp_path), "ARENA__CAPACITY_BYTES": "16 MiB"}
+    found = by_subject(look_at_device(settings(TIERS__NVME__CAPACITY_BYTES="900 TiB", **own).settings))
+    assert is_said(found["device room"], Health.BAD)
+    assert "MB/s" in found["device reads"].said
+    assert not list(tmp_path.iterdir())
+    none = by_subject(look_at_device(settings(TIERS__NVME__CAPACITY_BYTES="0", **own).settings))
+    assert none["device"].health is Health.UNSEEN
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+def test_certificates_that_ended_end_soon_or_are_none(tmp_path: Path) -> None:
+    made_certificates(tmp_path)  # valid for two days
+    name, now_s = str(tmp_path / "server.crt"), time.time()
+    begins_s, ends_s = validity_of((tmp_path / "server.crt").read_text())
+    assert abs(begins_s - now_s) < 3600
+    assert abs(ends_s - begins_s - 2 * 86400) < 60
+    assert is_said(certificate("remote.certificate_file", name, now_s), Health.WEAK)
+    assert is_said(certificate("remote.certificate_file", name, ends_s + 1), Health.BAD)
+    assert is_said(certificate("remote.certificate_file", name, begins_s - 60), Health.BAD)
+    for wrong in ("absent", "server.key"):
+        assert is_said(certificate("remote.certificate_file", str(tmp_path / wrong), now_s), Health.BAD)
+    cut = (tmp_path / "server.crt").read_text().splitlines()
+    (tmp_path / "cut").write_text("\n".join([*cut[:3], cut[-1]]))
+    assert is_said(certificate("remote.certificate_file", str(tmp_path / "cut"), now_s), Health.BAD)
+
+
+@pytest.mark.parametrize(
+    ("told", "subject"),
+    [
+        ({"redis_version": "5.0.7"}, "redis"),
+        ({"maxmemory": 0}, "redis memory"),
+        ({"maxmemory_policy": "noeviction"}, "redis memory"),
+        ({"aof_enabled": 1}, "redis disk"),
+    ],
+)
+def test_a_redis_that_is_set_up_badly(told: dict[str, Any], subject: str) -> None:
+    well = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "allkeys-lru", "aof_enabled": 0}
+    assert {each.health for each in redis_tells(well, 100.0, 101.0)} == {Health.GOOD}
+    assert is_said(by_subject(redis_tells({**well, **told}, 100.0, 101.0))[subject], Health.WEAK)
+    assert is_said(by_subject(redis_tells(well, 100.0, 200.0))["redis clock"], Health.WEAK)
+
+
+def test_a_redis_that_is_not_there() -> None:
+    (found,) = look_at_redis(settings(TIERS__REDIS__URL="redis://127.0.0.1:1").settings)
+    assert is_said(found, Health.BAD)
+
+
+def test_tiers_that_are_not_well() -> None:
+    tiers = [
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="a", state="up")),
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="b", state="failing")),
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="c", state="up"), problem="access denied"),
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="d", state="up"), stalled_seconds=60),
+        admin_pb2.TierReport(stats=admin_pb2.TierStats(name="e", state="up"), is_draining=True),
+    ]
+    found = list(look_at_tiers(admin_pb2.TiersResponse(tiers=tiers, absent=["the s3 tier is off"])))
+    healths = [Health.GOOD, Health.BAD, Health.BAD, Health.BAD, Health.WEAK, Health.BAD]
+    assert [each.health for each in found] == healths
+    assert all(is_said(each, each.health) for each in found[1:])
+
+
+def test_a_token_without_the_right_is_said(surroundings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sidecar("--capacity", "16 MiB", plane="remote") as sidecar:
+        monkeypatch.setenv("KVSTORE_TOKEN", TOKEN)
+        done = run("doctor", "--address", sidecar.tcp_address, "--json")
+        (found,) = [each for each in done.json if each["subject"] == "round"]
+        assert found["health"] == "not looked at"
+        assert "admin" in found["said"]
+
+
+def test_what_engines_say_is_harmless_on_the_screen() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    evil = "\x1b[2J[red]"
+    console.print(render_findings([Finding("redis", Health.BAD, evil, evil, evil)]))
+    assert "\x1b[2J" not in console.export_text()
