@@ -20,6 +20,7 @@ _GAUGES = {
     "arena_prefaulted_bytes": ("prefaulted_bytes", "Arena bytes backed by pages"),
     "arena_used_bytes": ("used_bytes", "Arena bytes handed out, headers included"),
     "arena_leased_bytes": ("leased_bytes", "Arena bytes under leases"),
+    "arena_pinned_bytes": ("pinned_bytes", "Bytes of chunks under pins, as in memory"),
     "arena_reserved_bytes": ("reserved_bytes", "Arena bytes of stores in flight"),
     "arena_chunks": ("chunk_count", "Chunks in the arena"),
     "sessions": ("session_count", "Open sessions"),

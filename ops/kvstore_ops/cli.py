@@ -26,6 +26,7 @@ from kvstore_ops.options import (
     exit_code_of,
     load_settings,
 )
+from kvstore_ops.top import screen as top
 
 app = typer.Typer(
     help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
@@ -281,6 +282,7 @@ def version() -> None:
 reading.register(app)
 changing.register(app)
 doctor.register(app)
+top.register(app)
 
 
 def main() -> None:

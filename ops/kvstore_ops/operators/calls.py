@@ -32,6 +32,12 @@ class Operator:
         """The model that is called so. Raises InvalidRequest."""
         return model_named(self._client, name)
 
+    def stats(self) -> admin_pb2.StatsResponse:
+        """What the sidecar holds and has done. A client whose sidecar came back connects anew."""
+        self._session = self._client.connect_now()
+        found: admin_pb2.StatsResponse = self._call("Stats", admin_pb2.StatsRequest())
+        return found
+
     def tiers(self) -> admin_pb2.TiersResponse:
         """What each tier has, takes and lacks."""
         found: admin_pb2.TiersResponse = self._call("Tiers", admin_pb2.TiersRequest())

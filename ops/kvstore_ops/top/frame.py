@@ -1,0 +1,135 @@
+"""Samples as lines. Words and digits say everything: colour only repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from rich.text import Text
+
+from kvstore.units import format_bytes
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops.operators.harmless import plain
+from kvstore_ops.operators.tables import duration
+from kvstore_ops.top.sample import Rates, Sample
+
+NARROW = 60
+"""Below this width a tier has a few short lines in the place of a row."""
+BAR_WIDTH = 12
+MODEL_COUNT = 5
+_ALARM, _TITLE = "red", "bold"
+
+
+def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") -> list[Text]:
+    """All lines, none longer than ``width``. ``problem``: why there is no newer sample."""
+    rates = Rates(first, last)
+    found = [
+        *_head(last),
+        *_alarms(rates, problem),
+        *_tiers(rates, width),
+        *_flows(rates, width),
+        *_models(last, width),
+    ]
+    return [_cut(each, width) for each in found]
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.no_wrap = True
+    if line.cell_len > width:
+        line.truncate(width, overflow="crop" if width < NARROW else "ellipsis")
+    return line
+
+
+def _head(last: Sample) -> Iterator[Text]:
+    stats = last.stats
+    up = duration(stats.uptime_seconds)
+    sessions = f"{stats.sessions.session_count} sessions"
+    yield Text(f"kvstore {plain(stats.version)}, tenant {plain(stats.tenant)}, up {up}, {sessions}", _TITLE)
+
+
+def _alarms(rates: Rates, problem: str) -> Iterator[Text]:
+    """What somebody has to see to."""
+    last = rates.last
+    if problem:
+        yield Text(f"! no answer: {plain(problem)}", _ALARM)
+    for tier in last.tiers.tiers:
+        if tier.problem:
+            yield Text(f"! {plain(tier.stats.name)}: {plain(tier.problem)}", _ALARM)
+    for reason in last.tiers.absent:
+        yield Text(f"! {plain(reason)}", _ALARM)
+    if quarantined := last.count("quarantined_chunks"):
+        yield Text(f"! {quarantined:,} chunks failed their checks since the start: kvstore verify", _ALARM)
+    if rates.of("leases_revoked") > 0 and rates.first is not None:
+        yield Text("! leases are taken back for want of room: raise arena.capacity_bytes", _ALARM)
+
+
+def _tiers(rates: Rates, width: int) -> Iterator[Text]:
+    if width >= NARROW:
+        yield Text(
+            f"{'tier':<8} {'state':<9} {'full':<18} {'chunks':>10} {'in/s':>9} {'out/s':>9} {'waiting':>8}", _TITLE
+        )
+    for tier in rates.last.tiers.tiers:
+        stats = tier.stats
+        name, state = plain(stats.name, 8), _state(tier)
+        style = "" if state == "up" else _ALARM
+        written, read = _moved(rates, stats.name)
+        if width >= NARROW:
+            yield Text(
+                f"{name:<8} {state:<9} {_fill(stats):<18} {stats.chunk_count:>10,} {_rate(written):>9} "
+                f"{_rate(read):>9} {tier.backlog_chunk_count:>8,}", style,
+            )  # fmt: skip
+            continue
+        yield Text(f"{name} {state}", style or _TITLE)
+        yield Text(f" {_fill(stats).strip()}")
+        yield Text(f" {stats.chunk_count:,} chunks")
+
+
+def _state(tier: admin_pb2.TierReport) -> str:
+    if tier.is_draining:
+        return "draining"
+    return "stalled" if tier.stalled_seconds > 2 else plain(tier.stats.state, 9)
+
+
+def _fill(stats: admin_pb2.TierStats) -> str:
+    """A bar, and the share that it stands for; what a tier without a bound holds."""
+    if not stats.capacity_bytes:
+        return format_bytes(stats.allocated_bytes) if stats.allocated_bytes else "not told"
+    share = min(1.0, stats.allocated_bytes / stats.capacity_bytes)
+    full = round(share * BAR_WIDTH)
+    return f"{'#' * full}{'.' * (BAR_WIDTH - full)} {share:>4.0%}"
+
+
+def _moved(rates: Rates, name: str) -> tuple[float, float]:
+    """Bytes a second that came into a tier, and that were read from it."""
+    if name == "dram":
+        return rates.of("store_committed_bytes") + rates.of("promoted_bytes"), rates.of("fetch_bytes")
+    return rates.of_tier(name, "written_bytes"), rates.of_tier(name, "verified_bytes")
+
+
+def _rate(byte_count: float) -> str:
+    return "-" if byte_count < 1 else format_bytes(byte_count).replace(" ", "")
+
+
+def _flows(rates: Rates, width: int) -> Iterator[Text]:
+    hits, misses = rates.of("fetch_hit_chunks"), rates.of("fetch_miss_chunks")
+    share = f"{hits / (hits + misses):.0%} of chunks hit" if hits + misses else "no fetch"
+    stores = rates.of("store_committed_chunks")
+    said = [
+        f"fetches {rates.of('fetch_calls'):.1f}/s, {share}",
+        f"lookups {rates.of('lookup_calls'):.1f}/s",
+        f"stores {stores:.1f} chunks/s, refused {rates.of('store_refused_chunks'):.1f}/s",
+        f"from slower tiers {rates.of('promoted_chunks'):.1f} chunks/s, evicted {rates.of('evicted_chunks'):.1f}/s",
+        f"held: {format_bytes(rates.last.stats.arena.leased_bytes)} leased, "
+        f"{format_bytes(rates.last.stats.arena.pinned_bytes)} pinned",
+    ]
+    yield Text("per second" if width >= NARROW else "", _TITLE)
+    yield from map(Text, said)
+
+
+def _models(last: Sample, width: int) -> Iterator[Text]:
+    """The largest."""
+    models = sorted(last.stats.models, key=lambda each: -each.byte_count)
+    if models:
+        yield Text("models, the largest" if width >= NARROW else "models", _TITLE)
+    for each in islice(models, MODEL_COUNT):
+        yield Text(f"{format_bytes(each.byte_count):>10} {each.chunk_count:>9,} chunks  {plain(each.model_id)}")

@@ -1,0 +1,132 @@
+"""``kvstore top`` on terminals of several widths, and what its lines say."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.top.frame import lines_of
+from kvstore_ops.top.sample import Rates, Sample
+
+from kvstore.v1alpha import admin_pb2
+from tests.conftest import ROOT
+from tests.ops.command import run
+from tests.specs import random_cache, small_spec, tokens_of
+
+WIDTHS = (1, 20, 59, 60, 80, 200)
+
+
+def sample(at_s: float, uptime_s: float = 100.0, **counters: int) -> Sample:
+    stats = admin_pb2.StatsResponse(version="0.1.0", tenant="default", uptime_seconds=uptime_s, counters=counters)
+    stats.models.add(model_id="[red]\x1b[2Jmodel" + "x" * 500, chunk_count=10**9, byte_count=1 << 50)
+    dram = admin_pb2.TierStats(name="dram", state="up", capacity_bytes=100, allocated_bytes=50, chunk_count=10**9)
+    shared = admin_pb2.TierStats(name="s3", state="failing", is_shared=True)
+    tiers = [
+        admin_pb2.TierReport(stats=dram),
+        admin_pb2.TierReport(stats=shared, problem="access denied " * 50, backlog_chunk_count=10**8),
+    ]
+    return Sample(at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
+    lines = lines_of(sample(0), sample(2, fetch_bytes=10**15, quarantined_chunks=3), width, "gone " * 100)
+    assert max(line.cell_len for line in lines) <= width
+    assert not any(set(line.plain) & set("\x1b\n\r") for line in lines)
+
+
+def test_what_is_said_needs_no_colour() -> None:
+    said = "\n".join(line.plain for line in lines_of(sample(0), sample(2, quarantined_chunks=3), 80, "it is gone"))
+    assert "######......  50%" in said
+    assert re.search(r"s3 +failing", said)
+    assert "! s3: access denied" in said
+    assert "! the nvme tier is off" in said
+    assert "! no answer: it is gone" in said
+    assert "! 3 chunks failed their checks" in said
+
+
+def test_rates_are_those_between_two_looks_and_over_a_restart_those_since_the_start() -> None:
+    earlier, later = sample(10.0, fetch_calls=100), sample(12.0, fetch_calls=150)
+    assert Rates(earlier, later).of("fetch_calls") == 25
+    assert Rates(None, later).of("fetch_calls") == 1.5
+    assert Rates(later, sample(14.0, uptime_s=2.0, fetch_calls=6)).of("fetch_calls") == 3
+    assert Rates(earlier, later).of("a_counter_of_another_release") == 0
+    assert Rates(earlier, earlier).of("fetch_calls") == 1
+
+
+class Terminal:
+    """``kvstore top`` on a terminal of its own."""
+
+    def __init__(self, sidecar: Sidecar, width: int, height: int, **environment: str) -> None:
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.before = termios.tcgetattr(theirs)
+        command = [sys.executable, "-m", "kvstore_ops.cli", "top", "--interval", "0.2"]
+        command += ["--socket", sidecar.address.removeprefix("unix://")]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+        )  # fmt: skip
+        self.theirs = theirs
+        self.said = ""
+
+    def until(self, word: str, seconds: float = 60.0) -> None:
+        until_s = time.monotonic() + seconds
+        while word not in self.said:
+            assert time.monotonic() < until_s, self.said[-2000:]
+            if select.select([self.ours], [], [], 0.2)[0]:
+                self.said += os.read(self.ours, 65536).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+@pytest.mark.parametrize(("width", "height", "key"), [(80, 24, b"q"), (20, 10, b"")])
+def test_it_quits_cleanly_on_a_wide_and_on_a_narrow_terminal(
+    sidecar: Sidecar, width: int, height: int, key: bytes
+) -> None:
+    spec = small_spec(model_id="short")
+    with connect(sidecar.address) as client:
+        client.store(spec, tokens_of(32), random_cache(spec, 32)).wait(10)
+    terminal = Terminal(sidecar, width, height, NO_COLOR="1")
+    try:
+        terminal.until("dram")
+        if key:
+            os.write(terminal.ours, key)
+        else:
+            os.kill(terminal.process.pid, signal.SIGINT)
+        terminal.until("\x1b[?1049l")  # the screen that was there before is back
+        assert terminal.process.wait(20) == 0
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
+        assert "Traceback" not in terminal.said
+        assert terminal.said.rindex("\x1b[?25h") > terminal.said.rindex("\x1b[?25l")  # the cursor, too
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.said)  # no colour
+        shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.said)
+        assert max(map(len, re.split(r"[\r\n]+", shown))) <= width + 1
+    finally:
+        terminal.close()
+
+
+def test_without_a_terminal_it_prints_as_many_looks_as_were_asked_for(sidecar: Sidecar) -> None:
+    socket = sidecar.address.removeprefix("unix://")
+    done = run("top", "--count", "2", "--interval", "0.2", "--socket", socket)
+    assert done.code == 0
+    assert done.out.count("tenant default") == 2
+    assert "\x1b" not in done.out
+    assert run("top", "--interval", "0", "--socket", socket).code == 2
+    assert run("top", "--count", "1", "--socket", "/nonexistent/kvstore.sock").code == 4
