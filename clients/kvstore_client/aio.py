@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 from kvstore.errors import DeadlineExceeded
+from kvstore.planning.loading import LoadPlan
 from kvstore.seams import WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, ModelSpec
@@ -33,11 +34,12 @@ CALLS_AT_ONCE = 8
 
 async def connect_async(
     address: str | None = None, *, token: str | None = None, tls: TLS | bool | None = None, required: bool = True,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = DEFAULT_TIMEOUT_S, planning: str = "off",
 ) -> AsyncClient:  # fmt: skip
     """Like ``connect``, for asyncio."""
     threads = WorkerThreads(CALLS_AT_ONCE, "kvstore-async")
-    future = begun(threads, lambda: connect(address, token=token, tls=tls, required=required, timeout_s=timeout_s))
+    how: dict[str, Any] = {"token": token, "tls": tls, "required": required, "timeout_s": timeout_s}
+    future = begun(threads, lambda: connect(address, planning=planning, **how))
     try:
         return AsyncClient(await asyncio.wrap_future(future), threads)
     except BaseException:  # cancelled, it still connects: the loop does not wait for that
@@ -91,6 +93,10 @@ class AsyncClient:
     async def lookup(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Match:
         """See ``Client.lookup``."""
         return await self.call(self.client.lookup, spec, tokens, **options)
+
+    async def plan(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> LoadPlan:
+        """See ``Client.plan``."""
+        return await self.call(self.client.plan, spec, tokens, **options)
 
     async def locate(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> Location:
         """See ``Client.locate``."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.keys import Extra
 from kvstore.planning import Recompute
+from kvstore.planning.loading import LoadPlan, Way
 from kvstore.seams import Clock, SystemClock
 from kvstore.spec import Durability, Exactness, ModelSpec
 from kvstore.v1alpha import admin_pb2
@@ -24,6 +25,7 @@ from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.forks import in_children
 from kvstore_client.gate import DRIFT_COUNTERS, Gate
+from kvstore_client.loading import Planner
 from kvstore_client.lookup import calls as lookups
 from kvstore_client.lookup.locate import Location, locate
 from kvstore_client.lookup.match import Match
@@ -54,6 +56,7 @@ class Client:
         self.faults = self._context.faults
         self._is_closed = False
         self._known = KnownSegments()
+        self.planner = Planner(self._context.connection, self._context.clock, timeout_s)
         in_children(self._start_threads)
 
     def _start_threads(self) -> None:
@@ -93,6 +96,17 @@ class Client:
         a caller that waits for nobody. Raises: InvalidRequest."""
         return lookups.peek(self._context, Prompt.of(spec, tokens, extras, exactness), hold=hold)
 
+    def plan(
+        self, spec: ModelSpec, tokens: GivenTokens, *, step_tokens: int = 0, extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
+    ) -> LoadPlan:  # fmt: skip
+        """How the prompt's first token comes soonest, by what was measured of tiers and of this client's engines: every
+        candidate, the winner and why. ``step_tokens``: rows of one forward pass, 0: all. Loads nothing. Raises as
+        ``lookup``."""
+        count = Prompt.of(spec, tokens, extras, exactness).token_count
+        match = self.lookup(spec, tokens, extras=extras, exactness=exactness)
+        return self.planner.plan(spec, match, count, count - 1, step_tokens, frozenset(Way))
+
     def locate(
         self, spec: ModelSpec, tokens: GivenTokens, *, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
@@ -109,7 +123,6 @@ class Client:
 
     def watch(self, *, tenant: str = "") -> Watch:
         """What becomes visible, goes and moves from now on. ``tenant``: empty, or the session's own.
-
         Raises: Unavailable when the sidecar is gone, DeadlineExceeded when it does not answer, PermissionDenied for
         another tenant, Exhausted past limits.watcher_count_max."""
         return Watch(self.connect_now(), tenant, self._context.timeout_s)
@@ -143,9 +156,8 @@ class Client:
         verify: bool = False,
     ) -> Transfer:  # fmt: skip
         """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. The ticket of a
-        writer joins its store: layers come as they are put, and count once ``wait`` returns, after its commit.
-
-        Raises: InvalidRequest for a wrong argument."""
+        writer joins its store: layers come as they are put, and count once ``wait`` returns, after its commit. Raises:
+        InvalidRequest."""
         return fetches.redeem(self._context, ticket, into, layers, heads, verify)
 
     def start_fetch_prefix(
@@ -196,16 +208,13 @@ class Client:
         Raises: InvalidRequest, also for a store that ended."""
         return stores.join(self._context, ticket, shard, durability, exactness)
 
-    # ------------------------------------------------------------ segments
     def store_segment(
         self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], *, hidden: Mapping[int, Tensor] | None = None,
         durability: Durability | None = None, extras: Sequence[Extra] = (), exactness: Exactness | None = None,
     ) -> Receipt:  # fmt: skip
         """Keep a document's cache that was computed alone: nothing before it, K rotated from position 0 on. It is found
-        under its tokens wherever they stand, and never as the prefix of a prompt.
-
-        Shapes as in ``store``; ``extras``: positions count from the document's first token. Raises: InvalidRequest.
-        """
+        under its tokens wherever they stand, and never as the prefix of a prompt. Shapes as in ``store``; ``extras``:
+        positions count from the document's first token. Raises: InvalidRequest."""
         prompt = Prompt.segment(spec, tokens, extras, exactness)
         receipt = stores.keep(self._context, prompt, kv, hidden, durability)
         self._known.learn(prompt)
@@ -246,19 +255,15 @@ class Client:
     def find_segments(self, spec: ModelSpec, tokens: GivenTokens) -> list[range]:
         """Where documents that this client stored, fetched or looked up stand in a text, for ``lookup(segments=)``.
         Each is confirmed by the digest of all its tokens. Documents of fewer than 32 tokens, and those with extras, are
-        not found; nothing is asked of the sidecar.
-
-        Raises: InvalidRequest."""
+        not found; nothing is asked of the sidecar. Raises: InvalidRequest."""
         return self._known.find_in(Prompt.of(spec, tokens, (), Exactness.EXACT))
 
-    # ------------------------------------------------------------ opaque values
     def put_bytes(
         self, namespace: str, key: str | bytes, data: Buffer, *, durability: Durability | None = None
     ) -> Receipt:  # fmt: skip
         """Keep a value under a key; what the key had before is gone. Returns as soon as ``data`` may be reused; the
         receipt tells what was kept: all of it or nothing. Two puts of one key at a time: one of them stays, whole.
         Values stay on their node, for another one would find what was replaced: ``durability`` is LOCAL at most.
-
         ``data``: bytes, or a contiguous array or CPU tensor. Raises: InvalidRequest naming what is wrong.
         """
         return self.put_pieces(namespace, key, [data], durability=durability)
@@ -282,9 +287,8 @@ class Client:
         self, namespace: str, keys: Sequence[str | bytes], targets: Sequence[Buffer], *, verify: bool = False
     ) -> list[bool]:
         """Values of known sizes, each into its target: a buffer, or a list of buffers that are one run. One call for
-        all of them; False for what is not there, or has another size: that target's bytes mean nothing then.
-
-        Raises: InvalidRequest."""
+        all of them; False for what is not there, or has another size: that target's bytes mean nothing then. Raises:
+        InvalidRequest."""
         return opaque.get_each(self._context, namespace, keys, targets, verify=verify)
 
     def put_each(
@@ -322,7 +326,6 @@ class Client:
         """Whether an item's embeddings are there, or, of a sequence of hashes, which of them are."""
         return self.exists(namespace_of(spec), keys)
 
-    # ------------------------------------------------------------ recompute
     @property
     def gate(self) -> Gate:
         """What lets lossy reuse through when ``recompute`` is None, and watches it: a ``Gate`` over the profiles of
@@ -342,7 +345,6 @@ class Client:
     ) -> FetchedKV:  # fmt: skip
         """The cache of the longest stored prefix of a model whose spec keeps E in the place of KV: each layer's K and V
         are projected by the runner as its E lands, while later layers' E is on its way.
-
         Shapes as in ``fetch``, on the runner's device; ``byte_count`` is what came. ``step_tokens``: rows projected at
         a time (None: a chunk): the same bits as a prefill in these steps, otherwise the same within rounding. What is
         lost on the way is a miss, of all of it. Needs torch. Raises: InvalidRequest for a spec that keeps KV, and a
@@ -367,8 +369,7 @@ class Client:
 
         What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says what the
         cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in full.
-        Needs torch. Raises: InvalidRequest naming the argument, the setting, or the field in
-        which a sender's model differs.
+        Needs torch. Raises: InvalidRequest naming the argument, the setting, or what differs in a sender's model.
         """
         from kvstore_client.recompute.prefill import partial_prefill
         from kvstore_client.recompute.request import Request
@@ -376,7 +377,6 @@ class Client:
         request = Request.of(runner, tokens, segments, senders, recompute, extras, logit_count)
         return partial_prefill(self, request, self._context.timeout_s, self._context.clock)
 
-    # ------------------------------------------------------------ the rest
     def stats(self) -> admin_pb2.StatsResponse:
         """What the sidecar holds and has done. Raises Unavailable when it is gone."""
         session, timeout_s = self.connect_now(), self._context.timeout_s

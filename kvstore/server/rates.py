@@ -40,7 +40,10 @@ class RatesFile:
         while True:
             await clock.sleep(SAVE_INTERVAL_S)
             if self._meters.is_changed:
-                await done(workers, self._write, pack_rates(self._meters.kept()))
+                try:
+                    await done(workers, self._write, pack_rates(self._meters.kept()))
+                except Unavailable as error:
+                    _log.warning("rates of tiers are not kept", extra={"reason": error.message})
 
     def save(self) -> None:
         """Write it if there is news. Blocks."""

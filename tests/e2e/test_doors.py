@@ -37,7 +37,7 @@ NO_ARRAYS = {
 """What is a name, a number or a flag; each of ``contexts`` goes by the door of ``tokens``. An argument that is neither
 here nor behind a door makes the test below fail."""
 TOKENS = [
-    "locate", "lookup", "peek", "fetch", "fetch_layers", "store", "start_store", "start_fetch_prefix",
+    "locate", "plan", "lookup", "peek", "fetch", "fetch_layers", "store", "start_store", "start_fetch_prefix",
     "start_fetch_segment",
     "store_segment", "fetch_segment", "fetch_segment_layers", "find_segments", "fetch_projected", "partial_prefill",
 ]  # fmt: skip

@@ -62,7 +62,7 @@ HANDED_OUT: dict[str, Callable[[Client], Any]] = {
     "start_fetch": by_ticket,
 }
 """By method of the client."""
-OTHERS = {"locate", "locate_each", "lookup", "peek", "store", "store_segment", "start_store", "join_store"}
+OTHERS = {"plan", "locate", "locate_each", "lookup", "peek", "store", "store_segment", "start_store", "join_store"}
 """Methods that say an exactness and hand out no tensors."""
 
 

@@ -246,7 +246,7 @@ MUTANTS = [
     ),
     Mutant(
         "files-renamed-before-they-are-synced",
-        "kvstore/tiers/nvme/directory.py",
+        "kvstore/seams/disk.py",
         "        disk.sync(descriptor)\n    finally:",
         "        pass\n    finally:",
         "after a power cut the format file is empty, and the directory anybody's",

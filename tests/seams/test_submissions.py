@@ -34,6 +34,7 @@ STORE = "tests/e2e/test_failing_threads.py::test_a_store_of_which_a_job_fails_ke
 VALUES = "tests/e2e/test_failing_threads.py::test_values_of_which_a_job_fails_are_whole_or_nothing"
 NO_THREAD = "tests/e2e/test_failing_threads.py::test_without_a_thread_of_its_own_a_call_is_a_miss_or_a_typed_error"
 ENCODER = "tests/engines/test_vllm_embeddings.py::test_an_item_that_no_thread_fetches_is_encoded"
+RATES = "tests/server/test_rates.py::test_a_write_that_nobody_makes_ends_nothing"
 PROCESS = "tests/e2e/test_remote.py::test_the_remote_planes_process_ends_with_the_sidecar"
 
 SITES = {
@@ -53,6 +54,7 @@ SITES = {
     ("kvstore/arena/prefault.py", "prefault"): PREFAULT,
     ("kvstore/controller/stores/fill.py", "Fills.start"): STORES,
     ("kvstore/movement/loads.py", "Loads._finish"): DEVICE,
+    ("kvstore/server/rates.py", "RatesFile.follow"): RATES,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,
@@ -116,6 +118,7 @@ MOVES_NO_BYTES = {
     ("kvstore/tiers/redis/errands.py", "Errands.begin"): "a task of the loop",
     ("kvstore/tiers/s3/connection.py", "Connection.__init__"): "a mover's own loop: without it its jobs fail",
     ("clients/kvstore_client/engines/transformers.py", "CachedModel._keep"): "a whole store: its receipt says so",
+    ("clients/kvstore_client/engines/transformers.py", "CachedModel._attempt.first_token"): "a measurement on the side",
     ("clients/kvstore_client/engines/vllm/scheduler.py", "SchedulerSide._ask"): "a look-up: refused, it is a miss",
     (
         "clients/kvstore_client/engines/vllm/scheduler.py",

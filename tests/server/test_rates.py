@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 from kvstore_ops.status import render
 from rich.console import Console
 
+from kvstore.movement import TierMeters
+from kvstore.seams import SystemDisk
+from kvstore.server.rates import RatesFile
+from kvstore.simulated import InlineWorkers
+from kvstore.simulated.clock import ManualClock
 from kvstore.spec import Durability, Tier
 from kvstore.v1alpha import admin_pb2
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
+
+
+class Refusing:
+    """No thread can be had."""
+
+    def submit(self, *_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    def close(self) -> None:
+        return None
+
+
+async def test_a_write_that_nobody_makes_ends_nothing(tmp_path: Path) -> None:
+    clock = ManualClock()
+    meters = TierMeters(clock)
+    kept = RatesFile(tmp_path / "rates" / "default.json", SystemDisk(), meters)
+    for workers, is_there in ((Refusing(), False), (InlineWorkers(), True)):
+        meters.began("nvme", Tier.NVME, 1 << 20)
+        clock.advance(0.1)
+        meters.ended("nvme", 1 << 20, has_come=True)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await kept.follow(clock, workers)  # type: ignore[arg-type]
+        assert kept.path.exists() == is_there
 
 
 def stats_of(sidecar: Sidecar) -> admin_pb2.StatsResponse:

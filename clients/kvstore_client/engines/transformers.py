@@ -22,6 +22,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.planning.loading import LoadPlan
 from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
@@ -29,6 +30,7 @@ from kvstore_client.client import Client
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cache_of
 from kvstore_client.engines.transformers_options import why_left
+from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
 from kvstore_client.recompute import dense_planes
@@ -61,6 +63,8 @@ class Report:
     total_s: float = 0.0
     bypassed: str = ""
     """Why the cache was not used at all; empty when it was."""
+    plan: LoadPlan | None = field(default=None, repr=False)
+    """What the client's planner makes of the prompt; None while it is off."""
     receipt: Receipt | None = field(default=None, repr=False)
 
     @property
@@ -223,24 +227,32 @@ class CachedModel:
         layers = self._layers(whose.spec, count + self._new_token_count(options, count), arrivals)
         report = Report(token_count=count)
         prompt_e = PromptE(whose.runner, self._whole(count)) if whose.runner else None
-        reused = 0
+        reused, planned = 0, None
+        watch = Stopwatch(self.client, whose.spec, self.step_tokens, self._clock)
         if may_reuse and last_step:
-            reused = self._reuse(whose.spec, tokens[:last_step], layers, prompt_e, arrivals, report, started_s)
+            planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens)
+            report.plan, wanted = planned.plan, tokens[: planned.token_count]
+            reused = self._reuse(whose.spec, wanted, layers, prompt_e, arrivals, report, started_s)
         cache = DynamicCache(config=self.model.config)
         cache.layers = layers
 
         def first_token() -> None:
             self._stamp(report, started_s)
+            watch.ended(count)
             arrivals.finish()
             report.receipt = self._keep(whose.spec, tokens, layers, prompt_e, reused)
+            if planned is not None and planned.plan is not None:
+                begun(self._background, planned.probe)
 
         with prompt_e.captured(cache) if prompt_e else nullcontext():
             for start in range(reused, last_step, self.step_tokens):
+                watch.computes(start, waits=arrivals.is_waiting)
                 self.model.base_model(
                     input_ids=input_ids[:, start : start + self.step_tokens],
                     past_key_values=cache,
                     use_cache=True,
                 )
+            watch.computes(max(reused, last_step), waits=arrivals.is_waiting)
             if options.get("streamer") is not None:
                 arrivals.finish()  # what fails later would begin again, and a streamer cannot take back
             sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
@@ -272,6 +284,9 @@ class CachedModel:
         report: Report, started_s: float,
     ) -> int:  # fmt: skip
         """Open the fetch of the stored prefix. Returns how many tokens of it, whole steps, will arrive."""
+        if not len(tokens):
+            report.lookup_s = self._clock.monotonic() - started_s
+            return 0
         into: list[Any] = [layer.first(len(tokens)) for layer in layers]
         if prompt_e is not None:
             into = [plane[: len(tokens)] for plane in prompt_e.planes]
@@ -287,6 +302,8 @@ class CachedModel:
 
         def landed() -> None:
             report.fetch_s = stream.landed_s - opened_s
+            if stream.tier is Tier.DRAM:
+                self.client.planner.landed(stream.byte_count, report.fetch_s)
 
         def project(layer: int) -> None:
             if prompt_e is not None:

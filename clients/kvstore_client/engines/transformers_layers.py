@@ -99,6 +99,11 @@ class Arrivals:
     def attach(self, stream: LayerStream) -> None:
         self._stream = iter(stream)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether layers are on their way of which none was asked for yet: a step that begins now waits for them."""
+        return self._stream is not None and not self._next
+
     def until(self, layer: int) -> None:
         while self._stream is not None and self._next <= layer:
             item = next(self._stream, None)

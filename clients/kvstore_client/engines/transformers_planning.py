@@ -1,0 +1,70 @@
+"""One generation's side of planning: what of a prompt is loaded, and how long the model computed the rest."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.planning.loading import LoadPlan, Prefill
+from kvstore.seams import Clock
+from kvstore.spec import ModelSpec
+from kvstore_client.client import Client
+from kvstore_client.lookup.match import Match
+
+_log = logging.getLogger("kvstore.client")
+
+
+class PromptPlan:
+    """What the client's planner says of one prompt, of which at most ``most_tokens`` may be loaded. ``token_count``:
+    how many of them are to be loaded; all where the planner is off or only observes."""
+
+    def __init__(self, client: Client, spec: ModelSpec, tokens: Any, most_tokens: int, step_tokens: int) -> None:
+        self._client, self._spec, self._tokens = client, spec, tokens
+        self.plan: LoadPlan | None = None
+        self.token_count = most_tokens
+        self._match = Match(0, ())
+        planner = client.planner
+        if planner.mode == "off" or not most_tokens:
+            return
+        match = client.peek(spec, tokens[:most_tokens])
+        self._match = client.lookup(spec, tokens[:most_tokens]) if match is None else match
+        self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens)
+        if planner.mode == "on" and self._match:
+            self.token_count = self.plan.chosen.load_stop
+
+    def probe(self) -> None:
+        """Measure a tier that the plan left out, if it is time: fetch up to its first chunk, on the side, and throw it
+        away. Blocks; never raises."""
+        if self.plan is None or self._client.planner.mode != "on" or self.token_count >= self._match.prefix_token_count:
+            return
+        stop = self._client.planner.probe_stop(self._spec, self._match.chunks, self.token_count)
+        if stop:
+            try:
+                self._client.fetch(self._spec, self._tokens[:stop], layers=self._spec.slab_layers[:1])
+            except KVStoreError as error:
+                _log.info("kvstore: a tier was not measured: %s", error.message)
+
+
+class Stopwatch:
+    """How long the model computes, without what it waits for: from the first step on behind which nothing is on its way
+    any more, to the first token."""
+
+    def __init__(self, client: Client, spec: ModelSpec, step_tokens: int, clock: Clock) -> None:
+        self._client, self._spec, self._step_tokens, self._clock = client, spec, step_tokens, clock
+        self._start: tuple[int, float] | None = None
+
+    def computes(self, token: int, *, waits: bool) -> None:
+        """The step from this token on begins; ``waits``: for layers that are on their way."""
+        if self._start is None and not waits:
+            self._start = token, self._clock.monotonic()
+
+    def ended(self, token_count: int) -> None:
+        """The first token behind so many is there."""
+        if self._start is None:
+            return
+        token, since_s = self._start
+        new = token_count - token
+        passes = max(1, -(-new // self._step_tokens))
+        prefill = Prefill(new, token, self._clock.monotonic() - since_s, passes)
+        self._client.planner.computed(self._spec, self._step_tokens, prefill)

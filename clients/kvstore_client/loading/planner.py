@@ -1,0 +1,159 @@
+"""One client's planner: what it measured, what the sidecar told, and the plans that follow."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning.loading import (
+    ASSUMED,
+    BusyTime,
+    BusyTimes,
+    HeldRun,
+    LoadFacts,
+    LoadPlan,
+    Operations,
+    Prefill,
+    Prefills,
+    Stock,
+    TierFacts,
+    TierRate,
+    Way,
+    merged_runs,
+    plan_loading,
+)
+from kvstore.planning.loading.rates import is_probe_due
+from kvstore.seams import Clock
+from kvstore.spec import ChunkState, ModelSpec, Tier
+from kvstore.v1alpha import admin_pb2
+from kvstore_client.connection import Connection
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.match import ChunkMatch, Match
+
+MODES = ("off", "observe", "on")
+ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
+"""What engines can do: none begins to load in the middle."""
+RATES_AGE_S_MAX = 1.0
+"""How long the sidecar's word on its tiers is good for."""
+IN_MEMORY = (Tier.DRAM, Tier.HBM)
+
+
+class Planner:
+    """``mode``: "off" loads all that is stored; "observe" plans as well, and does it all the same; "on" does what the
+    plan says. Safe to share between threads."""
+
+    def __init__(self, connection: Connection, clock: Clock, timeout_s: float) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._mode = "off"
+        self._lock = threading.Lock()
+        self._link = BusyTimes()
+        self._prefills: dict[tuple[ModelSpec, int], Prefills] = {}
+        self._tiers: dict[Tier, TierFacts] = {}
+        self._asked_s = -math.inf
+        self._probed_s: dict[Tier, float] = {}
+
+    @property
+    def mode(self) -> str:
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        if mode not in MODES:
+            raise InvalidRequest(f"the planner's mode {mode!r:.40} must be one of {', '.join(MODES)}")
+        self._mode = mode
+
+    # ------------------------------------------------------------ what is measured
+
+    def landed(self, byte_count: int, seconds: float) -> None:
+        """So many bytes that were in the sidecar's memory took so long to come."""
+        with self._lock:
+            self._link = self._link.observed(BusyTime(byte_count, seconds))
+
+    def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
+        """An engine that computes ``step_tokens`` at a time, 0: all at once, took so long for a prefill. What no engine
+        takes is left out."""
+        key = spec, step_tokens
+        with self._lock:
+            known = self._prefills.get(key) or Prefills(Operations.of(spec).pair_share)
+            self._prefills[key] = known.observed(prefill)
+
+    # ------------------------------------------------------------ plans
+
+    def plan(
+        self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
+        ways: frozenset[Way] = ENGINE_WAYS,
+    ) -> LoadPlan:  # fmt: skip
+        """The plan for a prompt of ``token_count`` tokens of which the match says what is stored, and of which those
+        from ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of tiers that the prompt
+        lies in, once a second at most."""
+        runs = merged_runs(self._runs(spec, match))
+        if any(run.tier not in IN_MEMORY for run in runs):
+            self._ask()
+        with self._lock:
+            prefills = self._prefills.get((spec, step_tokens)) or Prefills(0.0)
+            link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
+        for run in runs:
+            if run.tier not in IN_MEMORY:
+                tiers.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, ASSUMED[Tier.S3])))
+        share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
+        stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
+        return plan_loading(
+            LoadFacts(
+                token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link,
+                stocks=stocks, tiers=tiers, layer_count=spec.layer_count,
+                unit_tokens=max(spec.chunk_tokens, step_tokens), step_tokens=step_tokens, ways=ways,
+            )
+        )  # fmt: skip
+
+    def probe_stop(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> int:
+        """Up to which token a prompt is to be fetched on the side, so that the first chunk of a tier that its plan left
+        out is measured; 0: not now."""
+        for chunk in chunks:
+            if chunk.state is not ChunkState.HIT:
+                break
+            if chunk.token_start < loaded_tokens or chunk.tier in IN_MEMORY:
+                continue
+            with self._lock:
+                found, now = self._tiers.get(chunk.tier), self._clock.monotonic()
+                rate = found.rate if found is not None else ASSUMED.get(chunk.tier, ASSUMED[Tier.S3])
+                size = Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)
+                if not is_probe_due(rate, size, now - self._probed_s.get(chunk.tier, -math.inf)):
+                    return 0
+                self._probed_s[chunk.tier] = now
+            return chunk.token_stop
+        return 0
+
+    def _runs(self, spec: ModelSpec, match: Match) -> list[HeldRun]:
+        token_bytes = Wanted.of(spec, None, None, (), False).byte_count(1)
+        runs = []
+        for chunk in match.chunks:
+            stop = min(chunk.token_stop, match.prefix_token_count)
+            if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
+                break
+            runs.append(HeldRun(stop - chunk.token_start, chunk.tier, token_bytes))
+        return runs
+
+    def _ask(self) -> None:
+        """The sidecar's rates. While it is gone, what it said last holds."""
+        with self._lock:
+            now = self._clock.monotonic()
+            if now - self._asked_s < RATES_AGE_S_MAX:
+                return
+            self._asked_s = now
+        with self._connection.or_miss():
+            session = self._connection.session()
+            stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), self._timeout_s)
+            with self._lock:
+                self._tiers = {Tier(each.kind): _facts(each) for each in stats.rates}
+
+
+def _facts(told: admin_pb2.TierRate) -> TierFacts:
+    rate = TierRate(
+        told.latency_seconds, 1.0 / max(told.bytes_per_second, 1.0), max(told.caution, 1.0), told.sample_count,
+        told.least_bytes,
+    )  # fmt: skip
+    return TierFacts(rate, float(told.queued_bytes))

@@ -1,0 +1,164 @@
+"""CachedModel with a planner: what it loads, that the bits stay the same, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kvstore_client import Client, connect
+from kvstore_client.engines.transformers import CachedModel
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.spec import Durability, Tier
+from tests.engines.test_transformers import STEP, logits, model_of, prompt
+from tests.server.raw import eventually
+
+COUNT = STEP * 6 + 5
+STORED = STEP * 6
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[Sidecar]:
+    with Sidecar("--capacity", "64 MiB", nvme="64 MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address, planning="on") as connected:
+        yield connected
+
+
+def cached(client: Client, seed: int = 0) -> CachedModel:
+    return CachedModel(model_of(torch.float32, seed), client, chunk_tokens=STEP)
+
+
+def is_link(client: Client, bytes_per_s: float) -> None:
+    """The client has measured so, of moves of any size."""
+    client.planner._link = BusyTimes(
+        tuple(BusyTime(size, size / bytes_per_s) for size in (1000, 100_000, 10_000_000) for _ in range(3))
+    )
+
+
+def is_engine(client: Client, model: CachedModel, token_s: float) -> None:
+    for count in (100, 200, 100, 200, 100, 200, 100, 200):
+        client.planner.computed(model.spec, STEP, Prefill(count, 0, count * token_s, count // 50))
+
+
+def test_modes_are_three(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as plain:
+        assert plain.planner.mode == "off"
+    for mode in ("off", "observe", "on"):
+        with connect(sidecar.address, planning=mode) as each:
+            assert each.planner.mode == mode
+    with pytest.raises(InvalidRequest, match="off, observe, on"):
+        connect(sidecar.address, planning="auto").close()
+
+
+def test_the_first_requests_teach_it_and_the_bits_stay(client: Client) -> None:
+    model, ids = cached(client), prompt(COUNT, 1)
+    cold, first = logits(model, ids)
+    assert first.plan is not None
+    assert (first.plan.chosen.way, first.reused_token_count) == (Way.PREFILL, 0)
+    assert first.wait_stored(10.0) is not Durability.NONE
+    plan = client.plan(model.spec, ids[0], step_tokens=STEP)
+    assert plan.is_measured, "one prefill is enough to begin with"
+    assert {each.way for each in plan.candidates} >= {Way.PREFILL, Way.LOAD}
+    is_link(client, 1e12)
+    is_engine(client, model, 1e-3)
+    warm, second = logits(model, ids)
+    assert second.plan is not None
+    assert second.plan.chosen.way is Way.LOAD
+    assert second.reused_token_count == STORED
+    assert torch.equal(cold, warm)
+
+
+def test_what_is_faster_computed_is_computed_and_the_bits_stay(client: Client) -> None:
+    model, ids = cached(client), prompt(COUNT, 2)
+    cold, first = logits(model, ids)
+    first.wait_stored(10.0)
+    is_link(client, 100.0)
+    is_engine(client, model, 1e-6)
+    again, second = logits(model, ids)
+    assert second.plan is not None
+    assert (second.plan.chosen.way, second.reused_token_count, second.fetched_bytes) == (Way.PREFILL, 0, 0)
+    assert "would take" in second.plan.why
+    assert torch.equal(cold, again)
+
+
+def test_observing_says_what_it_would_do_and_loads_all_the_same(client: Client) -> None:
+    model, ids = cached(client), prompt(COUNT, 3)
+    _, first = logits(model, ids)
+    first.wait_stored(10.0)
+    is_link(client, 100.0)
+    is_engine(client, model, 1e-6)
+    client.planner.mode = "observe"
+    _, second = logits(model, ids)
+    assert second.plan is not None
+    assert second.plan.chosen.way is Way.PREFILL
+    assert second.reused_token_count == STORED
+
+
+def test_off_makes_no_plans(client: Client) -> None:
+    client.planner.mode = "off"
+    model = cached(client)
+    _, report = logits(model, prompt(COUNT, 4))
+    assert report.plan is None
+    assert client.planner._prefills, "what prefills take is learned all the same"
+
+
+def test_the_first_tokens_alone_are_loaded_where_the_rest_lies_in_a_slow_tier(client: Client) -> None:
+    """Half of the prompt is in memory, the other half only on a device that is said to be slow."""
+    model, ids = cached(client), prompt(COUNT, 5)
+    cold, first = logits(model, ids)
+    assert first.wait_stored(10.0) is Durability.LOCAL
+    half = STEP * 3
+    real = client.peek
+
+    def partly_cold(*arguments: object, **options: object) -> object:
+        match = real(*arguments, **options)  # type: ignore[arg-type]
+        assert match is not None
+        chunks = [each._replace(tier=Tier.NVME if each.token_start >= half else Tier.DRAM) for each in match.chunks]
+        return type(match)(match.prefix_token_count, tuple(chunks), match.ticket)
+
+    client.peek = partly_cold  # type: ignore[assignment,method-assign]
+    is_link(client, 1e12)
+    is_engine(client, model, 1e-6)
+    warm, second = logits(model, ids)
+    assert second.plan is not None
+    assert (second.plan.chosen.way, second.reused_token_count) == (Way.FIRST, half)
+    assert torch.equal(cold, warm)
+
+
+def test_a_tier_that_plans_leave_out_is_measured_on_the_side(sidecar: Sidecar) -> None:
+    with connect(sidecar.address) as writer:
+        model, ids = cached(writer, seed=7), prompt(COUNT, 6)
+        cold, first = logits(model, ids)
+        assert first.wait_stored(10.0) is Durability.LOCAL
+    sidecar.stop()
+    sidecar.start()
+    with connect(sidecar.address, planning="on") as client:
+        model = cached(client, seed=7)
+        is_engine(client, model, 1e-9)  # nothing is as fast as that
+        again, report = logits(model, ids)
+        assert report.plan is not None
+        assert report.plan.chosen.way is Way.PREFILL
+        assert torch.equal(cold, again)
+        eventually(lambda: client.stats().rates[0].sample_count > 0)
+        held = client.lookup(model.spec, ids[0])
+        assert [chunk.tier for chunk in held.chunks[:3]] == [Tier.DRAM, Tier.NVME, Tier.NVME], "one chunk, no more"
+        assert client.planner.probe_stop(model.spec, held.chunks, 0) == 0, "the next one has time"
+
+
+def test_absurd_durations_teach_nothing(client: Client) -> None:
+    model = cached(client)
+    is_engine(client, model, 1e-3)
+    before = client.plan(model.spec, prompt(COUNT, 8)[0], step_tokens=STEP).prefill.ttft_s
+    for seconds in (0.0, -1.0, math.nan, math.inf, 1e30):
+        client.planner.computed(model.spec, STEP, Prefill(100, 0, seconds))
+        client.planner.landed(1 << 20, seconds)
+    assert client.plan(model.spec, prompt(COUNT, 8)[0], step_tokens=STEP).prefill.ttft_s == before
