@@ -14,7 +14,7 @@ from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import parent_digest
-from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, Identity
 
 __all__ = [
     "NOWHERE",
@@ -25,6 +25,7 @@ __all__ = [
     "Copies",
     "Event",
     "EventBatch",
+    "Identity",
     "MappedCopies",
     "Namespace",
     "Run",

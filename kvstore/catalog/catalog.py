@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvstore.catalog.events import Event
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import Model, Spaces, parent_digest
-from kvstore.catalog.table import ROOT_ROW, ChunkTable
+from kvstore.catalog.table import ROOT_ROW, ChunkTable, Identity
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import ROOT_DIGEST, fingerprint
 from kvstore.presence import PresenceTable
@@ -166,6 +166,10 @@ class Catalog:
     def is_visible(self, row: int) -> bool:
         """Whether the chunk can be found; not so of a ghost."""
         return self.space_of(row).index.get(self.table.digests[row]) == row
+
+    def is_here(self, row: int, identity: Identity) -> bool:
+        """Whether the row is that chunk still, and can be found."""
+        return self.table.identity(row) == identity and self.is_visible(row)
 
     def stored(self, batch_count: int) -> Iterator[list[Event]]:
         """All that is visible, as the events that tell of it, in batches. A chunk that changes between two batches is

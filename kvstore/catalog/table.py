@@ -10,6 +10,8 @@ import numpy as np
 from kvstore.catalog.copies import NOWHERE, Copies
 from kvstore.spec import Tier
 
+Identity = tuple[int, bytes]
+"""Which chunk a row is: (number of its namespace, chain digest)."""
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
 SPACE_COUNT_MAX = 1 << 16
@@ -113,6 +115,10 @@ class ChunkTable:
             self.child_counts[parent] -= 1
         self.digests[row] = _EMPTY
         self._free.append(row)
+
+    def identity(self, row: int) -> Identity:
+        """Whoever waits, and does not hold the row, compares it afterwards: the row may be another chunk's by then."""
+        return self.spaces[row], self.digests[row]
 
     def rows(self) -> Iterator[int]:
         """Every row in use, ghosts included."""

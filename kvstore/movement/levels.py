@@ -4,17 +4,17 @@ level is promised."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.catalog import ROOT_ROW, Catalog
+from kvstore.catalog import ROOT_ROW, Catalog, Identity
 from kvstore.config import LEVEL_SETTINGS
 from kvstore.errors import InvalidRequest
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import SharedCopies, is_for_others
 from kvstore.movement.shared_tiers import PROBE_COUNT_MAX
-from kvstore.movement.writes import Writes
+from kvstore.movement.writes import EVICTED_FIRST, Writes
 from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability
 
@@ -22,6 +22,7 @@ ROUND_COUNT = 2
 """What an engine dropped while the rest of a chain was sent is sent once more."""
 PATIENCE = 0.5
 """For this share of the time that is left others are waited for that write the same; then it is written here, too."""
+GONE = "a part of it is gone again: raise arena.capacity_bytes"
 BEYOND = (Durability.SHARED, Durability.OBJECT)
 """The levels of tiers that other nodes use, too."""
 
@@ -55,6 +56,15 @@ class SharedWrites:
     writes: Writes
 
 
+class _Asked(NamedTuple):
+    """What a level asks of one tier: to have ``chunks``, which are the whole ones among the rows that are the caller's
+    ``own``, and for OBJECT all that they hang on."""
+
+    shared: SharedWrites
+    own: Sequence[int]
+    chunks: Mapping[int, Identity]
+
+
 class _Reached(NamedTuple):
     """Of one level: why it was not reached, empty if it was, and whether that will stay so."""
 
@@ -64,7 +74,10 @@ class _Reached(NamedTuple):
 
 class Levels:
     """Waits for levels. ``writes`` are those to slower local tiers, ``shared`` those to shared ones; ``absent`` says
-    why tiers that are configured are not in use."""
+    why tiers that are configured are not in use.
+
+    Nobody holds the chunks meanwhile: they may go, and their rows may become other chunks', whose level says nothing of
+    theirs. So what each row was when it was asked for goes along, and is compared after every wait."""
 
     def __init__(
         self, catalog: Catalog, names: ChunkNames, clock: Clock, writes: Sequence[Writes],
@@ -99,18 +112,21 @@ class Levels:
         from now. No other level is waited for, but the node's own where a level beyond it is refused; tiers that are
         known to have all of it are asked whether they still do, for as long as a lookup waits for them."""
         until = Deadline.of(self._clock, timeout_s, timeout_s)
-        asked = self._of(wanted) if wanted in BEYOND else None
-        digests = [self._table.digests[row] for row in rows]
+        chunks = self._identified(rows)
+        asks = {level: self._asked(shared, rows) for level in BEYOND if (shared := self._of(level)) is not None}
+        asked = asks.get(wanted)
         beyond: dict[Durability, _Reached] = {}
         if asked is not None:
-            beyond[wanted] = await self._reach(asked, rows, until)
+            beyond[wanted] = await self._reach(asked, until)
         is_waited_for = asked is None or bool(beyond[wanted].reason and beyond[wanted].is_settled)
-        level, reason, is_settled = await self._local(rows, until.left_s if is_waited_for else 0.0)
+        level, reason, is_settled = await self._local(chunks, until.left_s if is_waited_for else 0.0)
         others = [each for each in BEYOND if each not in beyond]
-        known = await asyncio.gather(*(self._known(each, rows, until) for each in others))
+        known = await asyncio.gather(*(self._known(each, asks.get(each), until) for each in others))
         beyond.update(zip(others, known, strict=True))
-        if level > Durability.MEMORY:  # some of it may have gone while other tiers were asked
-            level, reason = self._local_now(rows, digests)
+        if not all(self._catalog.is_here(*each) for each in chunks.items()):  # it went while tiers were asked
+            level, reason = Durability.NONE, EVICTED_FIRST
+        elif level > Durability.MEMORY:
+            level, reason = self._local_now(chunks)
         missing = {each: found.reason for each, found in beyond.items() if found.reason}
         if level < Durability.MEMORY:
             missing[Durability.MEMORY] = reason
@@ -122,9 +138,19 @@ class Levels:
         said = f"no tier of this level is configured: set {LEVEL_SETTINGS[level]}"
         return "; ".join((said, *self._absent))
 
+    def _identified(self, rows: Iterable[int]) -> dict[int, Identity]:
+        return {row: self._table.identity(row) for row in rows}
+
+    def _asked(self, shared: SharedWrites, rows: Sequence[int]) -> _Asked:
+        return _Asked(shared, rows, self._identified(self._chunks(shared, rows)))
+
+    def _are_still(self, chunks: Mapping[int, Identity]) -> bool:
+        """Whether each row is the chunk that it was."""
+        return all(self._table.identity(row) == identity for row, identity in chunks.items())
+
     # ------------------------------------------------------------ on the node
 
-    async def _local(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
+    async def _local(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
         """The level that all of these have reached once a tier has them all, or every tier is through with them; why it
         is no higher; and whether it will stay so."""
         if not self._writes:
@@ -132,7 +158,7 @@ class Levels:
         found: list[tuple[Durability, str, bool]] = []
         highest = max(writes.target.durability for writes in self._writes)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(writes.settle(rows, timeout_s)) for writes in self._writes]
+            tasks = [group.create_task(writes.settle(chunks, timeout_s)) for writes in self._writes]
             for ended in asyncio.as_completed(tasks):
                 found.append(await ended)
                 if found[-1][0] == highest:  # another tier may stall: nobody waits for it
@@ -142,41 +168,40 @@ class Levels:
         level, reason, _ = max(found, key=lambda each: each[0])
         return level, reason, level == highest or all(is_settled for _, _, is_settled in found)
 
-    def _local_now(self, rows: Sequence[int], digests: Sequence[bytes]) -> tuple[Durability, str]:
-        return max((writes.level(rows, digests) for writes in self._writes), key=lambda each: each[0])
+    def _local_now(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
+        return max((writes.level(chunks) for writes in self._writes), key=lambda each: each[0])
 
     # ------------------------------------------------------------ beyond it
 
-    async def _reach(self, shared: SharedWrites, rows: Sequence[int], until: Deadline) -> _Reached:
+    async def _reach(self, asked: _Asked, until: Deadline) -> _Reached:
         """Have a tier take these chunks, and wait for that."""
+        writes, chunks = asked.shared.writes, asked.chunks
         found = _Reached("", False)
         for _ in range(ROUND_COUNT):
-            chunks = self._chunks(shared, rows)
-            digests = [self._table.digests[row] for row in chunks]
+            if not self._are_still(chunks):
+                return _Reached(GONE, True)
             for row in chunks:
-                shared.writes.demand(row)
-            is_through = await shared.writes.through(chunks, until.left_s * PATIENCE)
+                writes.demand(row)
+            is_through = await writes.through(chunks, until.left_s * PATIENCE)
             if not is_through:
-                shared.writes.insist(chunks)
-                is_through = await shared.writes.through(chunks, until.left_s)
-            found = self._seen(shared, rows, chunks, digests, is_through=is_through)
+                writes.insist(chunks)
+                is_through = await writes.through(chunks, until.left_s)
+            found = self._seen(asked, is_through=is_through)
             if found.reason:
                 return found
-            found = await self._confirmed(shared, chunks, until.left_s)
+            found = await self._confirmed(asked, until.left_s)
             if not found.reason or not found.is_settled:
                 return found
         return found
 
-    async def _known(self, level: Durability, rows: Sequence[int], until: Deadline) -> _Reached:
+    async def _known(self, level: Durability, asked: _Asked | None, until: Deadline) -> _Reached:
         """What a tier is known to have of these, of which nobody waits for it."""
-        shared = self._of(level)
-        if shared is None:
+        if asked is None:
             return _Reached(self._not_configured(level), True)
-        chunks = self._chunks(shared, rows)
-        found = self._seen(shared, rows, chunks, [self._table.digests[row] for row in chunks], is_through=True)
+        found = self._seen(asked, is_through=True)
         if found.reason:
             return found
-        return await self._confirmed(shared, chunks, min(until.left_s, shared.copies.lookup_s_max))
+        return await self._confirmed(asked, min(until.left_s, asked.shared.copies.lookup_s_max))
 
     def _chunks(self, shared: SharedWrites, rows: Sequence[int]) -> list[int]:
         """What the tier must have: the whole chunks among these, and for OBJECT all that they hang on."""
@@ -195,18 +220,15 @@ class Levels:
                 yield parent
                 parent = self._table.parents[parent]
 
-    def _seen(
-        self, shared: SharedWrites, rows: Sequence[int], chunks: Sequence[int], digests: Sequence[bytes], *,
-        is_through: bool,
-    ) -> _Reached:  # fmt: skip
+    def _seen(self, asked: _Asked, *, is_through: bool) -> _Reached:
         """Whether the tier was seen to have all of these."""
+        shared, own, chunks = asked
         writes, name = shared.writes, shared.writes.target.name
-        own = set(rows)
-        if not own & set(chunks):
-            return _Reached(self._why_none(rows), True)
-        for row, digest in zip(chunks, digests, strict=True):
-            if self._table.digests[row] != digest:
-                return _Reached("a part of it is gone again: raise arena.capacity_bytes", True)
+        if chunks.keys().isdisjoint(own):
+            return _Reached(self._why_none(own), True)
+        if not self._are_still(chunks):
+            return _Reached(GONE, True)
+        for row in chunks:
             if not writes.target.is_proven(row):
                 if not self._table.is_resident(row):
                     return _Reached(f"a chunk that it hangs on is neither in tiers.{name} nor on this node", is_through)
@@ -231,23 +253,23 @@ class Levels:
             return f"tiers.{name} says that it has it, and nobody has looked: ask for durability = {level}"
         return f"tiers.{name} was not given it (tiers.{name}.write = {shared.copies.write_policy})"
 
-    async def _confirmed(self, shared: SharedWrites, chunks: Sequence[int], timeout_s: float) -> _Reached:
+    async def _confirmed(self, asked: _Asked, timeout_s: float) -> _Reached:
         """Whether the tier still says that it has what it was seen to have, at the moment at which that is promised."""
-        copies, name = shared.copies, shared.writes.target.name
+        copies, name = asked.shared.copies, asked.shared.writes.target.name
         until = Deadline.of(self._clock, timeout_s, timeout_s)
+        chunks, spaces = list(asked.chunks.items()), self._catalog.spaces.numbered
         gone = 0
         for start in range(0, len(chunks), PROBE_COUNT_MAX):
             part = chunks[start : start + PROBE_COUNT_MAX]
-            digests = [self._table.digests[row] for row in part]
-            keys = [self._names.of(row).storage_key for row in part]
+            keys = [self._names.key(spaces[space], digest) for _, (space, digest) in part]
             if not copies.is_asked:
                 return _Reached(f"tiers.{name} does not answer at present: it is left alone for a while", True)
             answers = await copies.ask(keys, until.left_s) if until.left_s > 0 else None
             if answers is None:
                 return _Reached(f"tiers.{name} did not say in time that it still has it", until.left_s > 0)
-            for row, digest, is_there in zip(part, digests, answers, strict=True):
+            for (row, identity), is_there in zip(part, answers, strict=True):
                 if not is_there:
                     gone += 1
-                    if self._table.digests[row] == digest:
+                    if self._table.identity(row) == identity:
                         copies.take(row)
         return _Reached(f"tiers.{name} dropped {gone} of {len(chunks)} chunks again" if gone else "", True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvstore.arena import Placement
-from kvstore.catalog import Catalog, MappedCopies
+from kvstore.catalog import Catalog, Identity, MappedCopies
 from kvstore.chunk import parse_header
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.names import ChunkNames
@@ -35,6 +35,7 @@ SOON_S, LATER_S = 0.1, 2.0
 """After so long a chunk that is left to another node is looked for again: first after the one, then after twice as
 long as before, up to the other. Where a tier bills each request a fixed pause costs too much."""
 DRAINING = "an operator drains it (kvstore drain --end has it take chunks again)"
+EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
 _log = logging.getLogger("kvstore.movement")
 
@@ -323,16 +324,14 @@ class Writes:
         except TimeoutError:
             return
 
-    async def settle(self, rows: Sequence[int], timeout_s: float) -> tuple[Durability, str, bool]:
+    async def settle(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
         """The level that all of these chunks have reached once the tier is through with them, at most ``timeout_s``
         seconds from now; why it is no higher; and whether the tier is through."""
-        table = self._catalog.table
-        digests = [table.digests[row] for row in rows]
-        for row in rows:
+        for row in chunks:
             if row in self._memory and row not in self._parked:
                 self.add(row, Priority.INTERACTIVE)  # also where the tier had to give up its copy meanwhile
-        is_through = await self.through(rows, timeout_s)
-        return *self.level(rows, digests), is_through
+        is_through = await self.through(chunks, timeout_s)
+        return *self.level(chunks), is_through
 
     async def through(self, rows: Iterable[int], timeout_s: float) -> bool:
         """Wait until those of these that wait, or are on their way, are there or refused, at most so long. Whether all
@@ -357,13 +356,12 @@ class Writes:
                 if not others:
                     del self._waiters[row]
 
-    def level(self, rows: Sequence[int], digests: Sequence[bytes]) -> tuple[Durability, str]:
-        """The level that these chunks, of these digests, have reached now, and why it is no higher."""
-        table = self._catalog.table
+    def level(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
+        """The level that these chunks have reached now, and why it is no higher."""
         level, reason = self.target.durability, ""
-        for row, digest in zip(rows, digests, strict=True):
-            if table.digests[row] != digest or not self._catalog.is_visible(row):
-                return Durability.NONE, "evicted before it was written: raise arena.capacity_bytes"
+        for row, identity in chunks.items():
+            if not self._catalog.is_here(row, identity):
+                return Durability.NONE, EVICTED_FIRST
             if not self.target.is_proven(row):
                 missing = LEFT_BY_A_CRASH if self.target.has(row) else f"{self.target.name} has not taken it yet"
                 level, reason = Durability.MEMORY, self.reason or missing

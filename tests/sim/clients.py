@@ -224,6 +224,8 @@ class Client:
             self._life.oracle.claimed_local(self._life, chain.names(settled.chunk_count))
         else:
             self._trace.check(settled.reason, f"{chain} is {settled.durability.name} for no reason")
+        if settled.durability is not Durability.NONE:
+            self._life.oracle.claimed_here(self._life, chain.names(settled.chunk_count))
         return f"{settled.chunk_count} {settled.durability.name} {settled.reason[:40]}"
 
     # ------------------------------------------------------------ fetch

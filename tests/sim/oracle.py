@@ -91,6 +91,11 @@ class Oracle:
         if owner is not None:
             self.withdraw(owner)
 
+    def claimed_here(self, life: Life, names: list[Name]) -> None:
+        """A client was told that the node has these chunks."""
+        for name in names:
+            self.trace.check(row_of(life, name) is not None, f"{told(name)} is said to be here and is not")
+
     def claimed_local(self, life: Life, names: list[Name]) -> None:
         """A client was told that these chunks are on the device."""
         for name in names:
@@ -138,7 +143,7 @@ class Oracle:
         removal, checks = movement.removal, movement.checks
         drop, remove, quarantine, give_up = removal.drop, removal.remove, removal.quarantine, checks._give_up
 
-        def on_drop(copies: Copies, row: int, reason: MissReason) -> None:
+        def on_drop(copies: Copies, row: int, reason: MissReason, *, erase: bool = False) -> None:
             allowed = self._cause or not table.is_held(row) or life.is_over
             trace.check(allowed, f"row {row} was dropped under a lease")
             if copies is life.device and not life.is_over:
@@ -146,16 +151,16 @@ class Oracle:
                 trace.check(self._cause, f"{told(name)} was forgotten for no reason on record")
                 trace.add("oracle", f"{told(name)} {self._cause} from {place_of(copies.residency(row))}")
                 self.withdraw(name)
-            drop(copies, row, reason)
+            drop(copies, row, reason, erase=erase)
 
         def on_give_up(copies: Copies, row: int) -> None:
             with self._because("given up"):
                 give_up(copies, row)
 
-        def on_remove(row: int, reason: MissReason) -> None:
+        def on_remove(row: int, reason: MissReason, *, erase: bool = False) -> None:
             trace.check(reason is MissReason.STALE, f"removed: {reason.name}")
             with self._because("superseded"):
-                remove(row, reason)
+                remove(row, reason, erase=erase)
 
         async def on_quarantine(copies: Copies, row: int, residency: int) -> None:
             if copies is life.memory and not life.is_over:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.controller import Settled
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.movement.writes import LANE_COUNT
 from kvstore.spec import LEVELS, Durability, MissReason
 from kvstore.tiers import ChunkName
 from tests.fakes import Switch
+from tests.specs import small_spec
 from tests.tiers.service import DeviceService
 from tests.tiers.shared import PATH, Node, Wide, run
 
@@ -144,6 +147,64 @@ def test_shared_was_readable_when_it_was_said(wide: Wide) -> None:
         assert SHARED in reached(await settled(node, *PATH, wanted=SHARED)), "and it goes there again"
 
     run([node, other], scenario)
+
+
+@pytest.mark.parametrize("level", [SHARED, OBJECT])
+@pytest.mark.parametrize("model_id", ["test", "other"])
+def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row(
+    wide: Wide, level: Durability, model_id: str
+) -> None:
+    """Another one of the same model; or the same tokens of another model, which have the same digest. The tier has what
+    went, too, but this node has not looked since."""
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        other = node.of(small_spec(model_id=model_id))
+        await kept(node, level, 9)
+        await settled(node, 9)
+        node.controller.parts.movement.remove(node.row(9), MissReason.EVICTED)
+        path, write, may_write = (90 if other.model == node.model else 9,), node.nvme.write, asyncio.Event()
+
+        async def late(*given: Any) -> int:
+            await may_write.wait()
+            return await write(*given)
+
+        node.nvme.write = late  # type: ignore[method-assign]
+        for number in range(LANE_COUNT):  # so that the next one waits for its turn
+            await node.store(node.session, 20 + number)
+        await node.store(node.session, 9)
+        row = node.row(9)
+        waiting = asyncio.ensure_future(settled(node, 9))
+        await asyncio.sleep(0.01)
+        node.controller.parts.movement.remove(row, MissReason.EVICTED)
+        await other.store(node.session, *path, durability=level)
+        assert other.row(*path) == row
+        assert level in reached(await settled(other, *path, wanted=level, timeout_s=0.5))
+        may_write.set()
+        assert reached(await waiting) == set()
+
+    run([node], scenario)
+
+
+def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels(wide: Wide) -> None:
+    node = wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        async def refuse(*_: Any) -> int:
+            raise Unavailable("the device failed")
+
+        node.nvme.write = refuse  # type: ignore[method-assign]
+        assert reached(await kept(node, SHARED, 1)) == {MEMORY, SHARED}
+        probe = node.shared[0].probe
+
+        async def late(*given: Any) -> Any:
+            node.controller.parts.movement.remove(node.row(1), MissReason.EVICTED)
+            return await probe(*given)
+
+        node.shared[0].probe = late
+        assert reached(await settled(node, 1)) == {SHARED}
+
+    run([node], scenario)
 
 
 def test_an_engine_with_no_room_for_a_chain_is_told_as_that(tmp_path: Path) -> None:
