@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Placement
 from kvstore.policy import ABSENT, EvictionPolicy
-from kvstore.spec import Durability, Encoding, MissReason, Tier
+from kvstore.spec import Durability, MissReason, Tier
 from kvstore.tiers import LocalTier, Residency
 from kvstore.tiers.dram import DramTier
 
@@ -85,10 +85,6 @@ class Copies:
     def encodings(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """How the copies of these rows, which are all here, are encoded."""
         return self.tier.encodings(np.frombuffer(self.column, np.int64)[rows] & ~UNPROVEN)
-
-    def encoding(self, row: int) -> Encoding:
-        """How the copy of a chunk that is here is encoded."""
-        return Encoding(int(self.encodings(np.array([row]))[0]))
 
     # ------------------------------------------------------------ copies come and go
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.controller.operators import ChangeNews, ListPage, Operators, Selection
 from kvstore.controller.operators.selection import BLOCK_ROWS
-from kvstore.controller.operators.turns import STEP_S, Turns
+from kvstore.controller.operators.turns import REST, STEP_S, Turns
 from kvstore.errors import InvalidRequest
 from kvstore.movement import Fate
 from kvstore.simulated import ManualClock
@@ -259,6 +259,21 @@ async def test_one_step_a_round_however_many_ask() -> None:
     await asyncio.gather(*map(question, range(10)), count())
     assert len({at for at, _ in steps}) == len(steps)
     assert [number for _, number in steps] == list(range(10)) * 3
+
+
+async def test_after_a_step_the_loop_is_left_to_others_for_longer() -> None:
+    clock = ManualClock()
+    turns = Turns(clock)
+    one, other = turns.begin(), turns.begin()
+    await one.next()
+    clock.advance(0.001)
+    one.end()
+    clock.advance(5.0)  # what it waits for now is not its work
+    before_s = clock.monotonic()
+    await other.next()
+    assert clock.monotonic() - before_s == pytest.approx(0.001 * REST)
+    await other.next()
+    assert clock.monotonic() - before_s == pytest.approx(0.001 * REST)
 
 
 async def test_a_step_that_had_its_time_waits_for_another() -> None:

@@ -19,7 +19,7 @@ from kvstore.controller.operators.values import (
 from kvstore.controller.parts import Parts
 from kvstore.spec import Encoding
 
-PAGE_COUNT = 64
+PAGE_COUNT = 24
 """Chunks that are told in one step."""
 
 
@@ -40,45 +40,54 @@ class Listing:
             told = [(row, self._table.digests[row]) for row in rows[:limit].tolist()]
             await totals.add(rows, turn)
             for first in range(0, len(told), PAGE_COUNT):
+                await turn.next()
                 entries = self._entries(told[first : first + PAGE_COUNT])
                 limit -= len(entries)
+                turn.end()
                 if entries:
                     yield ListPage(entries)
-                await turn.next()
+        turn.end()
         yield ListPage(totals=totals.models(), is_last=True)
 
     def _entries(self, told: Sequence[tuple[int, bytes]]) -> tuple[ChunkEntry, ...]:
         """What is known of these, but for those that went meanwhile."""
         table = self._table
+        rows = [row for row, digest in told if table.digests[row] == digest and table.is_resident(row)]
+        copies = self._copies(rows)
         return tuple(
-            self.entry(row, is_held=table.is_held(row))
-            for row, digest in told
-            if table.digests[row] == digest and table.is_resident(row)
+            self._entry(row, found, is_held=table.is_held(row)) for row, found in zip(rows, copies, strict=True)
         )
 
     def entry(self, row: int, *, is_held: bool) -> ChunkEntry:
         """What is known of one chunk that some local tier has."""
+        return self._entry(row, self._copies([row])[0], is_held=is_held)
+
+    def _entry(self, row: int, copies: Sequence[CopyFacts], *, is_held: bool) -> ChunkEntry:
         table, space = self._table, self._catalog.space_of(row)
         return ChunkEntry(
             digest=table.digests[row], parent=parent_digest(table, row), fingerprint=space.fingerprint,
             model_id=model_id_of(space), e_layer=-1 if space.layer is None else space.layer,
             provenance=space.provenance, exactness=space.exactness, token_count=table.token_counts[row],
-            byte_count=space.known_bytes(table.token_counts[row]), copies=tuple(self._copies(row)),
+            byte_count=space.known_bytes(table.token_counts[row]), copies=tuple(copies),
             use_count=table.uses[row], child_count=table.child_counts[row], is_held=is_held,
             stored_seconds=table.stored_s[row], is_pinned=self._parts.pins.is_kept(row),
         )  # fmt: skip
 
-    def _copies(self, row: int) -> list[CopyFacts]:
-        found = []
+    def _copies(self, rows: Sequence[int]) -> list[list[CopyFacts]]:
+        """Of each of these, its copies, the fastest first."""
+        found: dict[int, list[CopyFacts]] = {row: [] for row in rows}
         for copies in self._table.copies:
-            if row in copies:
-                encoding = copies.encoding(row)
-                found.append(CopyFacts(copies.tier.name, copies.kind, encoding, copies.is_proven(row), False))
+            here = [row for row in rows if row in copies]
+            encodings = copies.encodings(np.array(here, np.int64)).tolist() if here else ()
+            for row, encoding in zip(here, encodings, strict=True):
+                is_proven = copies.is_proven(row)
+                found[row].append(CopyFacts(copies.tier.name, copies.kind, Encoding(encoding), is_proven, False))
         for shared in self._parts.movement.shared_tiers.tiers:
-            if row in shared:
-                is_seen = shared.is_seen(row)
-                found.append(CopyFacts(shared.tier.name, shared.tier.kind, Encoding.NONE, is_seen, True))
-        return found
+            for row in rows:
+                if row in shared:
+                    facts = CopyFacts(shared.tier.name, shared.tier.kind, Encoding.NONE, shared.is_seen(row), True)
+                    found[row].append(facts)
+        return [found[row] for row in rows]
 
 
 class Totals:

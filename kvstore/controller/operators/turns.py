@@ -7,15 +7,20 @@ import asyncio
 from kvstore.seams import Clock
 
 STEP_S = 0.0005
+REST = 2.0
+"""After a step the loop is left to others for so many times as long: questions never have more than a third of it."""
+REST_S_MAX = 0.01
 
 
 class Turns:
     """Work on the whole catalog, cut into short steps. Of all questions that wait, however many, one has a step per
-    round of the event loop, in the order in which they came."""
+    round of the event loop, in the order in which they came, and between two steps there is a rest."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.gate = asyncio.Lock()
+        self.worked_s = 0.0
+        """Since the last rest, of all questions together."""
 
     def begin(self) -> Turn:
         """One question's. Its first step is the one after ``next``."""
@@ -27,15 +32,24 @@ class Turn:
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._since_s = 0.0
+        self._since_s: float | None = None
 
     async def next(self) -> None:
         """Wait for a step. What was read before may have changed after."""
-        async with self._turns.gate:
-            await self._turns.clock.sleep(0)
-        self._since_s = self._turns.clock.monotonic()
+        self.end()
+        turns = self._turns
+        async with turns.gate:
+            rest_s, turns.worked_s = min(turns.worked_s * REST, REST_S_MAX), 0.0
+            await turns.clock.sleep(rest_s)
+        self._since_s = turns.clock.monotonic()
 
     async def between(self) -> None:
         """Wait for another step if this one has had its time. Cost while it has not: a look at the clock."""
-        if self._turns.clock.monotonic() - self._since_s >= STEP_S:
+        if self._since_s is None or self._turns.clock.monotonic() - self._since_s >= STEP_S:
             await self.next()
+
+    def end(self) -> None:
+        """The step is over: what the question waits for from now on is not its work. Idempotent."""
+        if self._since_s is not None:
+            self._turns.worked_s += self._turns.clock.monotonic() - self._since_s
+            self._since_s = None

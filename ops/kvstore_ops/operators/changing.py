@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +26,16 @@ from kvstore_ops.door import door_of
 from kvstore_ops.locate import model_named, read_tokens
 from kvstore_ops.operators import tables
 from kvstore_ops.operators.calls import Operator
-from kvstore_ops.operators.reading import DigestOption, ModelOption, OlderOption, TierOption, operator
-from kvstore_ops.operators.words import selection_of
+from kvstore_ops.operators.reading import (
+    DigestOption,
+    ModelOption,
+    OlderOption,
+    PromptOption,
+    TierOption,
+    TokenizerOption,
+    operator,
+)
+from kvstore_ops.operators.words import wanted_of
 from kvstore_ops.options import (
     EXIT_CODES,
     NOT_ALL,
@@ -42,11 +49,6 @@ from kvstore_ops.options import (
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: say what it would come to.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
-PromptOption = Annotated[
-    Path | None,
-    typer.Option(help="Only a prompt's chunks: JSON token ids, or text with --tokenizer. Needs --model."),
-]
-TokenizerOption = Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")]
 TODO = {"held", "kept for what hangs on it", "failed", "no room", "no tier answers", "has nowhere slower to go"}
 """What became of chunks that were meant to become something else."""
 
@@ -74,7 +76,7 @@ def evict(
     Example: kvstore evict --model my-model --older-than '2 d' --dry-run
     """
     with operator(address, tenant, tls) as asked:
-        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
+        wanted = wanted_of(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
         request = admin_pb2.ChangeRequest(selection=wanted, evict=admin_pb2.Evict())
         _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=True)
 
@@ -103,7 +105,7 @@ def pin(
     if duration and not seconds:
         raise InvalidRequest(f"--for {duration}: use a second or more")
     with operator(address, tenant, tls) as asked:
-        wanted = _wanted(asked, model, digest, tier, "", prompt, tokenizer)
+        wanted = wanted_of(asked, model, digest, tier, "", prompt, tokenizer)
         request = admin_pb2.ChangeRequest(selection=wanted, pin=admin_pb2.Pin(seconds=seconds))
         _change(asked, request, dry_run=dry_run, as_json=as_json)
 
@@ -125,7 +127,7 @@ def unpin(
     Example: kvstore unpin --all
     """
     with operator(address, tenant, tls) as asked:
-        wanted = _wanted(asked, model, digest, "", "", prompt, tokenizer, everything=everything)
+        wanted = wanted_of(asked, model, digest, "", "", prompt, tokenizer, everything=everything)
         request = admin_pb2.ChangeRequest(selection=wanted, unpin=admin_pb2.Unpin())
         _change(asked, request, dry_run=dry_run, as_json=as_json)
 
@@ -155,7 +157,7 @@ def move(
     Example: kvstore move --model my-model --to s3 --yes
     """
     with operator(address, tenant, tls) as asked:
-        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
+        wanted = wanted_of(asked, model, digest, tier, older_than, prompt, tokenizer, everything=everything)
         request = admin_pb2.ChangeRequest(selection=wanted, move=admin_pb2.Move(tier=to, keep=keep))
         is_dangerous = not keep and to not in ("memory", "dram")
         _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
@@ -205,7 +207,7 @@ def verify(
     Example: kvstore verify --tier nvme
     """
     with operator(address, tenant, tls) as asked:
-        wanted = _wanted(asked, model, digest, tier, older_than, prompt, tokenizer, everything=True)
+        wanted = wanted_of(asked, model, digest, tier, older_than, prompt, tokenizer, everything=True)
         request = admin_pb2.ChangeRequest(selection=wanted, verify=admin_pb2.Verify())
         _change(asked, request, dry_run=dry_run, as_json=as_json)
 
@@ -234,29 +236,6 @@ def drain(
         )  # fmt: skip
         is_dangerous = bool(tier) and not end
         _change(asked, request, dry_run=dry_run, yes=yes, as_json=as_json, is_dangerous=is_dangerous)
-
-
-def _wanted(
-    asked: Operator, model: str, digest: str, tier: str, older_than: str, prompt: Path | None, tokenizer: str, *,
-    everything: bool = False,
-) -> admin_pb2.Selection:  # fmt: skip
-    """A selection that says something. Raises InvalidRequest."""
-    if not (model or digest or tier or older_than or prompt or everything):
-        raise InvalidRequest("say which chunks: --model, --digest, --tier, --older-than, --prompt, or --all")
-    chain = b""
-    if prompt is not None:
-        if not model:
-            raise InvalidRequest("--prompt needs --model: whose tokens are they?")
-        spec = asked.model(model)
-        contexts = read_tokens(prompt, tokenizer)
-        chain = b"".join(dict.fromkeys(_digests(Prompt.of(spec, each, (), Exactness.EXACT) for each in contexts)))
-        if not chain:
-            raise InvalidRequest(f"--prompt {prompt}: it is shorter than a chunk of {spec.chunk_tokens} tokens")
-    return selection_of(model, digest, tier, older_than, chain=chain)
-
-
-def _digests(prompts: Iterable[Prompt]) -> Iterable[bytes]:
-    return (digest for prompt in prompts for digest in prompt.digests)
 
 
 def _change(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from kvstore.seams import SystemClock
 from kvstore_ops.door import door_of
 from kvstore_ops.operators import tables
 from kvstore_ops.operators.calls import Operator
-from kvstore_ops.operators.words import selection_of
+from kvstore_ops.operators.words import selection_of, wanted_of
 from kvstore_ops.options import NOT_FOUND, AddressOption, JsonOption, TenantOption, TlsOption
 
 ModelOption = Annotated[
@@ -23,6 +24,12 @@ ModelOption = Annotated[
 DigestOption = Annotated[str, typer.Option("--digest", help="Only chunks whose digest begins with these digits.")]
 TierOption = Annotated[str, typer.Option("--tier", help="Only chunks that this tier has: memory, nvme, redis, s3.")]
 OlderOption = Annotated[str, typer.Option("--older-than", help="Only what has been stored for so long, like '2 h'.")]
+
+PromptOption = Annotated[
+    Path | None,
+    typer.Option(help="Only a prompt's chunks: JSON token ids, or text with --tokenizer. Needs --model."),
+]
+TokenizerOption = Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")]
 
 
 @contextmanager
@@ -52,6 +59,8 @@ def list_chunks(
     digest: DigestOption = "",
     tier: TierOption = "",
     older_than: OlderOption = "",
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = "",
     larger_than: Annotated[str, typer.Option(help="Only chunks of this size or more, like '1 MiB'.")] = "",
     smaller_than: Annotated[str, typer.Option(help="Only chunks of this size or less.")] = "",
     used_at_most: Annotated[int | None, typer.Option(help="Only chunks that were used so often at most.")] = None,
@@ -65,8 +74,11 @@ def list_chunks(
 
     Example: kvstore ls --model my-model --tier nvme --older-than '1 d'
     """
-    wanted = selection_of(model, digest, tier, older_than, larger_than, smaller_than, used_at_most)
     with operator(address, tenant, tls) as asked:
+        wanted = wanted_of(
+            asked, model, digest, tier, older_than, prompt, tokenizer, larger_than, smaller_than, used_at_most,
+            everything=True,
+        )  # fmt: skip
         pages = list(asked.chunks(wanted, limit))
     chunks = [chunk for page in pages for chunk in page.chunks]
     totals = pages[-1].totals

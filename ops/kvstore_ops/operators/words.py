@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from kvstore_client.prompt import Prompt
+
 from kvstore.errors import InvalidRequest
+from kvstore.spec import Exactness
 from kvstore.units import parse_bytes, parse_duration
 from kvstore.v1alpha import admin_pb2
+from kvstore_ops.locate import read_tokens
+from kvstore_ops.operators.calls import Operator
 
 
 def selection_of(
@@ -28,3 +35,22 @@ def _count(used_at_most: int | None) -> int | None:
     if used_at_most is not None and not 0 <= used_at_most < 1 << 32:
         raise InvalidRequest(f"--used-at-most {used_at_most}: use 0 or more")
     return used_at_most
+
+
+def wanted_of(
+    asked: Operator, model: str, digest: str, tier: str, older_than: str, prompt: Path | None, tokenizer: str,
+    larger_than: str = "", smaller_than: str = "", used_at_most: int | None = None, *, everything: bool = False,
+) -> admin_pb2.Selection:  # fmt: skip
+    """A selection that says something, unless ``everything`` is meant. Raises InvalidRequest."""
+    if not (model or digest or tier or older_than or prompt or everything):
+        raise InvalidRequest("say which chunks: --model, --digest, --tier, --older-than, --prompt, or --all")
+    chain = b""
+    if prompt is not None:
+        if not model:
+            raise InvalidRequest("--prompt needs --model: whose tokens are they?")
+        spec = asked.model(model)
+        prompts = [Prompt.of(spec, each, (), Exactness.EXACT) for each in read_tokens(prompt, tokenizer)]
+        chain = b"".join(dict.fromkeys(digest for each in prompts for digest in each.digests))
+        if not chain:
+            raise InvalidRequest(f"--prompt {prompt}: there is no token in it")
+    return selection_of(model, digest, tier, older_than, larger_than, smaller_than, used_at_most, chain)
