@@ -327,9 +327,9 @@ MUTANTS = [
     ),
     Mutant(
         "promised-for-the-chunk-before",
-        WRITES,
-        "            if table.digests[row] != digest or not self._catalog.is_visible(row):\n",
-        "            if not self._catalog.is_visible(row):\n",
+        "kvstore/catalog/catalog.py",
+        "        return self.table.identity(row) == identity and self.is_visible(row)\n",
+        "        return self.is_visible(row)\n",
         "LOCAL is said of a chunk that went, because its row has another by now",
         (
             "tests/tiers/test_nvme_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before",

@@ -417,7 +417,7 @@ MUTANTS = [
     Mutant(
         "a-level-waits-for-a-claim",
         LEVELS,
-        "                shared.writes.insist(chunks)\n",
+        "                writes.insist(chunks)\n",
         "                pass\n",
         "a store that asked for a level fails because another node's claim outlives its deadline",
         (f"{CLAIMS}::test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends",),
