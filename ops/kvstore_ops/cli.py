@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from kvstore import __version__
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore_ops import planning
 from kvstore_ops.doctor import command as doctor
 from kvstore_ops.operators import changing, reading
 from kvstore_ops.operators.harmless import plain
@@ -279,6 +280,7 @@ def version() -> None:
     print(__version__)
 
 
+app.command("plan")(planning.plan)
 reading.register(app)
 changing.register(app)
 doctor.register(app)

@@ -90,6 +90,13 @@ class Planner:
         """The plan for a prompt of ``token_count`` tokens of which the match says what is stored, and of which those
         from ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of tiers that the prompt
         lies in, once a second at most."""
+        return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
+
+    def facts(
+        self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
+        ways: frozenset[Way],
+    ) -> LoadFacts:  # fmt: skip
+        """What ``plan`` rests on: for whoever wants to know what other facts would make of it."""
         runs = merged_runs(self._runs(spec, match))
         if any(run.tier not in IN_MEMORY for run in runs):
             self._ask()
@@ -101,12 +108,10 @@ class Planner:
                 tiers.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, ASSUMED[Tier.S3])))
         share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
         stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
-        return plan_loading(
-            LoadFacts(
-                token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link,
-                stocks=stocks, tiers=tiers, layer_count=spec.layer_count,
-                unit_tokens=max(spec.chunk_tokens, step_tokens), step_tokens=step_tokens, ways=ways,
-            )
+        return LoadFacts(
+            token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link, stocks=stocks,
+            tiers=tiers, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
+            step_tokens=step_tokens, ways=ways,
         )  # fmt: skip
 
     def probe_stop(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> int:

@@ -1,0 +1,148 @@
+"""``kvstore plan``: how a prompt's first token comes soonest, and what it would be like with other speeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning.loading import (
+    ComputeRate,
+    LoadFacts,
+    LoadPlan,
+    Operations,
+    TierFacts,
+    TierRate,
+    Way,
+    plan_loading,
+)
+from kvstore.spec import ModelSpec, Tier
+from kvstore.units import format_bytes, parse_bytes
+from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
+
+WIDTH = 48
+"""Characters of a picture's time."""
+MEMORY = "memory"
+TIERS = {tier.name.lower(): tier for tier in (Tier.NVME, Tier.REDIS, Tier.S3)}
+UNMEASURED = "This engine's speed is not known here: give --prefill-tokens-per-s. Without it seconds mean nothing."
+
+
+def plan(
+    model: Annotated[str, typer.Option("--model", help="A model's id, as the sidecar knows it.")],
+    prompt: Annotated[Path, typer.Option("--prompt", help="JSON token ids; text with --tokenizer.")],
+    tokenizer: Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")] = "",
+    prefill_tokens_per_s: Annotated[
+        float, typer.Option(help="How fast the engine computes a prompt without a context; 0: nobody knows.", min=0.0)
+    ] = 0.0,
+    step_tokens: Annotated[int, typer.Option(help="Rows of one forward pass; 0: all at once.", min=0)] = 0,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="What if: TIER=BYTES a second, like nvme=200MB; 'memory' is the way from memory."),
+    ] = None,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a prompt's first token comes soonest: what is loaded, what is computed, and why.
+
+    Example: kvstore plan --model my-model --prompt prompt.json --prefill-tokens-per-s 2000 --rate nvme=200MB
+    """
+    from kvstore_ops import locate
+    from kvstore_ops.door import door_of
+
+    (tokens, *more) = locate.read_tokens(prompt, tokenizer)
+    if more:
+        raise InvalidRequest(f"--prompt {prompt}: one context is planned at a time")
+    with door_of(address, tenant, tls).open() as client:
+        spec = locate.model_named(client, model)
+        match = client.lookup(spec, tokens)
+        facts = client.planner.facts(spec, match, len(tokens), len(tokens) - 1, step_tokens, frozenset(Way))
+    facts = supposed(facts, spec, prefill_tokens_per_s, rate or [])
+    found = plan_loading(facts)
+    if as_json:
+        print(json.dumps(as_dict(facts, found), indent=2))
+        return
+    Console().print(render(facts, found))
+
+
+def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rates: Sequence[str]) -> LoadFacts:
+    """The facts with other speeds. Raises InvalidRequest naming the option."""
+    if prefill_tokens_per_s:
+        token_s = 1.0 / prefill_tokens_per_s
+        share = Operations.of(spec).pair_share
+        facts = replace(facts, compute=ComputeRate(0.0, token_s, token_s * share, caution=1.0, sample_count=1))
+    tiers = dict(facts.tiers)
+    for text in rates:
+        name, _, size = text.partition("=")
+        bytes_per_s = parse_bytes(size.removesuffix("/s")) if size else 0
+        if bytes_per_s <= 0 or (name not in TIERS and name != MEMORY):
+            raise InvalidRequest(f"--rate {text}: use TIER=BYTES like nvme=200MB; tiers: {', '.join([MEMORY, *TIERS])}")
+        if name == MEMORY:
+            facts = replace(facts, link=TierRate(0.0, 1.0 / bytes_per_s, 1.0))
+            continue
+        known = tiers.get(TIERS[name])
+        latency_s = known.rate.latency_s if known is not None else 0.0
+        tiers[TIERS[name]] = TierFacts(TierRate(latency_s, 1.0 / bytes_per_s, 1.0))
+    return replace(facts, tiers=tiers)
+
+
+def as_dict(facts: LoadFacts, found: LoadPlan) -> dict[str, Any]:
+    """The plan for machines."""
+    return {
+        "token_count": found.token_count,
+        "chosen": asdict(found.chosen),
+        "why": found.why,
+        "is_measured": found.is_measured,
+        "candidates": [asdict(each) for each in found.candidates],
+        "stored": [
+            {"form": stock.form, "tier": run.tier.name, "token_count": run.token_count, "token_bytes": run.token_bytes}
+            for stock in facts.stocks
+            for run in stock.runs
+        ],
+        "bars": [asdict(bar) for bar in found.chosen.bars],
+    }
+
+
+def render(facts: LoadFacts, found: LoadPlan) -> Group:
+    """What is stored where, the candidates, and a picture of the chosen one."""
+    stored = Table("stored tokens", "as", "in", "a second", title=f"{found.token_count:,} tokens")
+    for stock in facts.stocks:
+        for run in stock.runs:
+            known = facts.tiers.get(run.tier)
+            rate = facts.link if known is None else known.rate
+            speed = f"{format_bytes(int(rate.bytes_per_s))}{'' if rate.sample_count else ' (assumed)'}"
+            stored.add_row(f"{run.token_count:,}", stock.form, run.tier.name.lower(), speed)
+    if not facts.stocks:
+        stored.add_row("none", "", "", "")
+    ways = Table("", "way", "loads", "first token", "in one case of ten", "computes", "tiers busy", "not, because")
+    for each in found.candidates:
+        loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
+        times = (each.ttft_s, each.ttft_high_s, each.compute_s, each.tier_s)
+        mark = "*" if each is found.chosen else ""
+        ways.add_row(mark, each.way, loads, *(f"{seconds * 1e3:,.1f} ms" for seconds in times), each.refused)
+    lines: list[Table | Text] = [stored, ways, Text(str(found)), *map(Text, picture(found))]
+    if not found.is_measured:
+        lines.append(Text(UNMEASURED, style="yellow"))
+    return Group(*lines)
+
+
+def picture(found: LoadPlan) -> list[str]:
+    """What goes on when, a line each, from the request to the first token."""
+    chosen = found.chosen
+    if not chosen.ttft_s:
+        return []
+    lines = []
+    for bar in chosen.bars:
+        start, stop = (round(place / chosen.ttft_s * WIDTH) for place in (bar.start_s, bar.stop_s))
+        drawn = " " * start + "#" * max(1, min(stop, WIDTH) - start)
+        lines.append(f"{bar.name:>18} |{drawn:<{WIDTH}}| {(bar.stop_s - bar.start_s) * 1e3:,.1f} ms")
+    return lines
