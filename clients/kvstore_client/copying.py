@@ -69,7 +69,7 @@ def copy_small(target: Tensor, source: NDArray[Any]) -> None:
     """``target[:] = source``, where ``target`` is a slice of what ``whole`` gave. A read-only ``source`` is not copied
     first, as torch would have it."""
     if is_tensor(target):
-        _plainly(copy, target, raw(source))
+        plainly(copy, target, raw(source))
     else:
         np.copyto(target, source)
 
@@ -90,7 +90,7 @@ def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, pa
     return split[:, :, part.token_start : part.token_stop]
 
 
-def _plainly(function: Callable[..., Result], *args: object) -> Result:
+def plainly(function: Callable[..., Result], *args: object) -> Result:
     """Run a copy without autograd's bookkeeping; tensors made in inference mode may be written only so."""
     torch = torch_module()
     if torch is None:
@@ -111,7 +111,7 @@ def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
         )  # this thread's alone; torch's own is everyone's
         if limit is not None:
             limit(1)
-    return _plainly(function, *args)
+    return plainly(function, *args)
 
 
 def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:

@@ -6,20 +6,21 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from types import MethodType
+from typing import Any, cast
 
-_renewals: set[weakref.WeakMethod[Callable[[], None]]] = set()
+_renewals: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def in_children(renew: Callable[[], None]) -> None:
     """Have a method called in every forked child, as long as its object lives. It must raise nothing."""
-    _renewals.add(weakref.WeakMethod(renew, _renewals.discard))
+    method = cast(MethodType, renew)
+    _renewals[method.__self__] = method.__func__
 
 
 def _after_fork_in_child() -> None:
-    for each in list(_renewals):
-        renew = each()
-        if renew is not None:
-            renew()
+    for owner, renew in list(_renewals.items()):
+        renew(owner)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

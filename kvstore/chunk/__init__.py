@@ -41,7 +41,7 @@ from kvstore.chunk.header import (
     write_mark,
     write_seat,
 )
-from kvstore.chunk.layout import FIXED_HEADER_BYTES, ChunkLayout, StoredStrips, layout_of
+from kvstore.chunk.layout import FIXED_HEADER_BYTES, STRIP_ALIGNMENT, ChunkLayout, StoredStrips, layout_of
 from kvstore.chunk.making import Making, decode_slabs
 from kvstore.chunk.parts import Part, slab_parts
 from kvstore.chunk.seal import AEAD, MAC, check_available
@@ -53,6 +53,7 @@ __all__ = [
     "ENVELOPE_READER",
     "FIXED_HEADER_BYTES",
     "MAC",
+    "STRIP_ALIGNMENT",
     "ChunkHeader",
     "ChunkLayout",
     "EncodedChunk",

@@ -33,8 +33,7 @@ from kvstore.seams import Deadline, Mapping, Pauses
 from kvstore.spec import LEVELS, Durability, ModelSpec
 from kvstore.tiers import LocalTier, SharedUse
 
-DRAIN_STEP_S = 0.01
-SWEEP_INTERVAL_S = 1.0
+DRAIN_STEP_S, SWEEP_INTERVAL_S = 0.01, 1.0
 _log = logging.getLogger("kvstore.controller")
 
 
@@ -46,6 +45,7 @@ class Controller:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.tenant = parts.keys.tenant
         self.sessions = Sessions(parts.limits, parts.random, parts.memory, parts.ids)
         self.tickets = Tickets(parts)
         self.lookups = Lookups(parts, self.tickets)
@@ -170,16 +170,12 @@ class Controller:
     # ------------------------------------------------------------ requests
 
     @property
-    def tenant(self) -> str:
-        return self.parts.keys.tenant
-
-    @property
     def token_count_max(self) -> int:
         return self.parts.limits.token_count_max
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
-        """Of a request that comes now, for all that it waits for. ``remaining_s``: how long its caller waits, if it
-        says so; controller.deadline_s is the most. The methods below take a deadline from now where none is given."""
+        """Of a request that comes now, or what a method below takes where none is given. ``remaining_s``: how long the
+        caller waits, if it says so; controller.deadline_s is the most."""
         return self.parts.deadline(remaining_s)
 
     def begin_long_work(self) -> Pauses:
@@ -246,6 +242,10 @@ class Controller:
         """What lands of a fetch's chunks until the deadline; where a store is joined, as long as that may take."""
         until = deadline or self.deadline()
         return arrivals_of(result, until.later(self.parts.limits.reservation_age_s_max) if result.is_joined else until)
+
+    def used(self, queries: Iterable[ChainQuery]) -> None:
+        """See ``Fetches.used``."""
+        self.fetches.used(queries)
 
     def watch(self, session: Session, tenant: str) -> Watcher:
         """Events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another tenant's

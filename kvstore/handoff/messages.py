@@ -17,6 +17,8 @@ REGIONS_MAX = 64
 """Regions per packet, each with its descriptor; the kernel's own limit is 253."""
 COUNTED_MAX = 1 << 32
 """Of a counter in one packet: counters are 64 bits on the wire."""
+USED_MAX = 128
+"""Chains named in one packet: each takes some 150 bytes of its 64 KiB."""
 NUMBER_MAX = (1 << 62) - 1
 MESSAGE_CHARACTERS_MAX = 500
 """Refusals quote what was sent; this bounds how much of it goes back."""
@@ -60,11 +62,19 @@ def _is_region(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
 
 
+def _is_chain(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 4:
+        return False
+    name, exactness, provenance, digest = value
+    return _is_name(name) and _is_number(exactness, 2) and _is_number(provenance, 2) and _is_name(digest)
+
+
 def _is_version(value: object) -> bool:
     return type(value) is int and value == PROTOCOL_VERSION  # true == 1 == 1.0
 
 
-def _is_secret(value: object) -> bool:
+def _is_name(value: object) -> bool:
+    """32 bytes, in hexadecimal digits."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
@@ -74,10 +84,12 @@ Number = Annotated[int, number()]
 Counted = Annotated[int, number(COUNTED_MAX)]
 ByteCount = Annotated[int, number(wire="bytes")]
 Version = Annotated[int, Shape(PROTOCOL_VERSION, _VERSION, _is_version)]
-Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_secret)]
+Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_name)]
 Offers = Annotated[tuple[str, ...], rows(8, "short texts", lambda value: _is_text(value, 32))]
 RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of numbers", _is_region)]
 """(index, bytes) of each region; their descriptors travel in the same order."""
+ChainRows = Annotated[tuple[tuple[str, int, int, str], ...], rows(USED_MAX, "names of chains", _is_chain)]
+"""Of each chain: its model's fingerprint, the wire's numbers of its exactness and provenance, its last digest."""
 
 # ------------------------------------------------------------ from the client
 
@@ -130,7 +142,11 @@ class LookedUp:
     lookup_hit_chunks: Counted = 0
     lookup_miss_chunks: Counted = 0
     fetch_calls: Counted = 0
+    fetch_hit_chunks: Counted = 0
     fetch_miss_chunks: Counted = 0
+    fetch_bytes: Counted = 0
+    used: ChainRows = ()
+    """Chains that were fetched. A server that offers "uses" wants to know them: they are the last to leave."""
 
 
 # ------------------------------------------------------------ from the server

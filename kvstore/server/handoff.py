@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from kvstore.arena.region import Region
-from kvstore.controller import Controller, Session
+from kvstore.controller import ChainQuery, Controller, Session
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.handoff.messages import (
     MESSAGE_CHARACTERS_MAX,
@@ -38,6 +38,8 @@ from kvstore.handoff.passing import peer_uid
 from kvstore.presence import TAIL_TOKENS_MAX
 from kvstore.seams import Clock
 from kvstore.server.outbox import Outbox, Unread
+from kvstore.server.render import parse_query
+from kvstore.v1 import cache_pb2 as pb
 
 HELLO_TIMEOUT_S = 5.0
 """How long a connection may hold a descriptor of ours without saying who it is."""
@@ -168,7 +170,7 @@ class Handoff:
         regions, generations = self._controller.regions()[:REGIONS_MAX], self._controller.generations()
         regions = regions[: self._outbox.room(connection, 1 + len(regions)) - 1]  # the client asks for the others
         secret, rows = session.secret.hex(), _rows(regions)
-        answer = Welcome(session.session_id, secret, os.getpid(), generations.bytes.size, rows, ("presence",))
+        answer = Welcome(session.session_id, secret, os.getpid(), generations.bytes.size, rows, ("presence", "uses"))
         return answer, [generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
     def _answer(self, session: Session, connection: socket.socket, question: Question) -> tuple[Answer, list[int]]:
@@ -194,8 +196,18 @@ class Handoff:
         raise InvalidRequest(f"{question.op} is no question of an open session")
 
     def _count(self, done: LookedUp) -> None:
-        for name, count in asdict(done).items():
+        counts = asdict(done)
+        self._controller.used(map(_chain, counts.pop("used")))
+        for name, count in counts.items():
             self._controller.count(name, count)
+
+
+def _chain(used: tuple[str, int, int, str]) -> ChainQuery:
+    """A chain that a client used, by its last digest."""
+    name, exactness, provenance, digest = used
+    query = pb.ChainQuery(fingerprint=bytes.fromhex(name), digests=bytes.fromhex(digest))
+    query.exactness, query.provenance = exactness, provenance  # type: ignore[assignment]  # the wire's numbers
+    return parse_query(query)
 
 
 def _rows(regions: Sequence[Region]) -> tuple[tuple[int, int], ...]:

@@ -321,7 +321,7 @@ def test_an_earlier_sidecar_is_called(sidecar: Sidecar, monkeypatch: pytest.Monk
 
     def earlier(packet: bytes) -> Answer:
         said = json.loads(packet)
-        assert said.pop("offers") == ["presence"]
+        assert said.pop("offers") == ["presence", "uses"]
         return decode_answer(json.dumps(said).encode())
 
     monkeypatch.setattr(passing, "decode_answer", earlier)

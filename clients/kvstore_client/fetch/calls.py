@@ -24,11 +24,14 @@ def fetch(context: Context, prompt: Prompt, wanted: Wanted, into: Into) -> Fetch
     if not prompt.digests:
         return gathered(wanted, NoPrefix(wanted, MissReason.NONE), given, context)
     with context.or_miss():
-        prefix = open_resident(context, wanted, prompt)
-        try:
-            return gathered(wanted, prefix, given, context)
-        finally:
-            prefix.close()
+        for is_brief in (True, False):
+            prefix = open_resident(context, wanted, prompt, is_brief=is_brief)
+            try:
+                found = gathered(wanted, prefix, given, context)
+            finally:
+                prefix.close()
+            if found.token_count == prefix.token_count or prefix.is_leased:
+                return found
     return gathered(wanted, NoPrefix(wanted, MissReason.UNAVAILABLE), given, context)
 
 

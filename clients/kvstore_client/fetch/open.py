@@ -11,6 +11,7 @@ from kvstore.spec import Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import ChainName
 from kvstore_client.lookup.tails import first_held, longest_tail
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.session import Session
@@ -68,6 +69,7 @@ class NoPrefix:
     tails: Sequence[pb.PartialTail] = ()
     tail_lengths = b""
     is_provisional = False
+    is_leased = True
 
     def __init__(self, wanted: Wanted, reason: MissReason) -> None:
         self.wanted, self.reason = wanted, reason
@@ -90,12 +92,18 @@ class NoPrefix:
     cancel = abandon = close
 
 
-def open_resident(context: Context, wanted: Wanted, prompt: Prompt) -> Prefix:
-    """The resident chunks, or, where it shows without a call that there are none, why."""
+def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief: bool = False) -> Prefix:
+    """The resident chunks, or, where it shows without a call that there are none, why. ``is_brief``: they are copied at
+    once, and asked for again where they left meanwhile, so that no lease is needed where all of them are in memory."""
     session, name = context.ready(wanted.spec)
-    if session.presence is not None:
-        seen = session.presence.look_up([prompt.chain(name, prompt.digests)])
-        if seen is not None and not seen[0].hit_count and not seen[0].has_tails:
+    seen = session.presence.look_up([prompt.chain(name, prompt.digests)]) if session.presence is not None else None
+    if session.presence is not None and seen is not None:
+        if not seen[0].hit_count and not seen[0].has_tails:
             session.presence.count(fetch_calls=1, fetch_miss_chunks=len(prompt.digests))
             return NoPrefix(wanted, MissReason(seen[0].runs[0].reason or MissReason.COLD))
+        if is_brief:
+            chain = ChainName(name, prompt.exactness, prompt.provenance)
+            warm = session.open_warm(wanted, chain, prompt.digests, seen[0], EXACTNESSES[prompt.exactness])
+            if warm is not None:
+                return warm
     return open_longest(session, name, wanted, prompt, context.timeout_s)

@@ -186,6 +186,9 @@ class PagedTarget:
     def rows(self, layer: int, token_count: int) -> Tensor:
         raise AssertionError("no hidden states go into pages")
 
+    def pairs(self, runs: Sequence[MappedRun]) -> None:
+        """Pages are written layer by layer."""
+
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
         wanted = self._wanted

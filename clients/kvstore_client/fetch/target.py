@@ -15,6 +15,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import item_size
 from kvstore_client.arrays import Layer, Tensor, carve, destination, presented, settle_device
 from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.fetch.fused import Pair, pairs_of
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.halves import checked_planes, plane_shapes, shown
@@ -77,6 +78,14 @@ class DenseTarget:
                 self._copy_checked(run, index, self._whole[position], bad)
             else:
                 self._copy_run(run, index, self._raw[position])
+
+    def pairs(self, runs: Sequence[MappedRun]) -> list[Pair] | None:
+        """All copies of the requested layers at once; None where each layer has work of its own."""
+        wanted = self._wanted
+        if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
+            return None
+        heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
+        return pairs_of(self._raw, runs, tuple(wanted.layers), heads)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:

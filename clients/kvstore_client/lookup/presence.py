@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
-from kvstore.handoff.messages import COUNTED_MAX, LookedUp, PresenceAnswer, PresenceQuestion, Question
+from kvstore.handoff.messages import COUNTED_MAX, USED_MAX, LookedUp, PresenceAnswer, PresenceQuestion, Question
 from kvstore.handoff.passing import check_descriptors
 from kvstore.keys import ROOT_DIGEST
 from kvstore.presence import (
@@ -74,6 +74,14 @@ class Chain(NamedTuple):
     chunk_tokens: int
 
 
+class ChainName(NamedTuple):
+    """The namespace of a chain: its model's fingerprint, and the wire's numbers of its exactness and provenance."""
+
+    fingerprint: bytes
+    exactness: int
+    provenance: int
+
+
 class Presence:
     """One session's view of the table. Safe to share between threads; waits for nobody: while there is no table, or
     another one is on its way, lookups are calls.
@@ -93,6 +101,7 @@ class Presence:
         self._words: Words | None = None
         self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()
+        self._used: dict[tuple[str, int, int, str], None] = {}
         self._told_s = self._asked_s = -math.inf
         self._is_closed = False
 
@@ -201,6 +210,15 @@ class Presence:
         held = self._held(salt, digests)
         return None if held is None else held.index(True) + 1 if True in held else 0
 
+    def use(self, name: ChainName, last: bytes) -> None:
+        """Have the sidecar know that the chain up to this digest was fetched, when it is told what was counted."""
+        used = name.fingerprint.hex(), name.exactness, name.provenance, last.hex()
+        with self._counting:
+            self._used.pop(used, None)
+            self._used[used] = None
+            if len(self._used) > USED_MAX:
+                del self._used[next(iter(self._used))]
+
     def count(self, **counts: int) -> None:
         """Have the sidecar's counters of these names grow."""
         with self._counting:
@@ -214,8 +232,9 @@ class Presence:
         with self._counting:
             self._told_s = self._clock.monotonic()
             told = {name: min(count, COUNTED_MAX) for name, count in self._counts.items()}
-            if told and self._send(LookedUp(**told)):
+            if told and self._send(LookedUp(**told, used=tuple(self._used))):
                 self._counts -= Counter(told)
+                self._used.clear()
 
     def close(self) -> None:
         """Let go of the table."""

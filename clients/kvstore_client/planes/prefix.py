@@ -16,6 +16,7 @@ from kvstore.spec import Exactness, MissReason, Tier
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.copying import Copier
+from kvstore_client.fetch.fused import Pair
 from kvstore_client.fetch.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Target(Protocol):
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
+
+    def pairs(self, runs: Sequence[MappedRun]) -> list[Pair] | None:
+        """All copies of the requested layers, for one pass. None where each layer has work of its own."""
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         """The same of E of a hidden layer."""
@@ -114,6 +118,8 @@ class Prefix(Protocol):
     tier: Tier
     reason: MissReason
     token_count: int
+    is_leased: bool
+    """Whether none of it leaves before it is closed. Where not, what left under the copy is to be asked for."""
 
     @property
     def tails(self) -> Sequence[pb.PartialTail]: ...

@@ -20,7 +20,7 @@ from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Presence
+from kvstore_client.lookup.presence import Answer, ChainName, Presence
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import Staging, StagingRun, StoreSource, Upload
@@ -55,6 +55,13 @@ class Plane(Protocol):
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> Prefix:
         """Ask for the resident prefix of a chain. Raises the typed error of a failed call."""
+
+    def open_warm(
+        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Answer, exactness: Exactness
+    ) -> Prefix | None:
+        """What a lookup has just shown (``seen``), without a call and without a lease. None where only a call will
+        do."""
+        return None
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> Upload:
         """How a store's bytes go."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvstore.catalog import Namespace, Walk
+from kvstore.catalog import ROOT_ROW, Namespace, Walk
 from kvstore.controller.fetches.lookup import namespaces_of, tails_after
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import ChainQuery, FetchResult, Resident
-from kvstore.errors import DataLoss, Exhausted, Unavailable
+from kvstore.errors import DataLoss, Exhausted, InvalidRequest, Unavailable
 from kvstore.movement import Loading
 from kvstore.seams import Deadline
 from kvstore.spec import MissReason, Tier
+
+TOLD_CHUNKS_MAX = 4096
+"""Chunks that one packet of a client can say it used: it is a hint, and the service answers others meanwhile."""
 
 
 class Fetches:
@@ -93,6 +96,29 @@ class Fetches:
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
+
+    def used(self, queries: Iterable[ChainQuery]) -> None:
+        """Chains that were copied without a call count as used. Of each query the last digest says which; what is not
+        there any more, or is too long to be told at once, counts for nothing."""
+        left = TOLD_CHUNKS_MAX
+        for query in queries:
+            try:
+                (space,) = namespaces_of(self._catalog, query)
+            except InvalidRequest:  # a model that this server does not know any more
+                continue
+            chain = self._chain_to(space.index.get(query.digests[-1], ROOT_ROW), left)
+            left -= len(chain)
+            if chain:
+                self._movement.used(chain)
+
+    def _chain_to(self, row: int, count_max: int) -> list[int]:
+        """The rows from a chain's first chunk to this one; none where they are too many."""
+        parents = self._catalog.table.parents
+        chain: list[int] = []
+        while row != ROOT_ROW and len(chain) <= count_max:
+            chain.append(row)
+            row = parents[row]
+        return chain[::-1] if len(chain) <= count_max else []
 
     def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
         """Have what is cold brought in. The chain ends before the first chunk that cannot be had now."""

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,9 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target, land, nothing
-from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
+from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.landing import MappedLanding
+from kvstore_client.planes.shared_memory.resident import ResidentPrefix
 
 if TYPE_CHECKING:
     from kvstore_client.planes.shared_memory.session import MappedSession
@@ -46,26 +46,23 @@ def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
     return ends[-1:] == [layout.total_bytes] and (len(ends) == 1 or set(ends) <= set(accumulate(layout.piece_bytes)))
 
 
-class MappedPrefix:
+class MappedPrefix(ResidentPrefix):
     """A leased prefix in mapped memory; some of its chunks may still be on their way there. ``close`` gives the lease
     back."""
+
+    is_leased = True
 
     def __init__(
         self, session: MappedSession, wanted: Wanted, response: pb.FetchResponse, digests: list[bytes], stream: Any,
         exactness: Exactness,
     ) -> None:  # fmt: skip
-        self.session = session
-        self.exactness = exactness
+        super().__init__(session, wanted, exactness, Tier(response.tier), MissReason(response.reason))
         self._stream = stream
         self._is_closed = False
         self._arriving: dict[int, pb.ResidentChunk] = {}
         self._lease_id = response.lease_id
-        self.wanted = wanted
-        self.tier = Tier(response.tier)
-        self.reason = MissReason(response.reason)
         self.tails, self.tail_lengths = response.tails, response.tail_lengths
         self._digests = digests
-        self._generations = session.generations
         self._entries = list(response.chunks)
         self._stop = max((self._span(entry)[1] for entry in self._entries), default=0)
         self._arriving = {number: entry for number, entry in enumerate(self._entries) if entry.is_arriving}
@@ -73,7 +70,6 @@ class MappedPrefix:
         self._provisional: set[int] = set()
         self._missing: Counter[tuple[int, int]] | None = None
         """(part, slab) -> how many chunks of the prefix it has not landed of; None: to be counted anew."""
-        self.chunks: list[Chunk] = []
         try:
             for entry in self._entries:
                 if not entry.is_arriving and (chunk := self._read(entry)) is not None:
@@ -113,6 +109,11 @@ class MappedPrefix:
             self._missing = None
 
     # ------------------------------------------------------------ arrivals
+
+    @property
+    def was_in_memory(self) -> bool:
+        """Whether all of it was there at once."""
+        return not any(entry.is_arriving for entry in self._entries)
 
     @property
     def is_arriving(self) -> bool:
@@ -231,20 +232,12 @@ class MappedPrefix:
 
     # ------------------------------------------------------------ copies
 
-    def runs(self, part: int) -> list[MappedRun]:
-        """The chunks of one part, grouped for copying."""
-        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
-
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
         """Copy every requested layer, in two halves where all of it is in memory."""
         if self.is_arriving:
             land(self.landing(target, copier, faults, bad, nothing), timeout_s)
             return
-        cache = self.runs(0)
-        work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
-        for part, layer in enumerate(self.wanted.hidden_layers, start=1):
-            work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
-        copier.split(_each, work, timeout_s)
+        super().copy_all(target, copier, faults, bad, timeout_s)
 
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
@@ -257,23 +250,6 @@ class MappedPrefix:
         while self.is_arriving and self.advance():
             pass
         return self
-
-    def _is_current(self, slot: int, generation: int) -> bool:
-        """Whether everything that was read from a chunk before the last ``fence`` was the chunk's. A slot that there is
-        not is nobody's."""
-        return slot < len(self._generations) and bool(self._generations[slot] == generation)
-
-    def settle(self, bad: set[int]) -> int:
-        """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
-        When that is not all of them, ``reason`` tells why."""
-        good = self._stop
-        fence()  # the copies' loads come before the generations'
-        for chunk in self.chunks:
-            current = self._is_current(chunk.slot, chunk.generation)
-            if chunk.token_start < good and not (current and id(chunk) not in bad):
-                good = chunk.token_start
-                self.reason = MissReason.CORRUPT if current else MissReason.STALE
-        return good
 
     def cancel(self) -> None:
         """Wait no longer for what is on its way: ``advance`` returns False soon. From any thread."""
@@ -293,8 +269,3 @@ class MappedPrefix:
         self.session.returns.lease(self._lease_id)
 
     __del__ = close  # a stream that nobody iterates, a fetch that failed half way
-
-
-def _each(work: Sequence[Callable[[], None]]) -> None:
-    for copy in work:
-        copy()

@@ -45,10 +45,12 @@ from kvstore.v1alpha import admin_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.lookup.presence import Presence
+from kvstore_client.lookup.presence import Answer as Shown
+from kvstore_client.lookup.presence import ChainName, Presence
 from kvstore_client.planes.session import Session, noted, translated
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 from kvstore_client.planes.shared_memory.store import StagedUpload
+from kvstore_client.planes.shared_memory.warm import WarmChunks, WarmPrefix, warm_prefix
 from kvstore_client.planes.store import StagingRun, StoreSource
 
 _CHANNEL_OPTIONS = (
@@ -74,6 +76,7 @@ class MappedSession(Session):
         self._answers: list[tuple[Answer, list[int]]] = []
         self._arrived = threading.Condition()
         self._maps: list[SharedMap] = []
+        self.warm = WarmChunks()
         self._regions: dict[int, Bytes] = {}
         self._socket = self._connect(socket_path.with_name("data.sock"), timeout_s)
         try:
@@ -90,6 +93,7 @@ class MappedSession(Session):
             self._socket.close()
             raise
         self._bound_sends()
+        self._is_told = "uses" in welcome.offers
         if "presence" in welcome.offers:
             self.presence = Presence(partial(_send_now, self._socket), partial(_is_open, self._socket))
             self.presence.ask()
@@ -221,7 +225,24 @@ class MappedSession(Session):
             raise translated(error) from error
         except (StopIteration, ValueError) as error:
             raise Unavailable("the sidecar is gone") from error
-        return MappedPrefix(self, wanted, response, digests, stream, exactness)
+        prefix = MappedPrefix(self, wanted, response, digests, stream, exactness)
+        if self._is_told and prefix.was_in_memory:
+            query = request.query
+            name = ChainName(query.fingerprint, query.exactness, query.provenance)
+            self.warm.note(name, digests, [each for each in prefix.chunks if each.part == 0], wanted.spec.chunk_tokens)
+        return prefix
+
+    def open_warm(
+        self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Shown, exactness: Exactness
+    ) -> WarmPrefix | None:
+        """By what was told before, and shared memory. A server that wants to know what is used is told."""
+        prefix = warm_prefix(self, wanted, name, digests, seen, exactness) if self._is_told else None
+        if prefix is not None and self.presence is not None:
+            byte_count = sum(chunk.layout.total_bytes for chunk in prefix.chunks)
+            hits, misses = len(prefix.chunks), len(digests) - len(prefix.chunks)
+            self.presence.use(name, digests[hits - 1])
+            self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
+        return prefix
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:
         """By staging, which the sidecar reads."""
@@ -249,6 +270,7 @@ class MappedSession(Session):
                     pass  # nobody waits for this answer any more
             self._answers.clear()
             self._arrived.notify_all()
+        self.warm.clear()
         self._maps.clear()
         self._regions.clear()
         self.staging = None  # type: ignore[assignment]  # it keeps the session, and the memory

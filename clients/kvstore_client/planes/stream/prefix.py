@@ -34,6 +34,8 @@ _log = logging.getLogger("kvstore.client")
 class StreamPrefix:
     """A prefix on its way. ``close`` ends the stream, and the lease with it."""
 
+    is_leased = True
+
     def __init__(
         self, session: StreamSession, wanted: Wanted, head: pb.FetchResponse, digests: list[bytes], stream: Any,
         exactness: Exactness,

@@ -1,0 +1,80 @@
+"""Chunks that lie in mapped memory: how they are copied, and whether the copies are good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.seams import FaultPoints
+from kvstore.seams.fence import fence
+from kvstore.spec import Exactness, MissReason, Tier
+from kvstore_client.copying import Copier, plainly
+from kvstore_client.fetch.fused import copy_pairs
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.shared_memory.chunk import Chunk, MappedRun, runs_of
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.shared_memory.session import MappedSession
+
+HERE_BYTES_MAX = 8 << 20
+"""So much is copied by who asks: to wake another thread takes as long."""
+
+
+class ResidentPrefix:
+    """What prefixes in mapped memory have in common."""
+
+    def __init__(
+        self, session: MappedSession, wanted: Wanted, exactness: Exactness, tier: Tier, reason: MissReason
+    ) -> None:
+        self.session = session
+        self.wanted = wanted
+        self.exactness = exactness
+        self.tier = tier
+        self.reason = reason
+        self.chunks: list[Chunk] = []
+        self.token_count = self._stop = 0
+        self._generations = session.generations
+
+    def runs(self, part: int) -> list[MappedRun]:
+        """The chunks of one part, grouped for copying."""
+        return runs_of([chunk for chunk in self.chunks if chunk.part == part])
+
+    def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
+        """Copy every requested layer of what is in memory, in two halves."""
+        cache = self.runs(0)
+        pairs = None if self.wanted.hidden_layers else target.pairs(cache)
+        if pairs is not None:
+            copy = partial(copy_pairs, faults)
+            if self.wanted.byte_count(self.token_count) <= HERE_BYTES_MAX:
+                plainly(copy, pairs)
+            else:
+                copier.split(copy, pairs, timeout_s)
+            return
+        work = [partial(target.copy_layer, each, cache, bad, faults) for each in range(len(self.wanted.layers))]
+        for part, layer in enumerate(self.wanted.hidden_layers, start=1):
+            work.append(partial(target.copy_hidden, layer, self.runs(part), bad))
+        copier.split(_each, work, timeout_s)
+
+    def settle(self, bad: set[int]) -> int:
+        """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
+        When that is not all of them, ``reason`` tells why."""
+        good = self._stop
+        fence()  # the copies' loads come before the generations'
+        for chunk in self.chunks:
+            current = self._is_current(chunk.slot, chunk.generation)
+            if chunk.token_start < good and not (current and id(chunk) not in bad):
+                good = chunk.token_start
+                self.reason = MissReason.CORRUPT if current else MissReason.STALE
+        return good
+
+    def _is_current(self, slot: int, generation: int) -> bool:
+        """Whether everything that was read from a chunk before the last ``fence`` was the chunk's. A slot that there is
+        not is nobody's."""
+        return slot < len(self._generations) and bool(self._generations[slot] == generation)
+
+
+def _each(work: Sequence[Callable[[], None]]) -> None:
+    for copy in work:
+        copy()

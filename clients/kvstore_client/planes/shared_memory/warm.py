@@ -1,0 +1,131 @@
+"""Fetches without a call: what earlier fetches were told of chunks in memory, as long as it is so.
+
+A chunk keeps its place in the sidecar's memory, and the slot and value of its generation, until it leaves; then the
+generation changes before anything else does. So where a fetch once read a chunk is where it still is, if the presence
+table says that memory has it, the header is what it was, and so is the generation. It is copied without a lease, and
+counts only if the generation is the same after the copy. Where that fails, a call decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from kvstore.seams import FaultPoints
+from kvstore.seams.fence import fence
+from kvstore.spec import ChunkState, Exactness, MissReason, Tier
+from kvstore_client.copying import Copier
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.lookup.presence import Answer, ChainName
+from kvstore_client.planes.prefix import Target
+from kvstore_client.planes.shared_memory.chunk import Chunk
+from kvstore_client.planes.shared_memory.resident import ResidentPrefix
+
+if TYPE_CHECKING:
+    from kvstore_client.planes.shared_memory.session import MappedSession
+
+CHUNK_COUNT_MAX = 2048
+"""Of one session: each takes some kilobytes for its header. The one that was noted first goes first."""
+
+
+class Known(NamedTuple):
+    """A chunk, and its header's bytes as they were read."""
+
+    chunk: Chunk
+    header: bytes
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the header is what it was: memory that went bad there is not taken for the chunk."""
+        return _header_of(self.chunk) == self.header
+
+
+class WarmChunks:
+    """The chunks that one session has seen in memory. Safe to share between threads: an entry that another thread took
+    out is a call more."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._known: dict[tuple[ChainName, bytes], Known] = {}
+
+    def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
+        """A fetch read these chunks, which are whole and committed."""
+        seen = {(name, digests[chunk.token_start // chunk_tokens]): Known(chunk, _header_of(chunk)) for chunk in chunks}
+        with self._changing:
+            for key in seen:
+                self._known.pop(key, None)
+            self._known.update(seen)
+            for key in list(islice(self._known, max(0, len(self._known) - CHUNK_COUNT_MAX))):
+                del self._known[key]
+
+    def of(self, name: ChainName, digests: Sequence[bytes]) -> list[Chunk] | None:
+        """All of these chunks; None when one of them is not known, or not as it was."""
+        found = [self._known.get((name, digest)) for digest in digests]
+        chunks = [known.chunk for known in found if known is not None and known.is_as_it_was]
+        return chunks if len(chunks) == len(found) else None
+
+    def clear(self) -> None:
+        """The session ends: its memory goes with the last chunk that is known."""
+        with self._changing:
+            self._known.clear()
+
+
+def _header_of(chunk: Chunk) -> bytes:
+    return chunk.extents[0][: chunk.layout.header_bytes].tobytes()
+
+
+class WarmPrefix(ResidentPrefix):
+    """A prefix that needed no call, and has no lease: its chunks may leave while they are copied."""
+
+    is_leased = is_provisional = False
+    tails, tail_lengths = (), b""
+
+    def __init__(
+        self, session: MappedSession, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, reason: MissReason
+    ) -> None:
+        super().__init__(session, wanted, exactness, Tier.DRAM, reason)
+        self.chunks = chunks
+        last = chunks[-1]
+        self._stop = last.token_start + last.layout.token_count
+        self.token_count = self.settle(set())
+
+    def landing(
+        self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
+    ) -> NoReturn:
+        raise AssertionError("what is taken layer by layer may take long: it has a lease")
+
+    def received(self) -> NoReturn:
+        raise AssertionError("what is read at leisure has a lease")
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+    cancel = abandon = close
+
+
+def warm_prefix(
+    session: MappedSession,
+    wanted: Wanted,
+    name: ChainName,
+    digests: Sequence[bytes],
+    seen: Answer,
+    exactness: Exactness,
+) -> WarmPrefix | None:
+    """The prefix that a lookup has just shown, where all of it is in memory at places that are known here. None where a
+    call is needed. ``seen``: the presence table's answer for these digests."""
+    hits = seen.hit_count
+    first = seen.runs[0] if seen.runs else None
+    if first is None or first.state != ChunkState.HIT or first.tier != Tier.DRAM or first.count != hits:
+        return None
+    if wanted.hidden_layers or (seen.has_tails and hits < len(digests)):
+        return None
+    chunks = session.warm.of(name, digests[:hits])
+    if chunks is None:
+        return None
+    fence()  # what the table says was written after the generation that goes with it
+    reason = MissReason.NONE if hits == len(digests) else MissReason(seen.runs[1].reason or MissReason.COLD)
+    prefix = WarmPrefix(session, wanted, chunks, exactness, reason)
+    whole = chunks[-1].token_start + chunks[-1].layout.token_count
+    return prefix if prefix.token_count == whole else None

@@ -1,0 +1,168 @@
+"""What was fetched once is fetched without a call, as long as memory has it: the right bytes, or a call, or a miss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from kvstore_client import Client, MissReason, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.spec import LayerSpec, ModelSpec
+from tests.server.raw import eventually
+from tests.specs import bits, random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+COUNT = 48
+TOLD_S = 1.1
+"""Longer than a client waits before it tells the sidecar what it did without a call."""
+SHAPES = {
+    "one head": (LayerSpec(kv_heads=1, k_dim=8, v_dim=8),) * 3,
+    "other widths": (LayerSpec(kv_heads=2, k_dim=24, v_dim=8),) * 3,
+    "layers unlike": (LayerSpec(kv_heads=2, k_dim=8, v_dim=8), LayerSpec(kv_heads=4, k_dim=8, v_dim=8)) * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Sidecar]:
+    with Sidecar("--capacity", "8 MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(small: Sidecar) -> Iterator[Client]:
+    with connect(small.address, timeout_s=5.0) as connected:
+        connected.lookup(SPEC, tokens_of(16, 1))
+        eventually(lambda: connected.connect_now().presence.is_there)
+        yield connected
+
+
+def stored(client: Client, seed: int, spec: ModelSpec = SPEC, count: int = COUNT) -> tuple[np.ndarray, list]:
+    tokens, cache = tokens_of(count, seed), random_cache(spec, count, seed)
+    client.store(spec, tokens, cache).wait(10)
+    return tokens, cache
+
+
+def fill(small: Sidecar, seed: int, count: int = 700 * 16) -> None:
+    """Another client stores as much as memory has room for."""
+    with connect(small.address) as other:
+        other.store(SPEC, tokens_of(count, seed), random_cache(SPEC, count, seed)).wait(20)
+
+
+def same(found: object, cache: list) -> bool:
+    return all(
+        (bits(a) == bits(b)).all()
+        for got, want in zip(found, cache, strict=True)
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+def without_the_sidecar(small: Sidecar, call: Callable[[], object]) -> object:
+    os.kill(small.pid, signal.SIGSTOP)
+    try:
+        return call()
+    finally:
+        os.kill(small.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+@pytest.mark.parametrize("into", [False, True])
+def test_a_second_fetch_needs_no_sidecar(small: Sidecar, client: Client, shape: str | None, into: bool) -> None:
+    spec = small_spec(layers=SHAPES[shape], model_id=shape) if shape else SPEC
+    tokens, cache = stored(client, 1, spec)
+    assert client.fetch(spec, tokens).token_count == COUNT
+    target = [
+        tuple(torch.zeros(plane.shape[0], 64, plane.shape[2], dtype=torch.bfloat16) for plane in layer)
+        for layer in cache
+    ]
+    found = without_the_sidecar(small, lambda: client.fetch(spec, tokens, into=target if into else None))
+    assert (found.token_count, found.reason) == (COUNT, MissReason.NONE)
+    given = [tuple(plane[:, :COUNT] for plane in layer) for layer in target] if into else found
+    assert same(given, cache)
+    if into:
+        assert not any(plane[:, COUNT:].any() for layer in target for plane in layer)
+
+
+def test_some_layers_some_heads_and_a_shorter_prompt(small: Sidecar, client: Client) -> None:
+    tokens, cache = stored(client, 2)
+    client.fetch(SPEC, tokens)
+    part = without_the_sidecar(small, lambda: client.fetch(SPEC, tokens[:32], layers=[1], heads=range(1, 2)))
+    assert part.token_count == 32
+    assert same(part, [tuple(plane[1:2, :32] for plane in cache[1])])
+    checked = without_the_sidecar(small, lambda: client.fetch(SPEC, tokens, verify=True))
+    assert checked.token_count == COUNT
+    assert same(checked, cache)
+
+
+def test_what_is_not_there_any_more_is_a_miss(small: Sidecar, client: Client) -> None:
+    tokens, _ = stored(client, 3)
+    assert client.fetch(SPEC, tokens).token_count == COUNT
+    fill(small, 4)
+    found = client.fetch(SPEC, tokens)
+    assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
+
+
+def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, client: Client) -> None:
+    """The bytes that were copied are another chunk's by then."""
+    tokens, _ = stored(client, 5)
+    assert client.fetch(SPEC, tokens).token_count == COUNT
+    filled: list[int] = []
+
+    def leave() -> None:
+        if not filled:
+            filled.append(1)
+            fill(small, 6)
+
+    client.faults.arm("fetch.copy.middle", leave)
+    found = client.fetch(SPEC, tokens)
+    assert filled
+    assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
+
+
+def test_what_is_stored_again_elsewhere_is_found_there(small: Sidecar, client: Client) -> None:
+    tokens, cache = stored(client, 7)
+    client.fetch(SPEC, tokens)
+    fill(small, 8)
+    stored(client, 7)
+    for _ in range(2):
+        found = client.fetch(SPEC, tokens)
+        assert found.token_count == COUNT
+        assert same(found, cache)
+
+
+def test_what_is_used_without_a_call_stays(small: Sidecar, client: Client) -> None:
+    """Of two that were stored one is used, and then there is no room for both."""
+    (used, cache), (unused, _) = stored(client, 9), stored(client, 10)
+    before = client.stats().counters
+    client.fetch(SPEC, used)
+    client.fetch(SPEC, unused)
+    time.sleep(TOLD_S)
+    found = without_the_sidecar(small, lambda: client.fetch(SPEC, used))
+    assert same(found, cache)
+    eventually(lambda: client.stats().counters["fetch_hit_chunks"] - before["fetch_hit_chunks"] == 9)
+    after = client.stats().counters
+    assert after["fetch_calls"] - before["fetch_calls"] == 3
+    assert after["fetch_bytes"] - before["fetch_bytes"] == 9 * 12288
+    room, filler = client.stats().arena, 0
+    while client.lookup(SPEC, unused).prefix_token_count:
+        filler += 1
+        assert filler < 2 * room.capacity_bytes // 12288
+        stored(client, 1000 + filler, count=16)
+    assert client.lookup(SPEC, used).prefix_token_count == COUNT
+
+
+def test_a_restarted_sidecar_is_asked(client: Client) -> None:
+    with Sidecar("--capacity", "8 MiB") as own, connect(own.address) as mine:
+        tokens, cache = stored(mine, 11)
+        assert mine.fetch(SPEC, tokens).token_count == COUNT
+        assert same(mine.fetch(SPEC, tokens), cache)
+        own.stop(kill=True)
+        assert mine.fetch(SPEC, tokens).token_count == 0
+        own.start()
+        eventually(lambda: mine.lookup(SPEC, tokens).prefix_token_count == 0)
+        assert mine.fetch(SPEC, tokens).token_count == 0
