@@ -13,7 +13,7 @@ import torch
 from kvstore_client import Client, MissReason, connect
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.spec import LayerSpec, ModelSpec
+from kvstore.spec import LayerSpec, ModelSpec, Tier
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
@@ -122,6 +122,27 @@ def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, clie
     found = client.fetch(SPEC, tokens)
     assert filled
     assert (found.token_count, found.reason) == (0, MissReason.EVICTED)
+
+
+def test_what_left_memory_under_the_copy_comes_from_the_device() -> None:
+    with Sidecar("--capacity", "8 MiB", nvme="64 MiB") as own, connect(own.address) as mine:
+        tokens, cache = stored(mine, 12)
+        assert mine.fetch(SPEC, tokens).token_count == COUNT
+        eventually(lambda: mine.connect_now().presence.is_there)
+        filled: list[int] = []
+
+        def leave() -> None:
+            if not filled:
+                filled.append(1)
+                for seed in (13, 14):
+                    fill(own, seed, 400 * 16)
+                eventually(lambda: mine.lookup(SPEC, tokens).chunks[0].tier is Tier.NVME)
+
+        mine.faults.arm("fetch.copy.middle", leave)
+        found = mine.fetch(SPEC, tokens)
+        assert filled
+        assert (found.token_count, found.tier) == (COUNT, Tier.NVME)
+        assert same(found, cache)
 
 
 def test_what_is_stored_again_elsewhere_is_found_there(small: Sidecar, client: Client) -> None:

@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "copy-without-a-fence",
-        "clients/kvstore_client/planes/shared_memory/prefix.py",
+        "clients/kvstore_client/planes/shared_memory/resident.py",
         "        fence()  # the copies' loads come before the generations'\n",
         "",
         "on ARM the generation is read before the bytes are",

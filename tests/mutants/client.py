@@ -11,6 +11,9 @@ FETCHED = "clients/kvstore_client/fetch/fetched.py"
 T_THREADS = "tests/e2e/test_failing_threads.py"
 OVERLAP = "clients/kvstore_client/overlap.py"
 PREFIX = "clients/kvstore_client/planes/shared_memory/prefix.py"
+RESIDENT = "clients/kvstore_client/planes/shared_memory/resident.py"
+WARM = "clients/kvstore_client/planes/shared_memory/warm.py"
+T_WARM = "tests/e2e/test_warm.py"
 PRESENCE = "kvstore/presence.py"
 SESSION = "clients/kvstore_client/planes/shared_memory/session.py"
 TARGET = "clients/kvstore_client/fetch/target.py"
@@ -22,7 +25,7 @@ T_TABLE = "tests/presence/test_table.py"
 MUTANTS = [
     Mutant(
         "copied-after-it-went",
-        PREFIX,
+        RESIDENT,
         "        return slot < len(self._generations) and bool(self._generations[slot] == generation)\n",
         "        return True\n",
         "the bytes of the next chunk are handed out for one whose lease was revoked",
@@ -30,11 +33,43 @@ MUTANTS = [
     ),
     Mutant(
         "slot-beyond-the-generations",
-        PREFIX,
+        RESIDENT,
         "        return slot < len(self._generations) and bool(",
         "        return bool(",
         "a sidecar that names a slot which there is not ends the engine's step with an error of ours",
         (f"{T_FAILURES}::test_a_confused_answer_is_a_miss",),
+    ),
+    Mutant(
+        "warm-and-left-under-the-copy",
+        "clients/kvstore_client/fetch/calls.py",
+        "            if found.token_count == prefix.token_count or prefix.is_leased:\n",
+        "            if True:\n",
+        "what left under a copy without a lease is a miss, though the device has it",
+        (f"{T_WARM}::test_what_left_memory_under_the_copy_comes_from_the_device",),
+    ),
+    Mutant(
+        "warm-wherever-it-is",
+        WARM,
+        "    return prefix if prefix.token_count == whole else None\n",
+        "    return prefix\n",
+        "a chunk that came back to memory elsewhere is a miss",
+        (f"{T_WARM}::test_what_is_stored_again_elsewhere_is_found_there",),
+    ),
+    Mutant(
+        "warm-with-any-header",
+        WARM,
+        "if known is not None and known.is_as_it_was]",
+        "if known is not None]",
+        "memory that went bad where a header lies is not noticed",
+        (f"{T_FAILURES}::test_a_damaged_arena_is_noticed_by_verify",),
+    ),
+    Mutant(
+        "warm-and-never-told",
+        SESSION,
+        "            self.presence.use(name, digests[hits - 1])\n",
+        "",
+        "what is used without a call leaves first",
+        (f"{T_WARM}::test_what_is_used_without_a_call_stays",),
     ),
     Mutant(
         "fetched-another-chunk",
