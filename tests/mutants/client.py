@@ -48,14 +48,6 @@ MUTANTS = [
         (f"{T_WARM}::test_what_left_memory_under_the_copy_comes_from_the_device",),
     ),
     Mutant(
-        "warm-wherever-it-is",
-        WARM,
-        "    return prefix if prefix.token_count == whole else None\n",
-        "    return prefix\n",
-        "a chunk that came back to memory elsewhere is a miss",
-        (f"{T_WARM}::test_what_is_stored_again_elsewhere_is_found_there",),
-    ),
-    Mutant(
         "warm-with-any-header",
         WARM,
         "if known is not None and known.is_as_it_was]",

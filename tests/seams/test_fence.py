@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvstore_client import connect
-from kvstore_client.planes.shared_memory import prefix
+from kvstore_client.planes.shared_memory import resident
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore import presence
@@ -102,7 +102,7 @@ def test_a_generation_that_changes_at_the_fence_is_seen(monkeypatch: pytest.Monk
         def bump() -> None:
             session.generations[:] += np.uint64(1)
 
-        monkeypatch.setattr(prefix, "fence", bump)
+        monkeypatch.setattr(resident, "fence", bump)
         fetched = client.fetch(spec, tokens)
         assert (fetched.token_count, fetched.reason) == (0, MissReason.STALE)
 

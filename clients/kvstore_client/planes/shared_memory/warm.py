@@ -2,8 +2,8 @@
 
 A chunk keeps its place in the sidecar's memory, and the slot and value of its generation, until it leaves; then the
 generation changes before anything else does. So where a fetch once read a chunk is where it still is, if the presence
-table says that memory has it, the header is what it was, and so is the generation. It is copied without a lease, and
-counts only if the generation is the same after the copy. Where that fails, a call decides.
+table says that memory has it and the header is what it was. It is copied without a lease, and counts only if the
+generation is what it was after the copy, too. Where that fails, a call decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from kvstore.seams import FaultPoints
-from kvstore.seams.fence import fence
 from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
@@ -89,7 +88,7 @@ class WarmPrefix(ResidentPrefix):
         self.chunks = chunks
         last = chunks[-1]
         self._stop = last.token_start + last.layout.token_count
-        self.token_count = self.settle(set())
+        self.token_count = self._stop
 
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
@@ -124,8 +123,5 @@ def warm_prefix(
     chunks = session.warm.of(name, digests[:hits])
     if chunks is None:
         return None
-    fence()  # what the table says was written after the generation that goes with it
     reason = MissReason.NONE if hits == len(digests) else MissReason(seen.runs[1].reason or MissReason.COLD)
-    prefix = WarmPrefix(session, wanted, chunks, exactness, reason)
-    whole = chunks[-1].token_start + chunks[-1].layout.token_count
-    return prefix if prefix.token_count == whole else None
+    return WarmPrefix(session, wanted, chunks, exactness, reason)
