@@ -22,7 +22,7 @@ def decide(facts: Facts) -> Plan:
     exact = min(facts.own.prefix_token_count, facts.reusable_token_count)
     cache = StoredCache(0, facts.own.prefix_token_count)
     prefix = (PlannedRun(0, exact, facts.receiver.slab_layers, cache),) if exact else ()
-    plan = Plan(facts.token_count, prefix)
+    plan = Plan(facts.token_count, prefix, loading=facts.loading)
     if facts.is_unavailable:
         return replace(plan, reason="the sidecar is unavailable")
     if not facts.allows_lossy or not (facts.senders or facts.own.segments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.planning.loading import LoadPlan
 from kvstore.planning.permit import Permit
 from kvstore.planning.plan import Plan, StoredCache
 from kvstore.planning.setting import Recompute
@@ -52,7 +53,8 @@ class StoredE:
 class Facts:
     """One prompt of ``token_count`` tokens. ``reusable_token_count``: those from there on are computed in any case, for
     their logits are wanted. ``setting``: the caller's, None: the permits decide. ``hidden``: what is known of E; where
-    nothing is, it is taken to be there until a fetch says otherwise."""
+    nothing is, it is taken to be there until a fetch says otherwise. ``loading``: by which ``own`` was cut to what is
+    worth loading; None: it was not."""
 
     receiver: ModelSpec
     token_count: int
@@ -62,6 +64,7 @@ class Facts:
     setting: Recompute | None = None
     hidden: tuple[StoredE, ...] = ()
     is_unavailable: bool = False
+    loading: LoadPlan | None = None
 
     @property
     def allows_lossy(self) -> bool:

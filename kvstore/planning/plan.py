@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.planning.loading import LoadPlan
 from kvstore.planning.permit import Permit
 from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec
@@ -64,13 +65,15 @@ class PlannedRun:
 class Plan:
     """What becomes of a prompt. Tokens of no run are computed. ``recompute``: the setting of runs that are not exact,
     None when there are none. ``reason``: why less is reused than was asked for; empty when it is not. ``permits``:
-    by which runs behind the exact prefix are reused; none when the caller gave the setting."""
+    by which runs behind the exact prefix are reused; none when the caller gave the setting.
+    ``loading``: what the client's planner says of the exact prefix; None: it was not asked."""
 
     token_count: int
     runs: tuple[PlannedRun, ...] = ()
     recompute: Recompute | None = None
     reason: str = ""
     permits: tuple[Permit, ...] = ()
+    loading: LoadPlan | None = None
 
     @property
     def reused_token_count(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
+from kvstore.planning.loading import LoadPlan
 from kvstore.spec import MissReason, ModelSpec
 from kvstore_client.lookup.match import Match
 from kvstore_client.recompute.request import Request
@@ -18,10 +19,10 @@ def ask(client: Client, request: Request, tickets: dict[ModelSpec, bytes]) -> Fa
     """What the model itself has, and the senders of which a profile, or the caller's setting, lets anything through.
     Senders are not asked where nothing of theirs may be reused. ``tickets`` gets those of what was found, by model."""
     receiver = request.runner.spec
-    match = _lookup(client, request, receiver, tickets)
+    match, loading = _worth_loading(client, request, _lookup(client, request, receiver, tickets), tickets)
     facts = Facts(
         receiver, int(request.tokens.size), request.reusable_token_count, _holding(match), setting=request.setting,
-        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
+        loading=loading, is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
     )  # fmt: skip
     if not facts.allows_lossy:
         return facts
@@ -43,6 +44,28 @@ def _lookup(client: Client, request: Request, spec: ModelSpec, tickets: dict[Mod
     if match.ticket:
         tickets[spec] = match.ticket
     return match
+
+
+def _worth_loading(
+    client: Client, request: Request, match: Match, tickets: dict[ModelSpec, bytes]
+) -> tuple[Match, LoadPlan | None]:
+    """Of the model's own prefix as much as is loaded sooner than computed, by the client's planner; all of it where
+    that is off, and where something may be reused behind it."""
+    planner, spec, tokens = client.planner, request.runner.spec, request.tokens
+    if planner.mode == "off" or not match or request.segments or request.senders or request.extras:
+        return match, None
+    plan = planner.plan(spec, match, int(tokens.size), request.reusable_token_count, 0)
+    whole = min(match.prefix_token_count, request.reusable_token_count) // spec.chunk_tokens * spec.chunk_tokens
+    stop = plan.chosen.load_stop
+    if planner.mode == "observe" or stop >= whole:
+        return match, plan
+    client.release_ticket(tickets.pop(spec, None))
+    if not stop:
+        return replace(match, prefix_token_count=0, ticket=None), plan
+    again = client.lookup(spec, tokens[:stop], hold=True)
+    if again.ticket:
+        tickets[spec] = again.ticket
+    return again, plan
 
 
 def _holding(match: Match) -> Holding:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.planning import Plan, Recompute, decide
+from kvstore.planning.loading import Prefill
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.fetch.transfer import without_frames
@@ -45,6 +46,10 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
         result = _computed(request, (), None, clock)
         told = [client.gate.checked(permit, result.logits[-1], lossy) for permit in lossy_by]
         plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
+    if plan.recompute is None and result.exactness is Exactness.EXACT:  # a plain prefill behind what was reused
+        reused = plan.reused_token_count
+        took = Prefill(len(request.tokens) - reused, reused, result.timeline.suffix_s)
+        client.planner.computed(request.runner.spec, 0, took)
     timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
     return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
 

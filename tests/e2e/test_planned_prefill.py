@@ -1,0 +1,106 @@
+"""Partial prefill with a planner: the exact prefix is loaded as far as that is faster, and the answer is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kvstore_client import Client, Exactness, connect
+from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.recompute import PartialPrefill
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.v1alpha import admin_pb2
+from tests.e2e.test_partial_prefill import RECEIVER, SENDER, STEP, keep, prompt, same
+
+COUNT, STORED = STEP * 12 + 3, STEP * 12
+
+
+@pytest.fixture(scope="module")
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    with connect(sidecar.address, planning="on") as connected:
+        yield connected
+
+
+def speeds(client: Client, runner: TransformersRunner, link_bytes_per_s: float, token_s: float) -> None:
+    """The client has measured so."""
+    sizes = [size for size in (1000, 100_000, 10_000_000) for _ in range(3)]
+    client.planner._link = BusyTimes(tuple(BusyTime(size, size / link_bytes_per_s) for size in sizes))
+    for _ in range(40):
+        client.planner.computed(runner.spec, 0, Prefill(1000, 0, 1000 * token_s))
+
+
+def prefilled(client: Client, tokens: torch.Tensor, **options: object) -> PartialPrefill:
+    return client.partial_prefill(RECEIVER, tokens, **options)  # type: ignore[arg-type]
+
+
+def held(client: Client) -> admin_pb2.SessionStats:
+    return client.stats().sessions
+
+
+def test_it_is_loaded_where_that_is_faster(client: Client) -> None:
+    tokens = prompt(COUNT, 31)
+    keep(client, RECEIVER, tokens)
+    speeds(client, RECEIVER, 1e12, 1e-3)
+    found = prefilled(client, tokens)
+    assert found.plan.loading is not None
+    assert found.plan.loading.chosen.way is Way.LOAD
+    assert found.plan.reused_token_count >= STORED
+    assert found.exactness is Exactness.EXACT
+
+
+def test_it_is_computed_where_that_is_faster_and_nothing_stays_held(client: Client) -> None:
+    tokens = prompt(COUNT, 32)
+    keep(client, RECEIVER, tokens)
+    client.planner.mode = "off"
+    cold = prefilled(client, prompt(COUNT, 33))
+    plain = prefilled(client, tokens)
+    client.planner.mode = "on"
+    speeds(client, RECEIVER, 1.0, 1e-6)
+    found = prefilled(client, tokens)
+    assert found.plan.loading is not None
+    assert found.plan.loading.chosen.way is Way.PREFILL
+    assert found.plan.reused_token_count == 0
+    assert torch.allclose(found.logits, plain.logits, atol=1e-4)
+    assert held(client).ticket_count == 0
+    client.planner.mode = "observe"
+    observed = prefilled(client, tokens)
+    assert observed.plan.loading is not None
+    assert observed.plan.loading.chosen.way is Way.PREFILL
+    assert observed.plan.reused_token_count >= STORED
+    same(observed, plain)
+    assert cold.plan.loading is None
+    client.planner.mode = "on"
+
+
+def test_the_first_tokens_are_loaded_while_the_rest_is_computed(client: Client) -> None:
+    """In one pass a layer loads while the one before it is computed: with both alike fast, half and half."""
+    tokens = prompt(COUNT, 34)
+    keep(client, RECEIVER, tokens)
+    token_bytes = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in RECEIVER.spec.layers)
+    token_bytes *= RECEIVER.spec.item_size
+    speeds(client, RECEIVER, token_bytes / 1e-3, 1e-3)
+    found = prefilled(client, tokens)
+    assert found.plan.loading is not None
+    assert found.plan.loading.chosen.way is Way.FIRST
+    assert 0 < found.plan.reused_token_count == found.plan.loading.chosen.load_stop < STORED
+    assert found.exactness is Exactness.EXACT
+    assert held(client).ticket_count == 0
+
+
+def test_what_a_prefill_takes_is_learned_from_plain_ones_alone(client: Client) -> None:
+    client.planner._prefills.clear()
+    prefilled(client, prompt(COUNT, 35))
+    (learned,) = client.planner._prefills.values()
+    assert [(each.new_tokens, each.context_tokens) for each in learned.prefills] == [(COUNT, 0)]
+
+
+def test_with_a_sender_nothing_is_cut(client: Client) -> None:
+    tokens = prompt(COUNT, 36)
+    keep(client, RECEIVER, tokens)
+    speeds(client, RECEIVER, 1.0, 1e-6)
+    found = prefilled(client, tokens, senders=[SENDER.spec])
+    assert found.plan.loading is None
+    assert found.plan.reused_token_count >= STORED
