@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,6 +58,12 @@ class Model:
         caller's own."""
         found = self._known(layer, exactness, provenance)
         return found or self._empty(layer, provenance, exactness)
+
+    def recognize(self, layer: int, unnamed: Mapping[bytes, Sequence[Namespace]]) -> None:
+        """Take recovered namespaces as its own that have the fingerprint of E entering a layer. A registration does not
+        do that: a spec takes a while to hash for each layer, and whoever asks for E does it for its own."""
+        for space in unnamed.get(self._name(layer), ()):
+            self.seen(layer, space.exactness, space.provenance)
 
     def _known(self, layer: int | None, exactness: Exactness, provenance: Provenance) -> Namespace | None:
         """One that was used before, by this process or by an earlier one whose chunks the device has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 
+_log = logging.getLogger("kvstore.server")
 Rendered = TypeVar("Rendered", bound=Message)
 _PROVENANCE = {
     Provenance.IN_CONTEXT: pb.PROVENANCE_IN_CONTEXT,
@@ -82,7 +84,11 @@ class AdminService:
     ) -> AsyncIterator[admin_pb2.ChangeResponse]:
         """How far a change is, and at last what became of everything."""
         session = session_of(self._controller, context)
+        told = {"change": request.WhichOneof("change"), "session": session.session_id, "dry_run": request.dry_run}
+        _log.info("an operator's change begins", extra=told)
         async for news in self._change(session, request):
+            if news.is_last:
+                _log.info("an operator's change ended", extra={**told, "outcomes": dict(news.tally.counts)})
             yield _news(news)
 
     def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncIterator[ChangeNews]:

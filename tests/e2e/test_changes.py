@@ -164,17 +164,36 @@ def test_one_tiers_copies_go_and_the_others_are_found(client: Client, say: Any) 
     assert stored.hit_count == 3 * STEP
 
 
-def test_what_is_evicted_does_not_come_back_with_a_restart() -> None:
+def test_over_a_restart_the_evicted_stays_gone_and_the_unnamed_is_told_and_evicted_by_digits() -> None:
     with Sidecar("--capacity", "8 MiB", nvme="32 MiB") as own:
+        socket = own.address.removeprefix("unix://")
+
+        def models() -> list[tuple[str, int]]:
+            found = run("models", "--json", "--socket", socket).json
+            return sorted((each["model_id"], each["chunk_count"]) for each in found)
+
         with connect(own.address) as client:
-            gone, there = Stored(client, 2), Stored(client, 1)
-            socket = own.address.removeprefix("unix://")
+            gone, there, unnamed = Stored(client, 2), Stored(client, 1), Stored(client, 3)
+            hidden = {1: np.ones((STEP, there.spec.hidden_size), np.uint16)}
+            cache = random_cache(there.spec, STEP, there.number)
+            assert client.store(there.spec, there.tokens, cache, hidden=hidden).wait(20) is Durability.LOCAL
             assert run("evict", "--model", gone.name, "--yes", "--socket", socket).code == 0
         own.stop()
         own.start()
+        assert models() == [("", 1), ("", 1), ("", 3)]  # a namespace each: nobody has come yet
         with connect(own.address) as client:
             gone.client = there.client = client
             assert (gone.hit_count, there.hit_count) == (0, STEP)
+            assert models() == [("", 3), (there.name, 2)]  # with its E, which nobody asked for
+            found = run("models", "--json", "--socket", socket).json
+            (digits,) = [each["fingerprint"] for each in found if not each["model_id"]]
+            done = run("evict", "--model", digits[:12], "--yes", "--json", "--socket", socket)
+            assert done.json["outcomes"]["removed"]["chunk_count"] == 3
+            assert models() == [(there.name, 2)]
+            unnamed.client = client
+            assert unnamed.hit_count == 0
+            assert run("evict", "--model", there.name, "--yes", "--socket", socket).code == 0
+            assert models() == []
 
 
 def test_a_script_that_does_not_say_yes_changes_nothing(client: Client, say: Any) -> None:

@@ -203,6 +203,9 @@ def test_a_token_needs_the_right_and_then_sees_its_tenants_own(
     assert run("tiers", *remote, "--json").json["tenant"] == "b"
     assert [each["chunk_count"] for each in run("models", *remote, "--json").json] == [1]
     assert run("show", stored[0], *remote).code == 3
+    said = run("evict", "--all", "--dry-run", *remote, "--json").json  # of its own tenant
+    assert said["outcomes"]["removed"]["chunk_count"] == 1
+    assert run("verify", *remote, "--json").json["outcomes"]["nvme: read"]["chunk_count"] == 1
     with connect(sidecar.tcp_address, token=OPERATOR) as client:
         assert client.fetch(SPEC, tokens_of(STEP, 3)).token_count == STEP
 

@@ -36,7 +36,8 @@ SPEC = small_spec()
 SERVICE = "/kvstore.v1.RemoteService/"
 METHODS = [
     *(f"/kvstore.v1.CacheService/{name}" for name in ("RegisterModel", "Lookup", "Store", "Release")),
-    "/kvstore.v1alpha.AdminService/Stats", SERVICE + "Connect", SERVICE + "FetchBytes", SERVICE + "StoreBytes",
+    *(f"/kvstore.v1alpha.AdminService/{name}" for name in ("Stats", "Tiers", "ShowChunk", "ListChunks", "Change")),
+    SERVICE + "Connect", SERVICE + "FetchBytes", SERVICE + "StoreBytes",
 ]  # fmt: skip
 
 

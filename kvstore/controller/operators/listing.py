@@ -98,9 +98,6 @@ class Totals:
         self._catalog = parts.catalog
         self._of: dict[bytes, ModelTotal] = {}
         self._names: dict[int, bytes] = {}
-        for model in parts.catalog.models.values():
-            for space in model.namespaces.values():
-                self._names[space.number] = model.fingerprint
 
     async def add(self, rows: Rows, turn: Turn) -> None:
         """Count these, which are resident now. Chunks of one namespace and length are alike."""
@@ -132,7 +129,12 @@ class Totals:
                 of_tier.byte_count += count * size
 
     def _total(self, space: Namespace) -> ModelTotal:
-        name = self._names.get(space.number, space.fingerprint)
+        """Of the model that has the namespace; of the namespace alone while nobody registered one."""
+        if space.number not in self._names:
+            self._names[space.number] = space.fingerprint
+            for model in self._catalog.models.values():
+                self._names |= {each.number: model.fingerprint for each in model.namespaces.values()}
+        name = self._names[space.number]
         if name not in self._of:
             self._of[name] = ModelTotal(name, model_id_of(space))
         return self._of[name]

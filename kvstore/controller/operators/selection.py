@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.catalog import NOWHERE, Catalog
+from kvstore.catalog import NOWHERE, Catalog, Namespace
 from kvstore.catalog.spaces import Model
 from kvstore.controller.operators.turns import Turn
 from kvstore.controller.operators.values import Selection
@@ -89,6 +89,7 @@ class Chosen:
     async def blocks(self, turn: Turn) -> AsyncIterator[Rows]:
         """The chunks that are meant, those of one block of rows at a time, at the beginning of a step. What is given
         holds as long as nothing is waited for."""
+        await self._recognize(turn)
         if self._selection.chain:
             async for rows in self._chained(turn):
                 yield rows
@@ -106,6 +107,21 @@ class Chosen:
                     await turn.next()
                 part = filter(self._is_meant, found[first : first + PART_ROWS].tolist())
                 yield np.array(list(part), np.int64)
+
+    async def _recognize(self, turn: Turn) -> None:
+        """Recovered E whose model is registered has no name before somebody asks for it: give it one."""
+        unnamed: dict[bytes, list[Namespace]] = {}
+        for space in self._catalog.spaces.numbered:
+            if space.model_spec is None and space.index:
+                unnamed.setdefault(space.fingerprint, []).append(space)
+        if not unnamed:
+            return
+        for model in list(self._catalog.models.values()):
+            for layer in range(model.spec.layer_count):
+                await turn.between()
+                model.recognize(layer, unnamed)
+        if self._selection.model:
+            self._numbers = np.array(namespaces_named(self._catalog, self._selection.model), np.int64)
 
     async def _chained(self, turn: Turn) -> AsyncIterator[Rows]:
         """The chunks of the chain that are meant, in each namespace, some of the chain at a time."""
