@@ -221,6 +221,14 @@ MUTANTS = [
         (f"{T_UNSEEN}::test_a_header_that_one_scan_cannot_read_is_read_at_the_next_start",),
     ),
     Mutant(
+        "what-is-not-read-takes-no-room",
+        "kvstore/tiers/nvme/regions.py",
+        "        files = [(size - PAGE_BYTES, size, name) for name, size in self.away.items() if size]\n",
+        "        files = list[tuple[int, int, str]]()\n",
+        "files exceed a capacity that was made smaller, and what can be served goes for what cannot",
+        ("tests/tiers/test_nvme_capacity.py::test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would",),
+    ),
+    Mutant(
         "what-a-smaller-capacity-takes",
         DEVICE,
         "    _keep_capacity(directory, settings.capacity_bytes)\n",

@@ -119,8 +119,10 @@ def _of_device(life: Life) -> str:
     counted = said.file_bytes + regions.lost_bytes  # what an error hid may be gone, or not
     most = counted + regions.hidden_bytes
     fits = there == counted if not life.disk.injected else there <= most or life.disk.has_failed_to_remove
-    if not fits or counted > said.capacity_bytes:
+    if not fits:
         return f"{there} bytes on the device, {said.file_bytes} in the account, {regions.lost_bytes} lost"
+    if counted > said.capacity_bytes:
+        return f"{counted} bytes of files, {regions.lost_bytes} of them lost, in a capacity of {said.capacity_bytes}"
     others = sum(map(len, device.spares.values()))
     rows = list(device.rows())
     places = [place_of(device.residency(row)) for row in rows]

@@ -17,7 +17,6 @@ from kvstore.movement.loads import Loading
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, MissReason, Provenance
 from kvstore.tiers.nvme import Regions
-from kvstore.tiers.nvme.slots import RegionFile
 from tests.sim.cloud import Cloud, key_of
 from tests.sim.models import SPECS, VALUE_NAMES, Chain, Name, body, version_of
 from tests.sim.trace import Trace
@@ -258,9 +257,9 @@ class Oracle:
         """What an operator's smaller capacity takes is no promise any more."""
         surplus = regions.surplus
 
-        def on_surplus(held: dict[int, int]) -> list[RegionFile]:
+        def on_surplus(held: dict[int, int]) -> list[str]:
             files = surplus(held)
-            gone = {region.number for region in files}
+            gone = {int(name.split("-")[1]) for name in files}
             for name in [name for name, (number, _) in self.must.items() if number in gone]:
                 self.withdraw(name)
             self.trace.add("oracle", f"gives up regions {sorted(gone)}")

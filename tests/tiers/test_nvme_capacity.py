@@ -3,8 +3,10 @@ goes then is said before it goes."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,3 +120,24 @@ def test_what_a_smaller_capacity_takes_is_said_before_it_goes(caplog: pytest.Log
         service.run(scenario)
     finally:
         logging.getLogger("kvstore.nvme").removeHandler(listener)
+
+
+@pytest.mark.parametrize(("capacity_kib", "now", "later"), [(140, 5, 10), (80, 5, 5), (60, 0, 0)])
+def test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would(capacity_kib: int, now: int, later: int) -> None:
+    """Of three files one is half empty, and the device refuses the first page of a full one. The cap holds all the
+    same, and what can be served is not given up for what cannot."""
+    service = DeviceService(arena_chunks=32)
+
+    async def scenario() -> None:
+        for number in range(12):
+            await service.keep(number)
+        service.capacity_bytes = capacity_kib * KIB
+        refuse = partial(service.disk.fail, "pread", errno.EIO, path_contains="region-00000", times=1)
+        await service.restart(meanwhile=refuse)
+        service.balance()
+        assert service.nvme.statistics().chunk_count == now
+        await service.restart()
+        service.balance()
+        assert service.nvme.statistics().chunk_count == later
+
+    service.run(scenario)

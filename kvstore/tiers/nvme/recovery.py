@@ -98,20 +98,25 @@ def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
     """Blocking. What is left once the files fit the capacity. What goes is said before it goes. Raises OSError."""
     numbers = columns.residencies >> 32 & 0xFFFFFF
     found, counts = np.unique(numbers, return_counts=True)
-    surplus = regions.surplus(dict(zip(found.tolist(), counts.tolist(), strict=True)))
-    if not surplus:
+    names = regions.surplus(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    if not names:
         return columns
+    surplus = [region for region in regions.by_number.values() if region.path.name in names]
+    unread = {name: size for name, size in regions.away.items() if name in names}
     stays = ~np.isin(numbers, [region.number for region in surplus])
     _log.warning(
         "tiers.nvme.capacity_bytes is smaller than it was: region files are given up now, and what they hold",
         extra={
-            "capacity_bytes": regions.capacity_bytes, "files": [region.path.name for region in surplus],
-            "bytes": sum(region.file_bytes for region in surplus), "chunks": int((~stays).sum()),
+            "capacity_bytes": regions.capacity_bytes, "files": names, "files_that_could_not_be_read": len(unread),
+            "bytes": sum(region.file_bytes for region in surplus) + sum(unread.values()),
+            "chunks": int((~stays).sum()),
         },
     )  # fmt: skip
     for region in surplus:
         regions.retire(region)
         regions.remove_file(region)
+    for name in unread:
+        regions.remove_away(name)
     return columns.where(stays)
 
 

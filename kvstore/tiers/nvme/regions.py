@@ -57,8 +57,9 @@ class Regions:
         self.lost_bytes = 0
         self.hidden_bytes = 0
         """What the files may take at most whose size the device did not say: no new file may take their room."""
-        self.away: set[str] = set()
-        """Files that could not be opened, by name: they may come back with all that they hold."""
+        self.away: dict[str, int] = {}
+        """Files that could not be opened, by name, and their bytes (0: the device did not say): they may come back with
+        all that they hold."""
         self._numbers: set[int] = set()
         """Of files that are there, or were: what ``newest`` says of a file must not be taken for another's."""
         self.is_direct = True
@@ -80,7 +81,6 @@ class Regions:
             try:
                 region = self._open(self._directory / name, int(match[1]), int(match[2]))
             except (OSError, ValueError) as error:
-                self.away.add(name)
                 _log.error("a region file cannot be used", extra={"file": name, "reason": str(error)})
                 continue
             if region is None:
@@ -169,6 +169,7 @@ class Regions:
                 self.hidden_bytes += max(self._region_bytes, PAGE_BYTES + slot_bytes)
             else:
                 self.lost_bytes += size
+            self.away[path.name] = max(size, 0)
             if descriptor >= 0:
                 self._close(descriptor)
             raise
@@ -253,31 +254,36 @@ class Regions:
         """Take an idle file out of use; ``remove_file`` follows. Until then its bytes count, and what was not erased
         there may come back."""
         del self.by_number[region.number]
-        self.away.add(region.path.name)
+        self.away[region.path.name] = region.file_bytes
         self.lost_bytes += region.file_bytes
 
     def remove_file(self, region: RegionFile) -> None:
         """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
         self._close(region.descriptor)
-        self._disk.remove(region.path)
+        self.remove_away(region.path.name)
+
+    def remove_away(self, name: str) -> None:
+        """As ``remove_file``, of a file that is not open."""
+        self._disk.remove(self._directory / name)
         self._disk.sync_directory(self._directory)
-        self.away.discard(region.path.name)
-        self.lost_bytes -= region.file_bytes
+        self.lost_bytes -= self.away.pop(name)
 
-    def surplus(self, held: dict[int, int]) -> list[RegionFile]:
-        """The capacity may be smaller than it was: the files to give up, those that hold the least, so that the others
-        fit. ``held`` is how many chunks each region number holds."""
-
-        def held_bytes(region: RegionFile) -> int:
-            return (held.get(region.number, 0) + len(region.unread)) * region.slot_bytes
-
-        surplus: list[RegionFile] = []
+    def surplus(self, held: dict[int, int]) -> list[str]:
+        """The capacity may be smaller than it was: the names of the files to give up, those that hold the least, so
+        that the others fit. ``held`` is how many chunks each region number holds; what could not be read counts, too,
+        and a file that could not be opened as a full one."""
+        files = [(size - PAGE_BYTES, size, name) for name, size in self.away.items() if size]
+        files += [
+            ((held.get(each.number, 0) + len(each.unread)) * each.slot_bytes, each.file_bytes, each.path.name)
+            for each in self.by_number.values()
+        ]
+        surplus: list[str] = []
         taken = self.file_bytes + self.lost_bytes
-        for region in sorted(self.by_number.values(), key=held_bytes):
+        for _, size, name in sorted(files, key=lambda each: each[0]):
             if taken <= self.capacity_bytes:
                 break
-            surplus.append(region)
-            taken -= region.file_bytes
+            surplus.append(name)
+            taken -= size
         return surplus
 
     def has_budget(self, slot_bytes: int) -> bool:
