@@ -137,13 +137,24 @@ class _Pattern:
             return self._computed_s(front, 0) + beside_s >= self.waits(front, stop)[1]
 
         crossing = _first(outlasts, stop // unit - 1, unit)
-        return min((max(0, crossing - unit), crossing), key=lambda front: self.ttft_s(front, stop))
+        return min((max(0, crossing - unit), crossing), key=lambda front: self._timed_s((front, stop)))
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], float]:
+        """Stretches that were timed: neighbours are looked at again and again."""
+        return {}
+
+    def _timed_s(self, stretch: tuple[int, int]) -> float:
+        found = self._known.get(stretch)
+        if found is None:
+            found = self._known[stretch] = self.ttft_s(*stretch)
+        return found
 
     def refined(self, stretches: list[tuple[int, int]], usable: int, *, may_meet: bool) -> tuple[int, int]:
         """The best of these stretches, then with its ends moved, in steps that shrink to one unit, as long as that is
         faster."""
         unit = self.facts.unit_tokens
-        timed = [(self.ttft_s(*stretch), stretch) for stretch in stretches]
+        timed = [(self._timed_s(stretch), stretch) for stretch in stretches]
         best_s, best = min(timed)
         bits = (usable // unit).bit_length()
         step = unit << max(min(bits - 1, 2), bits - 3)
@@ -152,7 +163,7 @@ class _Pattern:
             fronts = (front - step, front, front + step) if may_meet else (front,)
             near = [(start, end) for start in fronts for end in (stop - step, stop, stop + step)]
             near = [each for each in near if 0 <= each[0] < each[1] <= usable]
-            found_s, found = min((self.ttft_s(*each), each) for each in near)
+            found_s, found = min((self._timed_s(each), each) for each in near)
             if found_s < best_s:
                 best_s, best = found_s, found
             else:

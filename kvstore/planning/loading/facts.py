@@ -60,12 +60,13 @@ class Stock:
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
         """How many bytes of these tokens lie in a tier."""
-        return self._before(tier, stop) - self._before(tier, start)
+        return self._before(tier, stop) - (self._before(tier, start) if start else 0.0)
 
     @cached_property
     def _sums(self) -> dict[Tier, tuple[float, ...]]:
+        sizes = [(run.tier, run.token_count * run.token_bytes) for run in self.runs]
         return {
-            tier: (0.0, *accumulate(run.token_count * run.token_bytes * (run.tier == tier) for run in self.runs))
+            tier: (0.0, *accumulate([size if lies_in is tier else 0.0 for lies_in, size in sizes]))
             for tier in self.tiers
         }
 
@@ -74,7 +75,7 @@ class Stock:
         if index >= len(self.runs):
             return self._sums[tier][-1]
         run = self.runs[index]
-        part = (token - self.starts[index]) * run.token_bytes if run.tier == tier else 0.0
+        part = (token - self.starts[index]) * run.token_bytes if run.tier is tier else 0.0
         return self._sums[tier][index] + part
 
 
