@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,8 +72,10 @@ def check_dtype(value: Any, dtype: str, name: str) -> None:
     numpy has no bfloat16 or float8: arrays of those are passed as unsigned integers of the same size, or with a
     dtype of that name.
     """
+    if dtype_name(value) == dtype:
+        return
     unsigned = _UNSIGNED[item_size(dtype)]
-    if dtype_name(value) != dtype and not (isinstance(value, np.ndarray) and value.dtype == unsigned):
+    if not (isinstance(value, np.ndarray) and value.dtype == unsigned):
         raise InvalidRequest(
             f"{name} is {dtype_name(value)}, the model's cache is {dtype}: give {dtype}, or a numpy array of {unsigned}"
         )
@@ -80,7 +83,12 @@ def check_dtype(value: Any, dtype: str, name: str) -> None:
 
 def dtype_name(value: Any) -> str:
     """torch's and numpy's dtypes by one name; numpy's of another byte order by its own ('>f4')."""
-    return str(value.dtype).removeprefix("torch.")
+    return _name_of(value.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_writable(value: Any) -> bool:

@@ -114,6 +114,21 @@ def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
     return plainly(function, *args)
 
 
+def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
+    """Run a copy here, all of it on this thread: where the processors are busy torch's own threads come late. How many
+    of them the caller's other work has stays what it was."""
+    torch = torch_module()
+    limit = None if torch is None else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if torch is None or limit is None:
+        return plainly(function, *args)
+    count = torch.get_num_threads()  # this thread's, and torch has given it one now
+    limit(1)
+    try:
+        return plainly(function, *args)
+    finally:
+        limit(count)
+
+
 def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
     """Return when all of these have ended well. Raises what one of them raised, when none runs any more, also where the
     caller is interrupted; DeadlineExceeded while one may still be running."""

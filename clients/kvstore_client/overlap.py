@@ -27,23 +27,40 @@ class Geometry(NamedTuple):
     strides: tuple[int, ...]
     item_size: int
 
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(shape: tuple[int, ...], steps: tuple[int, ...], item_size: int) -> Geometry:
+        """``steps``: strides in items. Kept: the planes of a model are alike."""
+        return Geometry(tuple(shape), tuple(step * item_size for step in steps), item_size)
+
     @property
     def byte_count(self) -> int:
         """From the first byte to behind the last, gaps included; 0 where it has no items."""
-        if 0 in self.shape:
-            return 0
-        return sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)) + self.item_size
+        return _byte_count(self)
 
     @property
     def repeats(self) -> bool:
         """Whether two of its items may share bytes. No view that steps, slices or turns axes of a plain tensor does."""
-        reach = self.item_size
-        axes = zip(self.strides, self.shape, strict=True)
-        for step, size in sorted((step, size) for step, size in axes if size > 1):
-            if step < reach:
-                return True
-            reach += (size - 1) * step
-        return False
+        return _repeats(self)
+
+
+@lru_cache(maxsize=4096)
+def _byte_count(geometry: Geometry) -> int:
+    shape, strides, item_size = geometry
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + item_size
+
+
+@lru_cache(maxsize=4096)
+def _repeats(geometry: Geometry) -> bool:
+    reach = geometry.item_size
+    axes = zip(geometry.strides, geometry.shape, strict=True)
+    for step, size in sorted((step, size) for step, size in axes if size > 1):
+        if step < reach:
+            return True
+        reach += (size - 1) * step
+    return False
 
 
 class Span(NamedTuple):
@@ -59,8 +76,8 @@ class Span(NamedTuple):
         """Of a tensor or an array."""
         if is_tensor(value):
             size = value.element_size()
-            geometry = Geometry(tuple(value.shape), tuple(step * size for step in value.stride()), size)
-            device, start = str(value.device), int(value.data_ptr())
+            geometry = Geometry.of(value.shape, value.stride(), size)
+            device, start = "cpu" if value.is_cpu else str(value.device), int(value.data_ptr())
         else:
             axes = zip(value.shape, value.strides, strict=True)
             before = sum((size - 1) * step for size, step in axes if step < 0 and size)

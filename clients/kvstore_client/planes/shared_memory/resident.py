@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvstore.seams import FaultPoints
 from kvstore.seams.fence import fence
 from kvstore.spec import Exactness, MissReason, Tier
-from kvstore_client.copying import Copier, plainly
+from kvstore_client.copying import Copier, on_callers_thread
 from kvstore_client.fetch.fused import copy_pairs
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.planes.prefix import Target
@@ -48,7 +48,7 @@ class ResidentPrefix:
         if pairs is not None:
             copy = partial(copy_pairs, faults)
             if self.wanted.byte_count(self.token_count) <= HERE_BYTES_MAX:
-                plainly(copy, pairs)
+                on_callers_thread(copy, pairs)
             else:
                 copier.split(copy, pairs, timeout_s)
             return

@@ -1,0 +1,160 @@
+"""fetch-small: 1, 4 and 10 chunks of 256 tokens of a small model, warm, over the bare copies; then clients together.
+
+What a fetch costs beside its bytes shows here: 256 tokens of 30 layers with 3 kv heads of 64 are 60 planes of 98 KB.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+from kvstore_client import Client, ModelSpec
+from kvstore_client.copying import Copier, copy
+
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.fetch import limit_pairs
+from kvstore_ops.bench.result import Result, quartiles, show
+
+TARGETS = {1: 0.6, 4: 0.75, 10: 0.85}
+"""Chunks -> share of the copy limit."""
+TOGETHER_TARGET, TAIL_TARGET = 0.8, 2.0
+RUNS = {"full": 300, "quick": 100, "tiny": 3}
+CLIENTS = {"full": (1, 2, 4, 8), "quick": (1, 8), "tiny": (1,)}
+LOOP_S = {"full": 3.0, "quick": 1.5, "tiny": 0.2}
+MANY = 10
+LOOP = """
+import sys, time
+from kvstore_client import connect
+from kvstore_ops.bench import copying as shared
+from kvstore_ops.bench.fetch_small import geometry, tensors
+count, seconds = int(sys.argv[2]), float(sys.argv[3])
+spec, tokens = geometry(sys.argv[4]), shared.random_tokens(count, count)
+with connect(sys.argv[1], timeout_s=60.0) as client:
+    into = tensors(spec, count)
+    client.fetch(spec, tokens, into=into)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    until, done = time.perf_counter() + seconds, 0
+    while time.perf_counter() < until:
+        assert client.fetch(spec, tokens, into=into).token_count == count
+        done += 1
+print(done, flush=True)
+"""
+
+
+def geometry(scale: str) -> ModelSpec:
+    """30 layers, 3 kv heads, head dim 64, bf16: 256 tokens are 5.9 MB."""
+    return ModelSpec.dense(
+        "bench-small", "unverified:bench", layer_count=2 if scale == "tiny" else 30, kv_heads=3, head_dim=64,
+        hidden_size=576, vocab_size=shared.VOCABULARY,
+    )  # fmt: skip
+
+
+def tensors(spec: ModelSpec, token_count: int) -> list[tuple[Any, Any]]:
+    """Pre-faulted torch tensors, per layer (K, V)."""
+    import torch
+
+    shape = (3, token_count, 64)
+    return [
+        (torch.ones(shape, dtype=torch.bfloat16), torch.full(shape, 2, dtype=torch.bfloat16))
+        for _ in range(spec.layer_count)
+    ]
+
+
+def run(scale: str) -> Result:
+    """Pairs of a fetch and the same copies bare, by one thread and by two: the faster one of these is the limit."""
+    spec, copier = geometry(scale), Copier()
+    sizes: dict[int, dict[str, Any]] = {}
+    with shared.ready(scale) as (sidecar, client):
+        for chunks in TARGETS:
+            sizes[chunks] = _measured(client, copier, spec, chunks * shared.CHUNK_TOKENS, RUNS[scale])
+        together = {
+            clients: _together(sidecar.address, clients, spec, LOOP_S[scale], scale) for clients in CLIENTS[scale]
+        }
+    copier.close()
+    most = max(together)
+    bare = sizes[MANY]["bytes"] / sizes[MANY]["limit_s"]
+    rows = [
+        (
+            f"{chunks} chunks, {each['bytes'] / 1e6:.1f} MB",
+            f"p50 {each['p50_s'] * 1e3:.2f} ms, p95 {each['p95_s'] * 1e3:.2f}, {each['ratio']:.3f} of the copy limit "
+            f"of {each['limit_s'] * 1e3:.2f} ms (target {TARGETS[chunks]})",
+        )
+        for chunks, each in sizes.items()
+    ]
+    rows += [
+        (
+            f"{clients} clients, {MANY} chunks each",
+            f"{rate / 1e9:.2f} GB/s together, {rate / bare:.3f} of the copy limit",
+        )
+        for clients, rate in together.items()
+    ]
+    show(f"fetch-small: {RUNS[scale]} pairs", rows)
+    one = sizes[1]
+    met = all(each["ratio"] >= TARGETS[chunks] for chunks, each in sizes.items())
+    met = met and one["p95_s"] <= TAIL_TARGET * one["p50_s"] and together[most] >= TOGETHER_TARGET * bare
+    return Result(
+        name="fetch-small", value=one["p50_s"], unit="s", limit=one["limit_s"], ratio=one["ratio"],
+        target=f">= {', '.join(map(str, TARGETS.values()))} at {', '.join(map(str, TARGETS))} chunks; "
+        f"p95 <= {TAIL_TARGET} p50; {most} clients >= {TOGETHER_TARGET}",
+        met=met, runs=RUNS[scale], spread=one["spread"],
+        conditions={
+            "scale": scale, "warm": True, "bytes": one["bytes"],
+            **{f"{name}_{chunks}": sizes[chunks][name] for chunks in sizes for name in ("ratio", "p50_s", "p95_s")},
+            **{f"clients_{clients}_bytes_per_s": rate for clients, rate in together.items()},
+        },
+    )  # fmt: skip
+
+
+def _measured(client: Client, copier: Copier, spec: ModelSpec, count: int, runs: int) -> dict[str, Any]:
+    tokens, into = shared.random_tokens(count, count), tensors(spec, count)
+    client.store(spec, tokens, into).wait()
+    pairs = limit_pairs(client, spec, tokens, into)
+
+    def fetch() -> None:
+        assert client.fetch(spec, tokens, into=into).token_count == count
+
+    def bare() -> None:
+        for target, source in pairs:
+            copy(target, source)
+
+    times: dict[str, list[float]] = {"fetch": [], "here": [], "two": []}
+    for _ in range(runs + 5):
+        times["fetch"].append(shared.timed(fetch))
+        times["here"].append(shared.timed(bare))
+        times["two"].append(shared.copy_seconds(copier, pairs))
+    times = {name: each[5:] for name, each in times.items()}  # without the first ones, which fill caches
+    limits = min(times["here"], times["two"], key=statistics.median)
+    ratios = [limit / mine for limit, mine in zip(limits, times["fetch"], strict=True)]
+    return {
+        "bytes": sum(k.nbytes + v.nbytes for k, v in into),
+        "p50_s": statistics.median(times["fetch"]),
+        "p95_s": float(np.quantile(times["fetch"], 0.95)),
+        "limit_s": statistics.median(limits),
+        "ratio": statistics.median(ratios),
+        "spread": quartiles(ratios),
+    }
+
+
+def _together(address: str, clients: int, spec: ModelSpec, seconds: float, scale: str) -> float:
+    """Bytes per second that processes of their own fetch at once."""
+    count = MANY * shared.CHUNK_TOKENS
+    command = [sys.executable, "-c", LOOP, address, str(count), str(seconds), scale]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)
+    ]
+    fetched = 0
+    for each in running:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    for each in running:
+        assert each.stdin is not None
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    for each in running:
+        said, _ = each.communicate(timeout=60.0 + seconds)
+        fetched += int(said.split()[-1])
+    return fetched * spec.layer_count * 2 * 3 * 64 * 2 * count / seconds
