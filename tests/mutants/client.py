@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "tensor-whose-items-share-memory",
         OVERLAP,
-        "            if step < reach:\n",
-        "            if False:\n",
+        "        if step < reach:\n",
+        "        if False:\n",
         "a fetch into an expanded tensor leaves the last token everywhere",
         ("tests/e2e/test_round_trip.py::test_tensors_whose_items_share_memory_are_refused",),
     ),
