@@ -351,6 +351,23 @@ def test_a_damaged_copy_is_found_named_and_gone(sidecar: Sidecar, client: Client
     assert stored.hit_count == STEP
 
 
+def test_a_copy_that_was_altered_in_a_shared_tier_is_found(redis: RedisServer, client: Client, say: Any) -> None:
+    stored = Stored(client, 2)
+    with redis.client() as engine:
+        before = set(engine.scan_iter(_type="hash"))
+        assert say("move", "--model", stored.name, "--to", "redis", "--keep").code == 0
+        fresh = sorted(set(engine.scan_iter(_type="hash")) - before)
+        assert len(fresh) == 2
+        assert say("verify", "--model", stored.name, "--tier", "redis").code == 0
+        field, value = max(engine.hgetall(fresh[0]).items(), key=lambda each: len(each[1]))
+        engine.hset(fresh[0], field, bytes([value[0] ^ 1]) + value[1:])
+    done = say("verify", "--model", stored.name, "--tier", "redis", "--json")
+    assert done.code == 8
+    assert done.json["outcomes"]["redis: damaged"]["chunk_count"] == 1
+    assert sorted(len(each["copies"]) for each in chunks_of(say, stored.name).values()) == [2, 3]
+    assert stored.hit_count == 2 * STEP
+
+
 # ---------------------------------------------------------------- drain
 
 
