@@ -30,7 +30,7 @@ from kvstore.tiers import IndexColumns, LocalTier, Recovered, Residency
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Regions
 from kvstore.tiers.nvme.newest import Newest
-from kvstore.tiers.nvme.recovery import Gathered, LockedSlot, ScannedSlot, read_slot
+from kvstore.tiers.nvme.recovery import ErasedSlot, Gathered, LockedSlot, ScannedSlot, read_slot
 from tests.contracts.evictors import OldestFirst
 from tests.contracts.wrappers import Faulty, Latency, LocalUnder, Throttle
 from tests.fakes import FilesSettings, FilesTier, Switch
@@ -196,7 +196,7 @@ def scan(tier: NvmeTier) -> Iterator[ScannedSlot]:
     """Every copy there is, by what the device itself holds. One that cannot be read is left out."""
     for region in tier.regions.by_number.values():
         for slot in range(region.slot_count):
-            with suppress(OSError, LockedSlot):  # what the stand made unreadable is nobody's chunk
+            with suppress(OSError, LockedSlot, ErasedSlot):  # what the stand made unreadable is nobody's chunk
                 found = read_slot(tier._io, tier._trust, region, slot)
                 if found is not None:
                     yield found

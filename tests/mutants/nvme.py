@@ -11,11 +11,13 @@ OUTGOING = "kvstore/tiers/nvme/outgoing.py"
 READING = "kvstore/tiers/nvme/reading.py"
 RECOVERY = "kvstore/tiers/nvme/recovery.py"
 REGIONS = "kvstore/tiers/nvme/regions.py"
+ERASURES = "kvstore/tiers/nvme/erasures.py"
 SYNC = "kvstore/tiers/nvme/sync.py"
 TIER = "kvstore/tiers/nvme/tier.py"
 NEWEST = "kvstore/tiers/nvme/newest.py"
 DEVICE = "kvstore/server/tiers.py"
 T_NEWEST = "tests/tiers/test_nvme_newest.py"
+T_ERASURES = "tests/tiers/test_nvme_erasures.py"
 T_UNSEEN = "tests/tiers/test_nvme_unseen.py"
 T_CONTRACT = "tests/contracts/test_local_tier.py"
 T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
@@ -187,6 +189,30 @@ MUTANTS = [
         "        return self._closes(place) or self._marks.get(key, mark) != mark\n",
         "where nobody knows any more what is newest, anything is believed",
         (f"{T_NEWEST}::test_more_keys_than_are_remembered",),
+    ),
+    Mutant(
+        "erasures-of-an-earlier-process-believed",
+        RECOVERY,
+        "            region.unerased.update(slots.erased)\n",
+        "            pass\n",
+        "a value whose erasure was never synced comes back with a power cut, after another one took its place",
+        (f"{T_ERASURES}::test_an_erasure_that_only_the_page_cache_has",),
+    ),
+    Mutant(
+        "what-is-to-be-erased-is-free",
+        REGIONS,
+        "            is_free[list(region.unread | region.unerased)] = False\n",
+        "            is_free[list(region.unread)] = False\n",
+        "a slot takes a chunk while it is erased, and is free twice afterwards",
+        (f"{T_ERASURES}::test_an_erasure_that_only_the_page_cache_has",),
+    ),
+    Mutant(
+        "erased-again-while-in-use",
+        ERASURES,
+        "if slot in region.unerased]\n",
+        "]\n",
+        "who erases what was left erases a chunk that was written there meanwhile",
+        (f"{T_ERASURES}::test_who_erases_what_is_left_leaves_what_another_erased_meanwhile",),
     ),
     Mutant(
         "one-of-two-writes-believed",

@@ -21,9 +21,9 @@ from kvstore.seams import FaultPoints
 from kvstore.simulated import DiskStopped, LoopClock, SeededWorkers, SimulatedDisk, simulate
 from kvstore.tiers import Residency
 from kvstore.tiers.nvme import NvmeTier, Regions
+from kvstore.tiers.nvme.io import erase_at
 from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
-from kvstore.tiers.nvme.tier import ERASED
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import HOME, nvme_tier, scan
@@ -212,8 +212,8 @@ def acknowledged_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 def erased_without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """An erasure that a power cut takes back."""
 
-    async def erase(tier: NvmeTier, region: RegionFile, slot: int) -> None:
-        await tier._run(tier._writers, tier._io.write, region.descriptor, region.offset(slot), ERASED)
+    async def erase(tier: NvmeTier, region: RegionFile, *slots: int) -> None:
+        await tier._run(tier._writers, erase_at, tier._io, region.descriptor, [*map(region.offset, slots)])
 
     monkeypatch.setattr(NvmeTier, "_erase", erase)
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
+from kvstore.simulated import SimulatedDisk
 from kvstore.spec import Durability
-from kvstore.tiers.nvme import newest
+from kvstore.tiers.nvme import erasures, newest
 from kvstore.tiers.nvme.io import PAGE_BYTES
+from kvstore.tiers.nvme.slots import RegionFile
+from kvstore.tiers.nvme.sync import GroupSync
 from tests.contracts.chunks import SMALL, balance, chunk, holds, write
 from tests.contracts.evictors import KeepsAll
 from tests.contracts.stands import nvme_tier
@@ -192,6 +195,60 @@ def test_an_older_write_is_no_second_copy_of_a_newer_one() -> None:
     service.run(scenario)
 
 
+async def its_sync_failed(service: ValueService) -> None:
+    """Nor could anything be written down."""
+    service.disk.fail("sync", errno.EIO, path_contains="region-00000", times=None)
+    service.disk.fail("rename", errno.EIO, times=None)
+    with pytest.raises(KVStoreError):
+        await service.put(NEW)
+
+
+async def its_sync_never_came(service: ValueService) -> None:
+    async def wait(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GroupSync, "wait", wait)
+        putting = asyncio.ensure_future(service.put(NEW))
+        await asyncio.sleep(0.1)
+        putting.cancel()
+        await asyncio.gather(putting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["kill", "clean stop"])
+@pytest.mark.parametrize("is_refused_again", [False, True], ids=["taken", "refused again"])
+@pytest.mark.parametrize("way", [its_sync_failed, its_sync_never_came], ids=lambda way: way.__name__)
+def test_an_erasure_that_only_the_page_cache_has(
+    way: Callable[[ValueService], Awaitable[None]], is_refused_again: bool, kill: bool
+) -> None:
+    """The process that erased is gone, and the next one reads that nothing is there. The value that it takes stays in
+    memory. A power cut takes the erasure back, or not: the seed says so."""
+    for seed in range(4):
+        service = ValueService(disk=SimulatedDisk(seed))
+
+        async def scenario(service: ValueService = service) -> None:
+            assert await service.put(OLD) is Durability.LOCAL
+            await way(service)
+            await service.stop(kill=kill)
+            service.disk.mend()
+            if is_refused_again:
+                service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
+            await service.start()
+            assert await service.get() is None
+            service.disk.fail("pwrite", errno.EIO, path_contains="region", times=None)
+            service.disk.fail("allocate", errno.EIO, times=None)
+            assert await service.put(NEW) is Durability.MEMORY
+            service.disk.mend()
+            for _ in range(2):
+                await service.restart(kill=True, meanwhile=service.disk.crash)
+                assert await service.get() is None
+            for value in range(4, 9):
+                assert await service.put(value, f"key {value}") is Durability.LOCAL
+            service.balance()
+
+        service.run(scenario)
+
+
 class _Held(SystemDisk):
     """Writes of a whole slot wait, once it is told so."""
 
@@ -227,6 +284,39 @@ def test_a_slot_that_is_written_anew_is_nobody_elses_before_that_ended(tmp_path:
         await tier.close(None)
 
     asyncio.run(scenario())
+
+
+def test_who_erases_what_is_left_leaves_what_another_erased_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in use again: its chunk would be gone."""
+    monkeypatch.setattr(erasures, "AT_ONCE", 1)
+    erased: list[int] = []
+
+    async def scenario() -> None:
+        tier = nvme_tier(SystemDisk(), tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
+        await tier.recover(KeepsAll())
+        for number in range(3):
+            tier.regions.keep_unerased(await write(tier, chunk(number)))
+        is_at_it, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def erase(region: RegionFile, *slots: int) -> None:
+            erased.extend(slots)
+            if not is_at_it.is_set():
+                is_at_it.set()
+                await goes_on.wait()
+
+        monkeypatch.setattr(tier.erasures, "_erase", erase)
+        slow = asyncio.ensure_future(tier.erasures.tidy())
+        await is_at_it.wait()
+        await tier.erasures.tidy()
+        goes_on.set()
+        await slow
+        balance(tier)
+        await tier.close(None)
+
+    asyncio.run(scenario())
+    assert sorted(erased) == [0, 1, 2]
 
 
 class _Told(dict[tuple[int, int], asyncio.Future[None]]):

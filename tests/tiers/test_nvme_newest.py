@@ -101,7 +101,7 @@ WAYS: list[Way] = [
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_older_value_never_comes_back(way: Way, times: int | None, fate: str) -> None:
     """The device refuses ``once``, or ``for good`` until the process has ended. The newer value is then kept, evicted
-    by the policy, or never reaches the device. However that life ends, two more follow."""
+    by the policy, or never reaches the device. However that life ends, three more follow."""
     for ending in ("kill", "power cut", "clean stop"):
         service = ValueService()
 
@@ -119,7 +119,7 @@ def test_an_older_value_never_comes_back(way: Way, times: int | None, fate: str)
             if fate == "is evicted":
                 service.evict()
                 await asyncio.sleep(RETRY_S)
-            for end in (ending, "kill", "clean stop"):
+            for end in (ending, "kill", "power cut", "clean stop"):
                 await service.stop(kill=end != "clean stop")
                 if end == "power cut":
                     service.disk.crash()

@@ -16,7 +16,8 @@ that it knows nothing of it, and the next start looks again.
 What a scan brings back may have been evicted before (its slot was not used again), or be torn: it is whole or it fails
 its checks. It is never a value that another one was stored in the place of, nor a copy that failed a check, for those
 are erased with a sync, or ``newest`` says that they are not to be believed. Nothing is promised on what a scan found
-before it was read and synced anew (``UNPROVEN`` in the catalog).
+before it was read and synced anew (``UNPROVEN`` in the catalog); nor is an erasure that a scan found believed before it
+was done anew: an earlier process may not have come to its sync, or that failed.
 
 In an envelope (``chunk.envelope``) a copy also proves where it was written: its tag covers the seat. A copy sealed with
 a key that is not here is as one that cannot be read: its slot is nobody else's, and the next start looks again.

@@ -1,12 +1,14 @@
 """Chunks that must not come back: their headers are erased, with a sync, before anything takes their place. What the
-device refuses to erase stays out of use and is tried again; meanwhile ``newest`` says what is to be believed."""
+device refuses to erase stays out of use and is tried again; meanwhile ``newest`` says what is to be believed. What an
+earlier process erased is erased anew: reads show that it was, also where its sync failed or never came, and a power cut
+would bring it back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from kvstore.errors import KVStoreError
@@ -15,18 +17,20 @@ from kvstore.tiers.nvme.newest import WHOLE_FILE, Newest, Place
 from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import RegionFile
 
+AT_ONCE = 256
+"""Headers that are erased before one sync."""
 _log = logging.getLogger("kvstore.nvme")
 
 
 class Erasures:
-    """``erase`` writes over a slot's header and syncs it; ``run`` has a blocking function called on a byte mover. Both
-    raise KVStoreError."""
+    """``erase`` writes over the headers of slots and syncs them; ``run`` has a blocking function called on a byte
+    mover. Both raise KVStoreError."""
 
     def __init__(
         self,
         regions: Regions,
         newest: Newest,
-        erase: Callable[[RegionFile, int], Awaitable[None]],
+        erase: Callable[..., Awaitable[None]],
         run: Callable[..., Awaitable[Any]],
     ) -> None:
         self.newest = newest
@@ -122,13 +126,15 @@ class Erasures:
     async def _erase_in(self, region: RegionFile) -> list[tuple[RegionFile, int]]:
         """Erase what rests there for want of it, until the device refuses. Its slots are still out of use."""
         erased: list[tuple[RegionFile, int]] = []
-        for slot in sorted(region.unerased):
-            if (region.number, slot) in self._at_work:
-                continue
-            try:
-                async with self.alone_at(region, slot):
-                    await self._erase(region, slot)
-            except KVStoreError:
-                break
-            erased.append((region, slot))
+        todo = sorted(slot for slot in region.unerased if (region.number, slot) not in self._at_work)
+        for first in range(0, len(todo), AT_ONCE):
+            async with AsyncExitStack() as alone:
+                for slot in todo[first : first + AT_ONCE]:
+                    await alone.enter_async_context(self.alone_at(region, slot))
+                left = [slot for slot in todo[first : first + AT_ONCE] if slot in region.unerased]
+                try:  # what others erased meanwhile may be in use again
+                    await self._erase(region, *left)
+                except KVStoreError:
+                    break
+            erased += [(region, slot) for slot in left]
         return erased

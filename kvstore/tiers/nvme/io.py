@@ -15,6 +15,7 @@ from kvstore.seams.memory import Bytes
 PAGE_BYTES = 4096
 IO_BYTES = 4 << 20
 """A device is at its full rate with requests of this size; larger ones only hold others up."""
+_ERASED_MAGIC = b"KVSERASE"
 
 
 class DeviceIO(Protocol):
@@ -98,6 +99,30 @@ def write_sealed(
         io.write(descriptor, place, sealer.body(data, strips, room))
         place += data.size
     io.write(descriptor, offset, sealer.header())
+
+
+def _erased_page() -> Bytes:
+    page = aligned(PAGE_BYTES)
+    page[:] = 0
+    page.data[: len(_ERASED_MAGIC)] = _ERASED_MAGIC
+    return page
+
+
+ERASED = _erased_page()
+"""In the place of a header that must not come back. It is no page of zeros: a start tells what was erased, and is to be
+erased anew, from what was never written."""
+
+
+def is_erased(data: Bytes) -> bool:
+    """Whether a slot that begins like this was erased by somebody. Whether the device has it so nobody knows who did
+    not sync it himself."""
+    return data[: len(_ERASED_MAGIC)].tobytes() == _ERASED_MAGIC
+
+
+def erase_at(io: DeviceIO, descriptor: int, offsets: Sequence[int]) -> None:
+    """Blocking. Write over the headers that begin there."""
+    for offset in offsets:
+        io.write(descriptor, offset, ERASED)
 
 
 def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:

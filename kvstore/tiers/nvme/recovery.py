@@ -19,7 +19,7 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import CacheKind, Encoding
 from kvstore.tiers.contract import RESIDENCY_STOP, IndexColumns, Recovered, Residency, SpaceName
 from kvstore.tiers.nvme.directory import Snapshot
-from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.io import IO_BYTES, PAGE_BYTES, DeviceIO, aligned, is_erased
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.plain import PlainCopies
 from kvstore.tiers.nvme.reading import is_seated
@@ -42,12 +42,13 @@ class ScannedSlot(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Of a run of slots: the chunks, the slots that the device did not give, and those that are sealed with a key that
-    is not here, with storage key and mark."""
+    """Of a run of slots: the chunks, the slots that the device did not give, those that are sealed with a key that is
+    not here, with storage key and mark, and those that were erased."""
 
     found: list[ScannedSlot]
     refused: list[int]
     locked: dict[int, tuple[bytes, int]]
+    erased: list[int]
 
 
 class LockedSlot(Exception):
@@ -56,6 +57,11 @@ class LockedSlot(Exception):
     def __init__(self, storage_key: bytes, mark: int) -> None:
         super().__init__(storage_key, mark)
         self.write = storage_key, mark
+
+
+class ErasedSlot(Exception):
+    """What a slot held was erased. The page cache may say so and the device not, where the sync of that failed, or the
+    process ended before it."""
 
 
 def agree(regions: Regions, columns: IndexColumns) -> bool:
@@ -154,7 +160,8 @@ async def _read_all(
     runs: Sequence[Run], newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> Gathered:
     """What the slots hold. One that the device does not give, or that takes a key that is not here, is ``unread`` from
-    now on: it may hold a chunk."""
+    now on: it may hold a chunk. One that an earlier process erased is ``unerased``: this one has not synced it, and a
+    power cut may bring back what was there."""
     trust = plain.trust
     jobs = [(region, begun(readers, _scan_slots, io, trust, region, first, stop)) for region, first, stop in runs]
     gathered = Gathered(newest, plain)
@@ -165,6 +172,7 @@ async def _read_all(
             gathered.add(region.path.name, slots.found)
             region.unread.update(slots.refused, slots.locked)
             region.locked.update(slots.locked)
+            region.unerased.update(slots.erased)
             unread += len(slots.refused)
             locked += len(slots.locked)
             if number % 256 == 255:
@@ -184,7 +192,7 @@ async def _read_all(
 
 def _scan_slots(io: DeviceIO, trust: Trust, region: RegionFile, first: int, stop: int) -> _Slots:
     """Blocking. What a run of slots holds."""
-    slots = _Slots([], [], {})
+    slots = _Slots([], [], {}, [])
     if region.slot_bytes <= SMALL_SLOT_BYTES and stop - first > 1:
         run = aligned((stop - first) * region.slot_bytes)
         try:
@@ -207,12 +215,14 @@ def _note(slots: _Slots, slot: int, look: Callable[[], ScannedSlot | None]) -> N
         slots.refused.append(slot)
     except LockedSlot as locked:
         slots.locked[slot] = locked.write
+    except ErasedSlot:
+        slots.erased.append(slot)
     else:
         slots.found.extend([found] if found is not None else [])
 
 
 def read_slot(io: DeviceIO, trust: Trust, region: RegionFile, slot: int) -> ScannedSlot | None:
-    """Blocking. What a slot's header says it holds, if it is one. Raises OSError; LockedSlot."""
+    """Blocking. What a slot's header says it holds, if it is one. Raises OSError; LockedSlot; ErasedSlot."""
     page = aligned(PAGE_BYTES)
     try:
         io.read(region.descriptor, region.offset(slot), page)
@@ -226,6 +236,8 @@ def read_slot(io: DeviceIO, trust: Trust, region: RegionFile, slot: int) -> Scan
 
 
 def _parse(trust: Trust, region: RegionFile, slot: int, data: Bytes) -> ScannedSlot | None:
+    if is_erased(data):
+        raise ErasedSlot
     envelope = is_sealed(data)
     try:
         header = trust.read_header(data, None, may_be_plain=True)

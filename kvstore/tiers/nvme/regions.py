@@ -347,7 +347,8 @@ class Regions:
         return region, slot
 
     def claim(self, residencies: NDArray[np.int64]) -> None:
-        """These slots are in use (found on the device). The others stay free, but for those that could not be read."""
+        """These slots are in use (found on the device). The others stay free, but for those that could not be read, or
+        are to be erased anew."""
         residencies = residencies[np.argsort(residencies >> 32 & 0xFFFFFF, kind="stable")]
         numbers, slots = residencies >> 32 & 0xFFFFFF, residencies & 0xFFFFFFFF
         for number, region in self.by_number.items():
@@ -355,7 +356,7 @@ class Regions:
             used = slots[first:stop]
             is_free = np.ones(region.slot_count, np.bool_)
             is_free[used] = False
-            is_free[list(region.unread)] = False
+            is_free[list(region.unread | region.unerased)] = False
             region.free = array("i", np.flatnonzero(is_free)[::-1].astype(np.intc).tobytes())
             np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> FLAGS_SHIFT & FLAGS_MASK
 

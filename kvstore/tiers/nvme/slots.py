@@ -30,8 +30,8 @@ class RegionFile:
     """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
     ``leaving`` for its last reader. Of two kinds of slots nobody knows what they hold: those of ``unread`` could not be
     read when the file was opened, or only with a key that is not here (``locked``), and may hold what was acknowledged;
-    those of ``unerased`` hold, or may hold, what is not to come back, and the device refused to erase it. Neither is
-    used for anything else."""
+    those of ``unerased`` hold, or may hold, what is not to come back: the device refused to erase it, or an earlier
+    process erased it, and a power cut may take that back. Neither is used for anything else."""
 
     number: int
     path: Path

@@ -41,7 +41,7 @@ from kvstore.tiers.contract import (
 from kvstore.tiers.nvme import recovery
 from kvstore.tiers.nvme.directory import ENVELOPES_USED, Directory, Snapshot
 from kvstore.tiers.nvme.erasures import Erasures
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, rewrite
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned, erase_at, rewrite
 from kvstore.tiers.nvme.newest import Newest
 from kvstore.tiers.nvme.outgoing import Outgoing, stored_header_bytes
 from kvstore.tiers.nvme.plain import PlainCopies
@@ -54,7 +54,6 @@ from kvstore.tiers.pace import Pace
 
 Result = TypeVar("Result")
 STEP_S = 0.005
-ERASED = np.zeros(PAGE_BYTES, np.uint8)
 _log = logging.getLogger("kvstore.nvme")
 
 
@@ -376,9 +375,9 @@ class NvmeTier:
         await self.erasures.erase_doomed()
         await self.erasures.note(writes)
 
-    async def _erase(self, region: RegionFile, slot: int) -> None:
+    async def _erase(self, region: RegionFile, *slots: int) -> None:
         failures = region.sync_failures
-        await self._run(self._keepers, self._io.write, region.descriptor, region.offset(slot), ERASED)
+        await self._run(self._keepers, erase_at, self._io, region.descriptor, [*map(region.offset, slots)])
         self._faults.reach("nvme.erased")
         await self._sync.wait(region, failures)
 
