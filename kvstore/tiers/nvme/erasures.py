@@ -106,6 +106,13 @@ class Erasures:
         is_erasing = bool(self.doomed) or self._erasing.locked()
         return not (is_erasing or self.newest or any(each.unerased for each in self._regions.by_number.values()))
 
+    async def begin(self) -> None:
+        """At a start: ``tidy``. What rests then was erased anew, and is free, for it failed no check."""
+        await self.tidy()
+        for region in self._regions.by_number.values():
+            while region.quarantined:
+                self._regions.give_back(region, region.quarantined.pop())
+
     async def tidy(self) -> None:
         """Erase what could not be erased before. Once no older write can lie anywhere, forget which are the newest."""
         await self.erase_doomed()

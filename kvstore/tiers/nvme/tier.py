@@ -144,7 +144,7 @@ class NvmeTier:
         self._faults.reach("nvme.recovery.read")
         self.erasures.doomed += (each for each in stale if each >> 32 & 0xFFFFFF in self.regions.by_number)
         self.regions.claim(np.concatenate([columns.residencies, np.array(self.erasures.doomed, np.int64)]))
-        await self.erasures.tidy()
+        await self.erasures.begin()
         return columns, clean
 
     async def close(self, held: Recovered | None) -> None:
