@@ -107,9 +107,10 @@ class Door:
     def _admitted(self, service: str, name: str, context: Context) -> tuple[Node, SidecarSession]:
         """The caller's session. Raises Unauthenticated; PermissionDenied where the call asks for the operator's
         right."""
+        found = self._guard.session(context)
         if service == ADMIN and name != ADMITTED:
             self._guard.check_admin(context)
-        return self._guard.session(context)
+        return found
 
     def _forward(self, service: str, name: str) -> Callable[..., Awaitable[bytes]]:
         """A call of the local plane, passed on as it came: its answer or its status comes back as it is."""

@@ -66,6 +66,10 @@ def test_rates_are_those_between_two_looks_and_over_a_restart_those_since_the_st
     assert Rates(earlier, earlier).of("fetch_calls") == 1
 
 
+SIZELESS = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+"""The terminal says how large it is."""
+
+
 class Terminal:
     """``kvstore top`` on a terminal of its own."""
 
@@ -77,7 +81,7 @@ class Terminal:
         command += ["--socket", sidecar.address.removeprefix("unix://")]
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", **environment},
+            env={**SIZELESS, "TERM": "xterm-256color", **environment},
         )  # fmt: skip
         self.theirs = theirs
         self.said = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -40,8 +42,8 @@ def top(
     if interval < INTERVAL_S_MIN:
         raise InvalidRequest(f"--interval {interval}: use {INTERVAL_S_MIN} or more")
     console = Console()
-    with suppress(KeyboardInterrupt), door_of(address, tenant, tls).open() as client, _keys() as keys:
-        frames = _frames(Operator(client), console, interval, keys)
+    with _interrupt() as ended, door_of(address, tenant, tls).open() as client, _keys() as keys:
+        frames = _frames(Operator(client), console, interval, keys, ended)
         if not console.is_terminal:
             for number, frame in enumerate(frames, 1):
                 console.print(frame)
@@ -54,7 +56,9 @@ def top(
                     return
 
 
-def _frames(asked: Operator, console: Console, interval_s: float, keys: int | None) -> Iterator[Group]:
+def _frames(
+    asked: Operator, console: Console, interval_s: float, keys: int | None, ended: threading.Event
+) -> Iterator[Group]:
     """One after each look, until somebody quits. A sidecar that goes is shown as it was, until it is there again."""
     first: Sample | None = None
     last = take_sample(asked, time.monotonic())
@@ -62,7 +66,7 @@ def _frames(asked: Operator, console: Console, interval_s: float, keys: int | No
     while True:
         lines = lines_of(first, last, console.width, problem)
         yield Group(*(lines[: max(1, console.height - 1)] if console.is_terminal else lines))
-        if _quits(keys, interval_s):
+        if _quits(keys, interval_s, ended):
             return
         try:
             first, last, problem = last, take_sample(asked, time.monotonic()), ""
@@ -86,16 +90,34 @@ def _keys() -> Iterator[int | None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _quits(keys: int | None, seconds: float) -> bool:
-    """Wait for the next look. True when somebody said q meanwhile, or hung up."""
+@contextmanager
+def _interrupt() -> Iterator[threading.Event]:
+    """Set by an interrupt, which raises nothing: an exception would be lost where one comes while gRPC calls back. The
+    second one does."""
+    ended = threading.Event()
+
+    def note(*_signal_and_frame: object) -> None:
+        if ended.is_set():
+            raise KeyboardInterrupt
+        ended.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield ended
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _quits(keys: int | None, seconds: float, ended: threading.Event) -> bool:
+    """Wait for the next look. True when somebody said q meanwhile, interrupted, or hung up."""
     if keys is None:
-        time.sleep(seconds)
-        return False
+        return ended.wait(seconds)
     until_s = time.monotonic() + seconds
-    while (left_s := until_s - time.monotonic()) > 0:
-        if select.select([keys], [], [], left_s)[0] and os.read(keys, 1) in (b"q", b"Q", b""):
+    while not ended.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        is_there = select.select([keys], [], [], min(left_s, INTERVAL_S_MIN))[0]
+        if is_there and os.read(keys, 1) in (b"q", b"Q", b""):
             return True
-    return False
+    return ended.is_set()
 
 
 def register(app: typer.Typer) -> None:
