@@ -119,7 +119,7 @@ def test_each_job_of_a_life_fails_in_turn(encoding: Encoding) -> None:
     service = live(plan, encoding)
     assert service.promised == list(PATHS)
     jobs = plan.names
-    expected = {"move", "PosixIO.write", "are_right", "GroupSync.wait.<locals>.<lambda>", "read_header", "_scan_slots"}
+    expected = {"move", "erase_at", "are_right", "GroupSync.wait.<locals>.<lambda>", "read_header", "_scan_slots"}
     expected |= {"write_runs", "Regions.create", "rewrite"}
     expected |= (
         {"encode_chunk", "read_encoded", "_checksums"} if encoding is Encoding.LZ4 else {"read_raw", "check_raw"}
