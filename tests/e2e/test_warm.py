@@ -6,13 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from kvstore_client import Client, MissReason, connect
+from kvstore_client import Client, MissReason, PageHashes, connect
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.catalog import ROOT_ROW
+from kvstore.controller.fetches import fetch as fetches
 from kvstore.spec import LayerSpec, ModelSpec, Tier
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -175,6 +178,57 @@ def test_what_is_used_without_a_call_stays(small: Sidecar, client: Client) -> No
         assert filler < 2 * room.capacity_bytes // 12288
         stored(client, 1000 + filler, count=16)
     assert client.lookup(SPEC, used).prefix_token_count == COUNT
+
+
+def test_a_chunk_that_hashes_name_elsewhere_is_asked_for(client: Client) -> None:
+    """No honest engine has such hashes. What lay in the target before is not taken for the cache all the same."""
+    tokens, cache = tokens_of(COUNT, 15), random_cache(SPEC, COUNT, 15)
+    hashes = [bytes([number]) * 32 for number in (1, 2, 3)]
+    client.store(SPEC, PageHashes("odd", 16, hashes, tokens), cache).wait(10)
+    assert client.fetch(SPEC, PageHashes("odd", 16, hashes)).token_count == COUNT
+    found = client.fetch(SPEC, PageHashes("odd", 16, hashes[2:]))
+    assert found.token_count == 16
+    assert same(found, [tuple(plane[:, 32:48] for plane in layer) for layer in cache])
+
+
+def test_a_session_that_ended_knows_no_chunks(client: Client) -> None:
+    tokens, _ = stored(client, 16)
+    session = client.connect_now()
+    note = session.warm.note
+
+    def late(*seen: object) -> None:
+        session.close()
+        note(*seen)
+
+    session.warm.note = late
+    client.fetch(SPEC, tokens)
+    assert not session.warm._known
+
+
+def test_what_one_packet_tells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains that are too long the last ones count, and the walk ends."""
+    monkeypatch.setattr(fetches, "TOLD_CHUNKS_MAX", 10)
+    parents = [ROOT_ROW, 0, 1, 2, 3, ROOT_ROW, 5, 6, 7, 8]  # two chains of five, and what asks for them
+    walked, told = [], []
+
+    class Parents:
+        def __getitem__(self, row: int) -> int:
+            walked.append(row)
+            return parents[row]
+
+    index = {b"one": 4, b"two": 9}
+    catalog = SimpleNamespace(table=SimpleNamespace(parents=Parents()))
+    parts = SimpleNamespace(catalog=catalog, movement=SimpleNamespace(used=told.append))
+    monkeypatch.setattr(fetches, "namespaces_of", lambda *_: [SimpleNamespace(index=index)])
+    asked = [SimpleNamespace(digests=[name]) for name in (b"one", b"gone", b"one", b"two")]
+    fetches.Fetches(parts, None).used(asked)
+    assert told == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    told.clear()
+    walked.clear()
+    monkeypatch.setattr(fetches, "TOLD_CHUNKS_MAX", 7)
+    fetches.Fetches(parts, None).used(asked)
+    assert told == [[5, 6, 7, 8, 9]]
+    assert len(walked) == 7
 
 
 def test_a_restarted_sidecar_is_asked(client: Client) -> None:

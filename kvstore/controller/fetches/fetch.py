@@ -98,27 +98,30 @@ class Fetches:
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
 
     def used(self, queries: Iterable[ChainQuery]) -> None:
-        """Chains that were copied without a call count as used. Of each query the last digest says which; what is not
-        there any more, or is too long to be told at once, counts for nothing."""
-        left = TOLD_CHUNKS_MAX
-        for query in queries:
+        """Chains that were copied without a call count as used, the last one last. Of each query the last digest says
+        which; what is not there any more counts for nothing, nor do the first ones where all are too long to be told
+        at once."""
+        left, parents = TOLD_CHUNKS_MAX, self._catalog.table.parents
+        chains: dict[int, list[int]] = {}
+        for query in reversed(list(queries)):
             try:
                 (space,) = namespaces_of(self._catalog, query)
             except InvalidRequest:  # a model that this server does not know any more
                 continue
-            chain = self._chain_to(space.index.get(query.digests[-1], ROOT_ROW), left)
-            left -= len(chain)
+            last = row = space.index.get(query.digests[-1], ROOT_ROW)
+            if last in chains:
+                continue
+            chain: list[int] = []
+            while row != ROOT_ROW and left:  # what is walked counts, whatever comes of it
+                chain.append(row)
+                row, left = parents[row], left - 1
+            if row == ROOT_ROW:
+                chains[last] = chain[::-1]
+            if not left:
+                break
+        for chain in reversed(chains.values()):
             if chain:
                 self._movement.used(chain)
-
-    def _chain_to(self, row: int, count_max: int) -> list[int]:
-        """The rows from a chain's first chunk to this one; none where they are too many."""
-        parents = self._catalog.table.parents
-        chain: list[int] = []
-        while row != ROOT_ROW and len(chain) <= count_max:
-            chain.append(row)
-            row = parents[row]
-        return chain[::-1] if len(chain) <= count_max else []
 
     def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
         """Have what is cold brought in. The chain ends before the first chunk that cannot be had now."""

@@ -48,6 +48,7 @@ from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.lookup.presence import Answer as Shown
 from kvstore_client.lookup.presence import ChainName, Presence
 from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.planes.shared_memory.chunk import Chunk
 from kvstore_client.planes.shared_memory.prefix import MappedPrefix
 from kvstore_client.planes.shared_memory.store import StagedUpload
 from kvstore_client.planes.shared_memory.warm import WarmChunks, WarmPrefix, warm_prefix
@@ -236,13 +237,17 @@ class MappedSession(Session):
         self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Shown, exactness: Exactness
     ) -> WarmPrefix | None:
         """By what was told before, and shared memory. A server that wants to know what is used is told."""
-        prefix = warm_prefix(self, wanted, name, digests, seen, exactness) if self._is_told else None
-        if prefix is not None and self.presence is not None:
-            byte_count = sum(chunk.layout.total_bytes for chunk in prefix.chunks)
-            hits, misses = len(prefix.chunks), len(digests) - len(prefix.chunks)
+        if not self._is_told:
+            return None
+        return warm_prefix(self, wanted, name, digests, seen, exactness, partial(self._note_use, name, digests))
+
+    def _note_use(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk]) -> None:
+        """A fetch without a call brought these chunks."""
+        if self.presence is not None:
+            byte_count = sum(chunk.layout.total_bytes for chunk in chunks)
+            hits, misses = len(chunks), len(digests) - len(chunks)
             self.presence.use(name, digests[hits - 1])
             self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
-        return prefix
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:
         """By staging, which the sidecar reads."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+import xxhash
+
 from kvstore.seams import FaultPoints
 from kvstore.spec import ChunkState, Exactness, MissReason, Tier
 from kvstore_client.copying import Copier
@@ -26,19 +28,20 @@ if TYPE_CHECKING:
     from kvstore_client.planes.shared_memory.session import MappedSession
 
 CHUNK_COUNT_MAX = 2048
-"""Of one session: each takes some kilobytes for its header. The one that was noted first goes first."""
+"""Of one session: each takes as much as its header, 20 KiB for 32 layers of 8 heads. The one that was used longest ago
+goes first."""
 
 
 class Known(NamedTuple):
-    """A chunk, and its header's bytes as they were read."""
+    """A chunk, and the hash of its header's bytes as they were read."""
 
     chunk: Chunk
-    header: bytes
+    header: int
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether the header is what it was: memory that went bad there is not taken for the chunk."""
-        return _header_of(self.chunk) == self.header
+        return _hash_of_header(self.chunk) == self.header
 
 
 class WarmChunks:
@@ -48,31 +51,49 @@ class WarmChunks:
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._known: dict[tuple[ChainName, bytes], Known] = {}
+        self._is_over = False
 
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
         """A fetch read these chunks, which are whole and committed."""
-        seen = {(name, digests[chunk.token_start // chunk_tokens]): Known(chunk, _header_of(chunk)) for chunk in chunks}
+        seen = {
+            (name, digests[chunk.token_start // chunk_tokens]): Known(chunk, _hash_of_header(chunk))
+            for chunk in chunks[:CHUNK_COUNT_MAX]
+        }
         with self._changing:
+            if self._is_over:  # the session ended under the fetch: nobody would let go of its memory
+                return
             for key in seen:
                 self._known.pop(key, None)
             self._known.update(seen)
             for key in list(islice(self._known, max(0, len(self._known) - CHUNK_COUNT_MAX))):
                 del self._known[key]
 
-    def of(self, name: ChainName, digests: Sequence[bytes]) -> list[Chunk] | None:
-        """All of these chunks; None when one of them is not known, or not as it was."""
-        found = [self._known.get((name, digest)) for digest in digests]
-        chunks = [known.chunk for known in found if known is not None and known.is_as_it_was]
-        return chunks if len(chunks) == len(found) else None
+    def of(self, name: ChainName, digests: Sequence[bytes], chunk_tokens: int) -> list[Chunk] | None:
+        """All of these chunks; None when one of them is not known, not as it was, or elsewhere in its prompt: an
+        engine's own hashes may say that the same chunk begins another one."""
+        found: list[Known] = []
+        for number, digest in enumerate(digests):
+            known = self._known.get((name, digest))
+            if known is None or known.chunk.token_start != number * chunk_tokens:
+                return None
+            found.append(known)
+        if not all(known.is_as_it_was for known in found):
+            return None
+        with self._changing:
+            for digest, known in zip(digests, found, strict=True):
+                if self._known.pop((name, digest), None) is not None:
+                    self._known[name, digest] = known
+        return [known.chunk for known in found]
 
     def clear(self) -> None:
         """The session ends: its memory goes with the last chunk that is known."""
         with self._changing:
+            self._is_over = True
             self._known.clear()
 
 
-def _header_of(chunk: Chunk) -> bytes:
-    return chunk.extents[0][: chunk.layout.header_bytes].tobytes()
+def _hash_of_header(chunk: Chunk) -> int:
+    return xxhash.xxh3_64_intdigest(chunk.extents[0][: chunk.layout.header_bytes].data)
 
 
 class WarmPrefix(ResidentPrefix):
@@ -82,13 +103,22 @@ class WarmPrefix(ResidentPrefix):
     tails, tail_lengths = (), b""
 
     def __init__(
-        self, session: MappedSession, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, reason: MissReason
-    ) -> None:
+        self, session: MappedSession, wanted: Wanted, chunks: list[Chunk], exactness: Exactness, reason: MissReason,
+        on_used: Callable[[Sequence[Chunk]], None],
+    ) -> None:  # fmt: skip
         super().__init__(session, wanted, exactness, Tier.DRAM, reason)
         self.chunks = chunks
         last = chunks[-1]
         self._stop = last.token_start + last.layout.token_count
         self.token_count = self._stop
+        self._on_used = on_used
+
+    def settle(self, bad: set[int]) -> int:
+        """As ``ResidentPrefix.settle``. What came whole was used."""
+        good = super().settle(bad)
+        if good == self.token_count:
+            self._on_used(self.chunks)
+        return good
 
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
@@ -111,17 +141,19 @@ def warm_prefix(
     digests: Sequence[bytes],
     seen: Answer,
     exactness: Exactness,
+    on_used: Callable[[Sequence[Chunk]], None],
 ) -> WarmPrefix | None:
     """The prefix that a lookup has just shown, where all of it is in memory at places that are known here. None where a
-    call is needed. ``seen``: the presence table's answer for these digests."""
+    call is needed. ``seen``: the presence table's answer for these digests. ``on_used`` hears of what
+    came whole."""
     hits = seen.hit_count
     first = seen.runs[0] if seen.runs else None
     if first is None or first.state != ChunkState.HIT or first.tier != Tier.DRAM or first.count != hits:
         return None
     if wanted.hidden_layers or (seen.has_tails and hits < len(digests)):
         return None
-    chunks = session.warm.of(name, digests[:hits])
+    chunks = session.warm.of(name, digests[:hits], wanted.spec.chunk_tokens)
     if chunks is None:
         return None
     reason = MissReason.NONE if hits == len(digests) else MissReason(seen.runs[1].reason or MissReason.COLD)
-    return WarmPrefix(session, wanted, chunks, exactness, reason)
+    return WarmPrefix(session, wanted, chunks, exactness, reason, on_used)
