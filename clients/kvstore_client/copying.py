@@ -122,8 +122,8 @@ def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
     if torch is None or limit is None:
         return plainly(function, *args)
     count = torch.get_num_threads()  # this thread's, and torch has given it one now
-    limit(1)
     try:
+        limit(1)
         return plainly(function, *args)
     finally:
         limit(count)

@@ -17,6 +17,8 @@ REGIONS_MAX = 64
 """Regions per packet, each with its descriptor; the kernel's own limit is 253."""
 COUNTED_MAX = 1 << 32
 """Of a counter in one packet: counters are 64 bits on the wire."""
+FETCHED_BYTES_MAX = 1 << 40
+"""What one packet says was copied: a second of it, at a rate that no machine has."""
 USED_MAX = 128
 """Chains named in one packet: each takes some 150 bytes of its 64 KiB."""
 NUMBER_MAX = (1 << 62) - 1
@@ -82,6 +84,7 @@ _VERSION = f"{PROTOCOL_VERSION}: this server speaks hand-off version {PROTOCOL_V
 
 Number = Annotated[int, number()]
 Counted = Annotated[int, number(COUNTED_MAX)]
+FetchedBytes = Annotated[int, number(FETCHED_BYTES_MAX)]
 ByteCount = Annotated[int, number(wire="bytes")]
 Version = Annotated[int, Shape(PROTOCOL_VERSION, _VERSION, _is_version)]
 Secret = Annotated[str, Shape(64, "64 hexadecimal digits", _is_name)]
@@ -144,7 +147,7 @@ class LookedUp:
     fetch_calls: Counted = 0
     fetch_hit_chunks: Counted = 0
     fetch_miss_chunks: Counted = 0
-    fetch_bytes: Counted = 0
+    fetch_bytes: FetchedBytes = 0
     used: ChainRows = ()
     """Chains that were fetched. A server that offers "uses" wants to know them: they are the last to leave."""
 

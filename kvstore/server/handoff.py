@@ -197,9 +197,13 @@ class Handoff:
 
     def _count(self, done: LookedUp) -> None:
         counts = asdict(done)
-        self._controller.used(map(_chain, counts.pop("used")))
+        used = counts.pop("used")
         for name, count in counts.items():
             self._controller.count(name, count)
+        try:
+            self._controller.used(map(_chain, used))
+        except KVStoreError as error:  # it is never answered: who sent it would take a refusal for another answer
+            _log.warning("uses were not counted", extra={"reason": error.message})
 
 
 def _chain(used: tuple[str, int, int, str]) -> ChainQuery:

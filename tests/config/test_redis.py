@@ -26,7 +26,7 @@ URL = "KVSTORE__TIERS__REDIS__URL"
     ],
 )  # fmt: skip
 def test_what_a_url_says(url: str, found: dict[str, object]) -> None:
-    assert RedisAddress.of(url) == RedisAddress(**{"kind": "server", **found})  # type: ignore[arg-type]
+    assert RedisAddress.of(url) == RedisAddress(**{"kind": "server", **found})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_url_that_is_none_is_named(url: str, words: str) -> None:
 )
 def test_settings_that_cannot_be_are_named(changes: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        RedisSettings(**changes)  # type: ignore[arg-type]
+        RedisSettings(**changes)
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:

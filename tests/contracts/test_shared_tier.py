@@ -233,14 +233,14 @@ def test_what_one_node_is_about_to_write_others_find_taken_for_a_while(stand: St
         assert list(await stand.other.probe([claimed], TIMEOUT_S)) == [False]
         assert await stand.other.open(chunk(2).name) is None
         async with asyncio.timeout(20.0):
-            while await stand.other.claim([claimed], 60.0, TIMEOUT_S) != [UploadState.FREE]:  # noqa: ASYNC110
+            while await stand.other.claim([claimed], 60.0, TIMEOUT_S) != [UploadState.FREE]:  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.1)  # the engine tells nobody that a claim has ended
         assert list(await stand.tier.claim([claimed], 60.0, TIMEOUT_S)) == [taken]
         await write(stand.tier, chunk(2))  # a claim forbids nothing
         for node in (stand.tier, stand.other):
             assert list(await node.claim([claimed], 60.0, TIMEOUT_S)) == [UploadState.THERE]
         assert list(await stand.tier.claim([], 60.0, TIMEOUT_S)) == []
-        balance(stand.tier)  # type: ignore[arg-type]
+        balance(stand.tier)
 
     stand.run(scenario)
 
@@ -379,7 +379,7 @@ def test_a_use_that_it_is_told_of_changes_nothing_but_what_it_drops(stand: Stand
         assert list(await stand.tier.probe([*keys, chunk(9).header.storage_key], TIMEOUT_S)) == [True] * 3 + [False]
         for number in range(3):
             assert await found(stand.tier, chunk(number))
-        balance(stand.tier)  # type: ignore[arg-type]
+        balance(stand.tier)
 
     stand.run(scenario)
 

@@ -48,6 +48,10 @@ class Held:
         await self.service.controller.close_sessions()
 
 
+async def pause() -> None:
+    """Nothing happens meanwhile."""
+
+
 async def test_a_catalog_of_several_blocks_is_told_whole() -> None:
     """Chunks lie at both ends of each block, with rows between them that no tier has."""
     async with Held((1, 2), chunks=8) as held:
@@ -166,9 +170,6 @@ async def test_what_is_held_after_the_plan_was_made_stays_with_its_chain() -> No
         service, parts = held.service, held.service.parts
         clearing, table = parts.movement.clearing, parts.catalog.table
 
-        async def pause() -> None:
-            pass
-
         rows = np.array(list(table.rows()))
         plan = await clearing.plan(rows, None, pause)
         assert {Fate(fate) for fate in plan.fates} == {Fate.REMOVED}
@@ -184,9 +185,6 @@ async def test_a_chunk_that_came_under_one_after_the_plan_keeps_it() -> None:
         service = held.service
         clearing = service.parts.movement.clearing
 
-        async def pause() -> None:
-            pass
-
         plan = await clearing.plan(np.array([0]), None, pause)
         session = service.controller.open_session()
         await service.store(session, 1, 2)
@@ -197,9 +195,6 @@ async def test_a_chunk_that_came_under_one_after_the_plan_keeps_it() -> None:
 async def test_a_row_that_is_another_chunks_by_now_is_left_alone() -> None:
     async with Held((1,), chunks=8) as held:
         service, table = held.service, held.service.parts.catalog.table
-
-        async def pause() -> None:
-            pass
 
         plan = await service.parts.movement.clearing.plan(np.array([0]), None, pause)
         service.parts.movement.remove(0, MissReason.EVICTED)

@@ -184,7 +184,7 @@ def test_a_number_that_is_no_level_is_refused(nodes: Nodes, client: Client) -> N
     tokens, kv = context()
     for level in (Durability.NONE, 7):
         with pytest.raises(InvalidRequest, match="MEMORY, LOCAL, SHARED, OBJECT"):
-            client.store(SPEC, tokens, kv, durability=level)  # type: ignore[arg-type]
+            client.store(SPEC, tokens, kv, durability=level)
 
 
 def test_a_sidecar_of_an_earlier_release_is_believed_of_the_nodes_own_levels() -> None:

@@ -33,7 +33,7 @@ def speeds(client: Client, runner: TransformersRunner, link_bytes_per_s: float, 
 
 
 def prefilled(client: Client, tokens: torch.Tensor, **options: object) -> PartialPrefill:
-    return client.partial_prefill(RECEIVER, tokens, **options)  # type: ignore[arg-type]
+    return client.partial_prefill(RECEIVER, tokens, **options)
 
 
 def held(client: Client) -> admin_pb2.SessionStats:

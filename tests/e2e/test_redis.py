@@ -71,7 +71,7 @@ def server(nodes: Nodes) -> Iterator[RedisServer]:
     nodes.server.client().config_set("maxmemory", 0)
     for node in (nodes.one, nodes.two):
         with connect(node.address) as client:
-            eventually(lambda client=client: state(client) == "up", BACK_S)  # type: ignore[misc]
+            eventually(lambda client=client: state(client) == "up", BACK_S)
 
 
 @pytest.fixture
@@ -238,11 +238,11 @@ def test_a_wrong_password_is_named_and_shown_to_nobody(tmp_path: Path) -> None:
             file.write_text("hunter2")
             with Node(**settings) as node, connect(node.address) as client:
                 assert get(client, put(client, next(SEEDS))) == WHOLE
-                eventually(lambda client=client: "tiers.redis.password_file" in client.stats().tier_problem)  # type: ignore[misc]
+                eventually(lambda client=client: "tiers.redis.password_file" in client.stats().tier_problem)
                 assert "hunter2" not in (node.directory / "log").read_text()
                 file.write_text("correct-horse")
                 if "password_file" in settings:
-                    eventually(lambda client=client: state(client) == "up", BACK_S)  # type: ignore[misc]
+                    eventually(lambda client=client: state(client) == "up", BACK_S)
 
 
 # ---------------------------------------------------------------- a server of its own

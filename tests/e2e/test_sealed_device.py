@@ -56,7 +56,7 @@ class SealedSidecar(Sidecar):
 
 
 @contextmanager
-def asked(sidecar: Sidecar):  # type: ignore[no-untyped-def]
+def asked(sidecar: Sidecar):
     with connect(sidecar.address) as client:
         yield client
 

@@ -217,7 +217,7 @@ def test_what_a_killed_nodes_engine_computed_another_goes_on_with(
         cluster.redis.start()
     for node in (cluster.a, cluster.b):
         with connect(node.socket_address) as client:
-            eventually(lambda client=client: {each.state for each in client.stats().tiers} == {"up"}, BACK_S)  # type: ignore[misc]
+            eventually(lambda client=client: {each.state for each in client.stats().tiers} == {"up"}, BACK_S)
 
 
 def test_hidden_states_beside_kv_come_from_redis_and_s3(cluster: Cluster, a: Client, b: Client) -> None:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from kvstore_client import Client, MissReason, PageHashes, connect
+from kvstore_client.planes.shared_memory import warm
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.catalog import ROOT_ROW
 from kvstore.controller.fetches import fetch as fetches
+from kvstore.keys import chain_digests
 from kvstore.spec import LayerSpec, ModelSpec, Tier
 from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -189,6 +191,21 @@ def test_a_chunk_that_hashes_name_elsewhere_is_asked_for(client: Client) -> None
     found = client.fetch(SPEC, PageHashes("odd", 16, hashes[2:]))
     assert found.token_count == 16
     assert same(found, [tuple(plane[:, 32:48] for plane in layer) for layer in cache])
+
+
+def test_what_was_used_longest_ago_is_forgotten_first(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the headers of two prompts, and of the three the second one was used longest ago."""
+    prompts = [stored(client, seed)[0] for seed in (17, 18, 19)]
+    known = client.connect_now().warm
+    known._known.clear()
+    known._header_bytes = 0
+    client.fetch(SPEC, prompts[0])
+    monkeypatch.setattr(warm, "HEADER_BYTES_MAX", 2 * known._header_bytes)
+    for number in (1, 0, 2):
+        client.fetch(SPEC, prompts[number])
+    digests = [chain_digests(tokens, SPEC.chunk_tokens) for tokens in prompts]
+    assert [{digest for _, digest in known._known}.issuperset(each) for each in digests] == [True, False, True]
+    assert known._header_bytes == sum(each.chunk.layout.header_bytes for each in known._known.values())
 
 
 def test_a_session_that_ended_knows_no_chunks(client: Client) -> None:

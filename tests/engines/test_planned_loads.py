@@ -120,12 +120,12 @@ def test_the_first_tokens_alone_are_loaded_where_the_rest_lies_in_a_slow_tier(cl
     real = client.peek
 
     def partly_cold(*arguments: object, **options: object) -> object:
-        match = real(*arguments, **options)  # type: ignore[arg-type]
+        match = real(*arguments, **options)
         assert match is not None
         chunks = [each._replace(tier=Tier.NVME if each.token_start >= half else Tier.DRAM) for each in match.chunks]
         return type(match)(match.prefix_token_count, tuple(chunks), match.ticket)
 
-    client.peek = partly_cold  # type: ignore[assignment,method-assign]
+    client.peek = partly_cold
     is_link(client, 1e12)
     is_engine(client, model, 1e-6)
     warm, second = logits(model, ids)

@@ -36,7 +36,7 @@ def other_binary() -> Path | None:
         found = shutil.which(name)
         if found and not os.environ.get(NAMED):
             said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
-            if int(re.search(r"v=(\d+)", said)[1]) >= 7:  # type: ignore[index]
+            if int(re.search(r"v=(\d+)", said)[1]) >= 7:
                 return Path(found)
     return None
 

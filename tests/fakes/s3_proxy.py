@@ -61,7 +61,7 @@ class S3Proxy:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
+        return int(site._server.sockets[0].getsockname()[1])
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.method, request.path_qs, dict(request.headers)))

@@ -105,11 +105,11 @@ class Load:
                 draw, seed = random.random(), int(random.choice(self._seeds))
                 if draw < STORED_PART:
                     fresh += 1
-                    self._timed("store", lambda seed=fresh: self._store(client, seed))  # type: ignore[misc]
+                    self._timed("store", lambda seed=fresh: self._store(client, seed))
                 elif draw < STORED_PART + FETCHED_PART:
-                    self._timed("fetch", lambda seed=seed: self._fetch(client, seed))  # type: ignore[misc]
+                    self._timed("fetch", lambda seed=seed: self._fetch(client, seed))
                 else:
-                    self._timed("lookup", lambda seed=seed: client.lookup(SPEC, tokens(seed)))  # type: ignore[misc]
+                    self._timed("lookup", lambda seed=seed: client.lookup(SPEC, tokens(seed)))
 
     def _timed(self, kind: str, call: Callable[[], object]) -> None:
         began_s = time.monotonic()

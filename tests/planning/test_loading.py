@@ -191,7 +191,7 @@ def test_512_chunks_in_512_runs_take_few_evaluations(monkeypatch: pytest.MonkeyP
 
     def counted(*args: object, **more: object) -> tuple[float, float, float]:
         seen[0] += 1
-        return waits(*args, **more)  # type: ignore[arg-type]
+        return waits(*args, **more)
 
     monkeypatch.setattr(candidates._Pattern, "waits", counted)
     assert plan_loading(facts).chosen.way is not Way.PREFILL

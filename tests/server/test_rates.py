@@ -46,7 +46,7 @@ async def test_a_write_that_nobody_makes_ends_nothing(tmp_path: Path) -> None:
         meters.ended("nvme", 1 << 20, has_come=True)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await kept.follow(clock, workers)  # type: ignore[arg-type]
+                await kept.follow(clock, workers)
         assert kept.path.exists() == is_there
 
 

@@ -189,7 +189,7 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     before, loads.GROUP_BYTES = loads.GROUP_BYTES, setup.group_bytes
     count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
     randoms = envelope._random, sealed_file._random, plain._random
-    envelope._random = sealed_file._random = plain._random = SeededRandom(0)  # type: ignore[assignment]
+    envelope._random = sealed_file._random = plain._random = SeededRandom(0)
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
     try:

@@ -81,7 +81,7 @@ class DeviceService(Service):
     async def start(self) -> None:
         """Raises what attaching the device raises."""
         self.lives += 1
-        self.clock, self.faults, self.memory = self.time(), FaultPoints(), BytearrayMemory()  # type: ignore[assignment]
+        self.clock, self.faults, self.memory = self.time(), FaultPoints(), BytearrayMemory()
         self.arena = Arena(
             self.memory, self.faults, capacity_bytes=self.arena_bytes, region_bytes=self.arena_bytes
         )  # fmt: skip

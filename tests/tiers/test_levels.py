@@ -169,7 +169,7 @@ def test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its
             await may_write.wait()
             return await write(*given)
 
-        node.nvme.write = late  # type: ignore[method-assign]
+        node.nvme.write = late
         for number in range(LANE_COUNT):  # so that the next one waits for its turn
             await node.store(node.session, 20 + number)
         await node.store(node.session, 9)
@@ -193,7 +193,7 @@ def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels
         async def refuse(*_: Any) -> int:
             raise Unavailable("the device failed")
 
-        node.nvme.write = refuse  # type: ignore[method-assign]
+        node.nvme.write = refuse
         assert reached(await kept(node, SHARED, 1)) == {MEMORY, SHARED}
         probe = node.shared[0].probe
 
@@ -257,7 +257,7 @@ def test_a_device_that_stalls_delays_no_level_beyond_it(wide: Wide) -> None:
             await asyncio.sleep(1e6)
             return 0
 
-        node.nvme.write = never  # type: ignore[method-assign]
+        node.nvme.write = never
         began_s = loop.time()
         found = await kept(node, OBJECT, *PATH)
         assert reached(found) >= {MEMORY, OBJECT}

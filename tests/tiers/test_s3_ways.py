@@ -56,7 +56,7 @@ async def said(*calls: Any) -> list[KVStoreError]:
     """What these raise. Each does."""
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(each, KVStoreError) for each in found), found
-    return found  # type: ignore[return-value]
+    return found
 
 
 # ---------------------------------------------------------------- what every request says

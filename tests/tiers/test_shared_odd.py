@@ -255,7 +255,7 @@ def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
 
         async def meanwhile(*asked: object) -> object:
             movement.remove(other.row(1, 2), MissReason.EVICTED)
-            return await probe(*asked)  # type: ignore[arg-type]
+            return await probe(*asked)
 
         monkeypatch.setattr(tier, "probe", meanwhile)
         assert (await other.lookup(1, 2)).hit_count == 1

@@ -49,7 +49,7 @@ class LayerStream:
         try:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():
-                    pass
+                    pass  # each step says whether there is another
                 wait_all(landing.layers[position], context.timeout_s)
                 self.good_token_count = prefix.settle(bad)
                 if self.good_token_count < self.token_count:
@@ -67,7 +67,7 @@ class LayerStream:
         if not layers:
             return
         while landing.is_waiting and landing.advance():
-            pass
+            pass  # each step says whether there is another
         landing.finish(self._context.timeout_s)
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
@@ -79,7 +79,7 @@ class LayerStream:
         if not prefix.is_provisional:
             return
         while prefix.is_provisional and landing.advance():
-            pass
+            pass  # each step says whether there is another
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
             raise DataLoss("a store was not committed that this fetch had joined: discard what came")

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Unavailable
-from kvstore.handoff.messages import COUNTED_MAX, USED_MAX, LookedUp, PresenceAnswer, PresenceQuestion, Question
+from kvstore.handoff.messages import (
+    COUNTED_MAX,
+    FETCHED_BYTES_MAX,
+    USED_MAX,
+    LookedUp,
+    PresenceAnswer,
+    PresenceQuestion,
+    Question,
+)
 from kvstore.handoff.passing import check_descriptors
 from kvstore.keys import ROOT_DIGEST
 from kvstore.presence import (
@@ -216,14 +224,14 @@ class Presence:
         with self._counting:
             self._used.pop(used, None)
             self._used[used] = None
-            if len(self._used) > USED_MAX:
+            if len(self._used) > USED_MAX:  # the sidecar took no packet
                 del self._used[next(iter(self._used))]
 
     def count(self, **counts: int) -> None:
         """Have the sidecar's counters of these names grow."""
         with self._counting:
             self._counts.update(counts)
-            is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S
+            is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S or len(self._used) >= USED_MAX
         if is_due:
             self.tell()
 
@@ -231,7 +239,8 @@ class Presence:
         """Let the sidecar count what was counted here since it was told last."""
         with self._counting:
             self._told_s = self._clock.monotonic()
-            told = {name: min(count, COUNTED_MAX) for name, count in self._counts.items()}
+            most = {"fetch_bytes": FETCHED_BYTES_MAX}
+            told = {name: min(count, most.get(name, COUNTED_MAX)) for name, count in self._counts.items()}
             if told and self._send(LookedUp(**told, used=tuple(self._used))):
                 self._counts -= Counter(told)
                 self._used.clear()

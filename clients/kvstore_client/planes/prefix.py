@@ -158,7 +158,7 @@ def land(landing: Landing, timeout_s: float) -> None:
     """Bring all that is wanted, and wait for the copies."""
     try:
         while landing.is_waiting and landing.advance():
-            pass
+            pass  # each step says whether there is another
         landing.finish(timeout_s)
     except BaseException:
         landing.stop(timeout_s)

@@ -64,7 +64,7 @@ class Body:
 
     def read(self, *_: object) -> bytes:
         """botocore takes what has this for a body, and never calls it."""
-        raise NotImplementedError
+        raise NotImplementedError  # a body is iterated: whoever reads it would read all of it at once
 
     def seek(self, *_: object) -> None:
         """Do nothing: each iteration begins at the first byte."""

@@ -102,9 +102,9 @@ def run(scale: str) -> Result:
         ours, trips, nothing, found = [], [], [], []
         for chain, far in zip(chains, keys, strict=True):
             assert len(far) == KEYS - NEAR
-            trips.append(shared.timed(lambda far=far: bare.ask(far)))  # type: ignore[misc]
+            trips.append(shared.timed(lambda far=far: bare.ask(far)))  # type: ignore[misc]  # bound at once
             nothing.append(shared.timed(lambda: session.call(session.cache.Release, empty, 10.0)))
-            ours.append(shared.timed(lambda chain=chain: found.append(asking.lookup(spec, chain))))  # type: ignore[misc]
+            ours.append(shared.timed(lambda chain=chain: found.append(asking.lookup(spec, chain))))  # type: ignore[misc]  # as above
         near = [shared.timed(lambda: asking.lookup(spec, first)) for _ in ours]
         for match in found:
             _check(match)

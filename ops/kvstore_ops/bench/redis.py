@@ -153,7 +153,7 @@ class Rig:
         began = time.perf_counter()
         prefix = ask(self.client, self.spec, tokens)
         while prefix.advance():
-            pass
+            pass  # each step says whether there is another
         took = time.perf_counter() - began
         assert (prefix.settle(set()), prefix.tier) == (self.count, Tier.REDIS), prefix.reason
         prefix.close()

@@ -26,7 +26,7 @@ def shared(nodes: Nodes) -> Iterator[Shared]:
     nodes.shared.turn_off()
     for node in (nodes.one, nodes.two):
         with connect(node.socket_address) as client:
-            eventually(lambda client=client: {tier.state for tier in client.stats().tiers} == {"up"})  # type: ignore[misc]
+            eventually(lambda client=client: {tier.state for tier in client.stats().tiers} == {"up"})
 
 
 @pytest.fixture

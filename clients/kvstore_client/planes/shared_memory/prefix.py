@@ -248,7 +248,7 @@ class MappedPrefix(ResidentPrefix):
     def received(self) -> MappedPrefix:
         """Itself, once everything is in memory."""
         while self.is_arriving and self.advance():
-            pass
+            pass  # each step says whether there is another
         return self
 
     def cancel(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import xxhash
@@ -27,8 +26,8 @@ from kvstore_client.planes.shared_memory.resident import ResidentPrefix
 if TYPE_CHECKING:
     from kvstore_client.planes.shared_memory.session import MappedSession
 
-CHUNK_COUNT_MAX = 2048
-"""Of one session: each takes as much as its header, 20 KiB for 32 layers of 8 heads. The one that was used longest ago
+CHUNK_COUNT_MAX, HEADER_BYTES_MAX = 2048, 32 << 20
+"""Of one session. A chunk takes as much as its header, some 10 KiB for 32 layers of 8 heads: what was used longest ago
 goes first."""
 
 
@@ -51,6 +50,7 @@ class WarmChunks:
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._known: dict[tuple[ChainName, bytes], Known] = {}
+        self._header_bytes = 0
         self._is_over = False
 
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
@@ -62,11 +62,17 @@ class WarmChunks:
         with self._changing:
             if self._is_over:  # the session ended under the fetch: nobody would let go of its memory
                 return
-            for key in seen:
-                self._known.pop(key, None)
-            self._known.update(seen)
-            for key in list(islice(self._known, max(0, len(self._known) - CHUNK_COUNT_MAX))):
-                del self._known[key]
+            for key, known in seen.items():
+                self._forget(key)
+                self._known[key] = known
+                self._header_bytes += known.chunk.layout.header_bytes
+            while len(self._known) > CHUNK_COUNT_MAX or self._header_bytes > HEADER_BYTES_MAX:
+                self._forget(next(iter(self._known)))
+
+    def _forget(self, key: tuple[ChainName, bytes]) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._header_bytes -= known.chunk.layout.header_bytes
 
     def of(self, name: ChainName, digests: Sequence[bytes], chunk_tokens: int) -> list[Chunk] | None:
         """All of these chunks; None when one of them is not known, not as it was, or elsewhere in its prompt: an
@@ -90,6 +96,7 @@ class WarmChunks:
         with self._changing:
             self._is_over = True
             self._known.clear()
+            self._header_bytes = 0
 
 
 def _hash_of_header(chunk: Chunk) -> int:
