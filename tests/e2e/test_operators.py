@@ -132,12 +132,14 @@ def test_what_is_not_there_is_named_with_what_is(sidecar: Sidecar, stored: list[
 
 
 def test_a_chunk_is_shown_by_its_first_digits(sidecar: Sidecar, stored: list[str]) -> None:
-    def shown() -> Any:
-        (part,) = ask(sidecar, "a", "show", stored[2][:10], "--json").json["parts"]
-        return part
+    shown: list[Any] = []
 
-    eventually(lambda: not shown()["is_held"])  # a check of the device may just read it
-    part = shown()
+    def is_free() -> bool:
+        shown[:] = ask(sidecar, "a", "show", stored[2][:10], "--json").json["parts"]
+        return not shown[0]["is_held"]
+
+    eventually(is_free)  # a check of the device may just read it
+    (part,) = shown
     assert part["digest"] == stored[2]
     assert part["ancestors"] == [stored[1], stored[0]]
     assert part["children"] == [stored[3]]
