@@ -50,6 +50,15 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
     return value
 
 
+def kind_of(value: Any) -> tuple[object, ...] | None:
+    """All that ``checked`` looks at, of a plain tensor: one of the same kind need not be looked at again. None of
+    others."""
+    torch = torch_module()
+    if torch is None or type(value) is not torch.Tensor:
+        return None
+    return value.shape, value.dtype, value.layout, value.is_cpu, value.is_cuda, value.is_neg(), value.is_conj()
+
+
 def check_memory(value: Any, name: str) -> None:
     """Raises InvalidRequest for what is no tensor or array, or has no plain memory of its own."""
     if isinstance(value, np.ndarray):

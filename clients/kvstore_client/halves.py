@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
-from kvstore_client.arrays import Layer, Tensor, checked
+from kvstore_client.arrays import Layer, Tensor, checked, kind_of
 
 
 def plane_shapes(spec: ModelSpec, layer: int, token_count: int, heads: int | None = None) -> list[tuple[int, int, int]]:
@@ -33,6 +33,36 @@ def checked_planes(
         checked(plane, shape, spec.cache_dtype, f"{name}[{number}] ({what})")
         for number, (plane, shape, what) in enumerate(zip(given, shapes, "KV", strict=True))
     ]
+
+
+def checked_layers(
+    spec: ModelSpec,
+    layers: Sequence[int],
+    given: Sequence[Layer],
+    name: str,
+    token_count: int | None = None,
+    heads: int | None = None,
+) -> list[list[Tensor]]:
+    """Each of these layers as its planes, as ``checked_planes`` has them. The planes of a model are alike: where one
+    layer is right, so are those after it of its kind."""
+    right: object = None
+    planes: list[list[Tensor]] = []
+    for number, (layer, entry) in enumerate(zip(layers, given, strict=True)):
+        kind = _kind(spec, layer, entry)
+        if kind is not None and kind == right:
+            planes.append(list(entry))
+            continue
+        planes.append(checked_planes(spec, layer, entry, f"{name}[{number}]", token_count, heads))
+        right = kind
+    return planes
+
+
+def _kind(spec: ModelSpec, layer: int, given: Layer) -> object:
+    """What decides whether a layer is right; None where it has to be looked at."""
+    if spec.keeps_e or type(given) not in (tuple, list) or len(given) != 2:
+        return None
+    first, second = kind_of(given[0]), kind_of(given[1])
+    return None if first is None or second is None else (spec.kept(layer), first, second)
 
 
 def shown(spec: ModelSpec, planes: Sequence[Tensor]) -> Layer:

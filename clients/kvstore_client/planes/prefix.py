@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,7 +36,7 @@ class Target(Protocol):
     def rows(self, layer: int, token_count: int) -> Tensor:
         """So many tokens of E of a requested hidden layer."""
 
-    def places(self, token_count: int) -> tuple[list[Tensor], NDArray[np.int64] | None]:
+    def places(self, token_count: int) -> tuple[Iterable[Tensor], NDArray[np.int64] | None]:
         """The memory of so many tokens: tensors, and of pages the slots in them."""
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:

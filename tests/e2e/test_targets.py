@@ -1,0 +1,62 @@
+"""What a cache may be fetched into: all its layers are looked at, also where they seem alike. Needs no server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvstore_client.fetch.target import given_planes
+from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.overlap import Span, overlapping
+
+from kvstore.errors import InvalidRequest
+from tests.e2e.odd_arrays import Odd, odd_arrays, tensor
+from tests.specs import small_spec
+
+SPEC = small_spec()
+LAYERS = SPEC.layer_count
+SHAPE = (SPEC.layers[0].kv_heads, 20, SPEC.layers[0].k_dim)
+WANTED = Wanted.of(SPEC, None, None, (), False)
+ODD = list(odd_arrays(SPEC.cache_dtype))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[odd.name for odd in ODD])
+def test_one_odd_plane_among_planes_that_are_right_is_found(odd: Odd) -> None:
+    into: list[tuple[Any, Any]] = [
+        (tensor(SHAPE, SPEC.cache_dtype), tensor(SHAPE, SPEC.cache_dtype)) for _ in range(LAYERS)
+    ]
+    into[-1] = (into[-1][0], odd.make(SHAPE, SPEC.cache_dtype))
+    if odd.as_target:
+        assert len(given_planes(WANTED, into) or ()) == LAYERS
+        return
+    with pytest.raises(InvalidRequest, match=rf"into\[{LAYERS - 1}\]"):
+        given_planes(WANTED, into)
+
+
+def test_a_layer_of_other_heads_is_looked_at() -> None:
+    """Two layers of one shape, of which the model keeps one only."""
+    into = [(tensor(SHAPE, SPEC.cache_dtype), tensor(SHAPE, SPEC.cache_dtype)) for _ in range(LAYERS)]
+    part = Wanted.of(SPEC, None, range(1), (), False)
+    with pytest.raises(InvalidRequest, match=r"into\[0\]"):
+        given_planes(part, into)
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)
+
+
+@given(RUNS)
+def test_tensors_lie_apart_where_no_two_of_them_meet(runs: list[tuple[int, int, int]]) -> None:
+    memory = torch.zeros(100, dtype=torch.uint8)
+    tensors = [memory[start : start + length * step : step] for start, length, step in runs]
+    covered = [set(range(start, start + length * step, step)) for start, length, step in runs]
+    found = overlapping([Span.of(each) for each in tensors])
+    meeting = {
+        (one, other)
+        for other in range(len(runs))
+        for one in range(other)
+        if covered[one] & covered[other]
+    }  # fmt: skip
+    assert (found in meeting) if meeting else found is None
