@@ -24,6 +24,7 @@ from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.sources import LocalSource, Source
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
+from kvstore.seams.memory import Bytes
 from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 from kvstore.tiers import StoredChunk
@@ -206,7 +207,7 @@ class Loads:
 
     async def _open(self, loading: Loading) -> StoredChunk | None:
         try:
-            stored = await self._answer(loading, loading.source.open())
+            stored = await self._answer(loading, loading.source.open(_ahead(loading)))
         except KVStoreError as error:
             await self._lose(loading, error)
             return None
@@ -370,6 +371,12 @@ def _groups(loading: Loading) -> list[range]:
                 groups.append(range(slab, slab + 1))
                 size = slabs[slab].byte_count
     return groups
+
+
+def _ahead(loading: Loading) -> Sequence[Bytes]:
+    """The memory of what is read first of a chunk, where that is how it begins."""
+    first = _groups(loading)[0]
+    return () if first.start else loading.placement.pieces[1 : 1 + first.stop]
 
 
 def _checksums(runs: Sequence[Run]) -> bytes:

@@ -18,6 +18,7 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
 from kvstore.movement.sources import may_enter
 from kvstore.seams import Clock
+from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
@@ -57,8 +58,8 @@ class SharedSource:
         self._names = names
         self._shared_tiers = shared_tiers
 
-    async def open(self) -> StoredChunk | None:
-        found = await self._shared.tier.open(self._chunk)
+    async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
+        found = await self._shared.tier.open(self._chunk, ahead)
         if found is None:
             self._forget()
         elif not self._names.fits(self._row, found.header):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.catalog import Catalog, Copies
 from kvstore.chunk import ChunkHeader
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.movement.removal import Removal
+from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.tiers import ChunkName, StoredChunk
 
@@ -31,8 +33,8 @@ class Source(Protocol):
     def patience_s(self) -> float | None:
         """How long a reader is kept waiting for one answer of the tier; None: as long as the reader waits."""
 
-    async def open(self) -> StoredChunk | None:
-        """None: it is not there any more. Raises what the tier raises."""
+    async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
+        """None: it is not there any more. ``ahead``: see ``SharedTier.open``. Raises what the tier raises."""
 
     def is_current(self, header: ChunkHeader) -> bool:
         """Whether what was read is the chunk still. It may have gone, or was stored anew, meanwhile."""
@@ -61,7 +63,7 @@ class LocalSource:
         self._removal = removal
         self._residency = copies.residency(row)
 
-    async def open(self) -> StoredChunk | None:
+    async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
         return await self._copies.tier.open(self._chunk, self._residency)
 
     def is_current(self, header: ChunkHeader) -> bool:

@@ -297,9 +297,11 @@ class SharedTier(Protocol):
         """As for a local tier; one that is cancelled reads ``pieces`` no more once it has ended. Raises: Exhausted when
         the engine is full; PermissionDenied where this node may only read; Unavailable."""
 
-    async def open(self, name: ChunkName) -> StoredChunk | None:
-        """None: it is not there. A read of what was opened that is cancelled fills its target no more once it has
-        ended. Raises: DataLoss when what is there is not that chunk; Unavailable."""
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
+        """None: it is not there. ``ahead``: the memory of the leading slabs, where these are read next: a tier may fill
+        it in the same request, and ``read`` of these slabs into the same buffers then only checks them. It belongs to
+        the chunk until that is closed. An open, or a read of what was opened, that is cancelled fills its target no
+        more once it has ended. Raises: DataLoss when what is there is not that chunk; Unavailable."""
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
         """What is not there is no error. Raises Unavailable."""

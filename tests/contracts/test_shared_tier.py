@@ -167,10 +167,10 @@ async def write(tier: SharedTier, what: Chunk) -> None:
 
 async def found(tier: SharedTier, what: Chunk, name: ChunkName | None = None) -> bool:
     """Whether the tier gives exactly this chunk. False for a miss; other bytes fail the test."""
-    stored = await tier.open(name or what.name)
+    target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
+    stored = await tier.open(name or what.name, target)
     if stored is None:
         return False
-    target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
     try:
         await stored.read(range(len(target)), target)
     finally:
@@ -198,6 +198,30 @@ def test_a_chunk_comes_back_whole_and_in_parts_to_every_node(stand: Stand, kind:
             stored.close()
             stored.close()
         balance(stand.tier)  # type: ignore[arg-type]
+
+    stand.run(scenario)
+
+
+def test_what_may_be_read_ahead_is_checked_all_the_same(stand: Stand) -> None:
+    """Where all of it was announced, a part of it, other memory than is read into then, and what is read twice."""
+    what = chunk(1)
+
+    async def scenario() -> None:
+        await write(stand.tier, what)
+        for announced in (0, 1, 2):
+            for start, stop in ((0, 2), (0, 1), (1, 2)):
+                target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in SMALL.slabs]
+                stored = await stand.other.open(what.name, target[:announced])
+                assert stored is not None
+                for _ in range(2):
+                    await stored.read(range(start, stop), target[start:stop])
+                    assert (
+                        np.concatenate(target[start:stop]) == np.concatenate(what.pieces[1 + start : 1 + stop])
+                    ).all()
+                other = [np.empty_like(each) for each in target]
+                await stored.read(range(2), other)
+                assert (np.concatenate(other) == np.concatenate(what.pieces[1:])).all()
+                stored.close()
 
     stand.run(scenario)
 

@@ -182,9 +182,9 @@ class SharedUnder(_Under):
         await self._weather.before("write", layout.total_bytes)
         await self.tier.write(header, layout, pieces)
 
-    async def open(self, name: ChunkName) -> StoredChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
         await self._weather.before("open", name.layout.header_bytes)
-        stored = await self.tier.open(name)
+        stored = await self.tier.open(name, ahead)
         return None if stored is None else ChunkUnder(stored, self._weather, name.layout)
 
     async def touch(self, storage_keys: Sequence[bytes]) -> None:

@@ -103,7 +103,7 @@ class EngineTier:
         engine.values[header.storage_key] = value
         self._written_bytes += len(value)
 
-    async def open(self, name: ChunkName) -> FakeChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> FakeChunk | None:
         await self.switches.before("open")
         value = self.engine.values.get(name.storage_key)
         if value is None or self.switches.is_on(Switch.ABSENT):

@@ -80,7 +80,7 @@ class ObjectTier:
         await self._run(put, beside, self.path(header.storage_key), *host_memory(pieces))
         self._written_bytes += layout.total_bytes
 
-    async def open(self, name: ChunkName) -> FakeChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> FakeChunk | None:
         await self.switches.before("open")
         if self.switches.is_on(Switch.ABSENT):
             return None

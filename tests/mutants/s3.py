@@ -8,6 +8,8 @@ ROOM = "kvstore/tiers/s3"
 TESTS = "tests/tiers/test_s3.py"
 WAYS = "tests/tiers/test_s3_ways.py"
 E2E = "tests/e2e/test_s3.py"
+ENVELOPE = "tests/tiers/test_s3_envelope.py"
+CONTRACT = "tests/contracts/test_shared_tier.py"
 SHARED = "kvstore/movement/shared.py"
 
 MUTANTS = [
@@ -18,6 +20,30 @@ MUTANTS = [
         "    good = True\n",
         "an altered object gives wrong bytes",
         (f"{TESTS}::test_no_altered_object_gives_a_wrong_byte",),
+    ),
+    Mutant(
+        "what-was-read-ahead-is-opened-twice",
+        f"{ROOM}/reading.py",
+        "        self._ahead = ()\n        return True\n",
+        "        return True\n",
+        "a chunk in an envelope that is read twice is called damaged",
+        (f"{ENVELOPE}::test_what_is_read_ahead_is_opened_once_and_only_where_it_lies",),
+    ),
+    Mutant(
+        "what-was-read-ahead-lies-anywhere",
+        f"{ROOM}/judging.py",
+        "is_ahead=looked.is_ahead and is_body)",
+        "is_ahead=looked.is_ahead)",
+        "a right copy without an envelope is called damaged by a node that has keys",
+        (f"{ENVELOPE}::test_what_is_read_ahead_is_opened_once_and_only_where_it_lies",),
+    ),
+    Mutant(
+        "other-memory-was-read-ahead",
+        f"{ROOM}/reading.py",
+        " or any(map(is_not, ahead, memory))",
+        "",
+        "memory that nothing was read into is checked",
+        (f"{CONTRACT}::test_what_may_be_read_ahead_is_checked_all_the_same",),
     ),
     Mutant(
         "an-object-that-ends-early-is-adopted",

@@ -156,7 +156,7 @@ class CloudTier:
         while self.durability is Durability.SHARED and len(self._store.values) > ENGINE_CHUNK_COUNT:
             self._store.drop(next(iter(self._store.values)))
 
-    async def open(self, name: ChunkName) -> FakeChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> FakeChunk | None:
         await self._called()
         value = self._store.values.get(name.storage_key)
         if value is None:

@@ -24,6 +24,8 @@ BUCKET_COUNT = 10_000 if IS_FULL else 250
 KEY, OLD = EnvelopeKey.derived(b"the newest key of all" * 3), EnvelopeKey.derived(b"the one before it" * 3)
 STORAGE_KEY, WRITE_ID, SALT, TAG = slice(128, 160), slice(288, 304), slice(328, 344), slice(344, 360)
 Attack = Callable[[np.random.Generator, Bytes, Bytes], None]
+OpenChunk = Callable[[Chunk, list[Bytes]], Awaitable[StoredChunk | None]]
+"""Opens a chunk that is to be read into this memory."""
 
 
 def trust(kind: str, *keys: EnvelopeKey) -> Trust:
@@ -112,7 +114,7 @@ def checked(copy: Bytes) -> Bytes:
 async def attacked(
     get: Callable[[Chunk], Awaitable[Bytes]],
     put: Callable[[Chunk, Bytes], Awaitable[None]],
-    open_chunk: Callable[[Chunk], Awaitable[StoredChunk | None]],
+    open_chunk: OpenChunk,
     count: int = COUNT,
 ) -> Counter[str]:
     """How reads of altered copies end: "wrong" bytes, "right" ones, or a miss. ``get`` and ``put`` are the attacker's:
@@ -134,11 +136,11 @@ async def attacked(
     return outcomes
 
 
-async def outcome_of(what: Chunk, open_chunk: Callable[[Chunk], Awaitable[StoredChunk | None]]) -> str:
+async def outcome_of(what: Chunk, open_chunk: OpenChunk) -> str:
     """Whether a read gives this chunk's bytes, others, or none."""
     target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
     try:
-        stored = await open_chunk(what)
+        stored = await open_chunk(what, target)
         if stored is None:
             return "miss"
         try:

@@ -62,10 +62,10 @@ async def put(tier: RedisTier, what: Chunk) -> Chunk:
 
 async def got(tier: RedisTier, what: Chunk, name: ChunkName | None = None) -> bool:
     """Whether the tier gives exactly this chunk. False for a miss; other bytes fail the test."""
-    stored = await tier.open(name or what.name)
+    target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
+    stored = await tier.open(name or what.name, target)
     if stored is None:
         return False
-    target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
     await stored.read(range(len(target)), target)
     assert all((one == other).all() for one, other in zip(target, what.pieces[1:], strict=True))
     return True

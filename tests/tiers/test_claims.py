@@ -19,7 +19,7 @@ from kvstore.movement import shared, writes
 from kvstore.seams import Clock, SystemClock, Workers, WorkerThreads
 from kvstore.simulated import InlineWorkers
 from kvstore.spec import Durability, MissReason
-from kvstore.tiers import ChunkName, StoredChunk, UploadState
+from kvstore.tiers import Buffer, ChunkName, StoredChunk, UploadState
 from kvstore.tiers.redis.claims import RedisClaims
 from kvstore.tiers.redis.names import HEADER_FIELD
 from kvstore.tiers.redis.tier import RedisTier
@@ -134,8 +134,8 @@ async def test_what_goes_while_it_is_read_is_a_miss_and_no_damage(server: RedisS
         await one.give(7)
         opened = other.shared[0].open
 
-        async def lost(name: ChunkName) -> StoredChunk | None:
-            stored: StoredChunk | None = await opened(name)
+        async def lost(name: ChunkName, ahead: Sequence[Buffer]) -> StoredChunk | None:
+            stored: StoredChunk | None = await opened(name, ahead)
             server.client().flushall()
             return stored
 

@@ -53,7 +53,9 @@ class Device(NvmeStand):
     async def read(self, what: Chunk) -> str:
         residency = self.places.get(what.header.storage_key)
         return (
-            "absent" if residency is None else await outcome_of(what, lambda each: self.nvme.open(each.name, residency))
+            "absent"
+            if residency is None
+            else await outcome_of(what, lambda each, _: self.nvme.open(each.name, residency))
         )
 
     async def found_again(self, *, kill: bool = True) -> None:
@@ -83,7 +85,7 @@ def test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope(kind: str) ->
         device.lay(device.places[what.header.storage_key], copy)
 
     async def scenario() -> None:
-        found = await attacked(get, set_to, lambda what: device.nvme.open(what.name, device.places[key(what)]))
+        found = await attacked(get, set_to, lambda what, _: device.nvme.open(what.name, device.places[key(what)]))
         assert (found["wrong"] > 0) == (kind == "none"), found
 
     device.run(scenario)
@@ -107,7 +109,7 @@ def test_no_start_believes_what_an_attacker_left(kind: str) -> None:
         await device.start()
         device.places = device.found()
 
-    async def open_chunk(what: Chunk) -> NvmeChunk | None:
+    async def open_chunk(what: Chunk, _: object) -> NvmeChunk | None:
         residency = device.places.get(key(what))
         return None if residency is None else await device.nvme.open(what.name, residency)
 

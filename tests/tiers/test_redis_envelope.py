@@ -50,7 +50,7 @@ async def test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope(server:
         async def set_to(what: Chunk, copy: np.ndarray) -> None:
             replace_with(client, what, copy)
 
-        outcomes = await attacked(get, set_to, lambda what: tier.open(what.name))
+        outcomes = await attacked(get, set_to, lambda what, memory: tier.open(what.name, memory))
     assert (outcomes["wrong"] > 0) == (kind == "none"), outcomes
 
 
@@ -109,7 +109,7 @@ async def test_what_has_no_envelope_is_refused_where_one_is_demanded_and_replace
         await put(tier, chunk(1))
         assert await got(tier, chunk(1))
     async with redis_tier(server.url, trust=trust("none", KEY)) as lenient:
-        assert await outcome_of(chunk(1), lambda what: lenient.open(what.name)) == "right"
+        assert await outcome_of(chunk(1), lambda what, memory: lenient.open(what.name, memory)) == "right"
 
 
 async def test_without_an_envelope_not_a_byte_is_another(server: RedisServer) -> None:

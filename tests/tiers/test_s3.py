@@ -200,6 +200,47 @@ def test_two_nodes_that_write_at_once_leave_one_whole_chunk(stand: S3Stand) -> N
     stand.run(scenario)
 
 
+def gets(stand: S3Stand) -> list[str]:
+    """The ranges that were asked for since the last time."""
+    asked = [headers["Range"] for method, _, headers in stand.switches.asked if method == "GET"]
+    stand.switches.asked.clear()
+    return asked
+
+
+def test_a_chunk_takes_one_request_and_one_more_where_that_was_the_wrong_guess(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is encoded, and where its slabs take more than a range. After the first that is encoded nothing of the
+    next is read in vain."""
+    monkeypatch.setattr(making, "SAVES_MIN", -1.0)
+    whole, page = f"bytes=0-{SMALL.total_bytes - 1}", f"bytes=0-{SMALL.header_bytes - 1}"
+    body = f"bytes={SMALL.header_bytes}-{SMALL.total_bytes - 1}"
+    encoder = tier_of(replace(stand.settings, encoding="lz4"))
+
+    async def scenario() -> None:
+        for number in range(3):
+            await write(stand.other, chunk(number))
+        for number in range(3, 6):
+            await write(encoder, chunk(number))
+        gets(stand)
+        assert [await found(stand.tier, chunk(0)), gets(stand)] == [True, [whole]]
+        assert stand.tier.statistics().read_bytes == SMALL.body_bytes
+        for number, asked in ((3, whole), (4, page)):
+            assert await found(stand.tier, chunk(number))
+            first, second = gets(stand)
+            assert first == asked
+            assert second.startswith(f"bytes={SMALL.header_bytes}-")
+        assert [await found(stand.tier, chunk(1)), gets(stand)] == [True, [page, body]]
+        assert [await found(stand.tier, chunk(2)), gets(stand)] == [True, [whole]]
+        small = tier_of(replace(stand.settings, range_bytes=4096))
+        assert await found(small, chunk(2))
+        assert gets(stand)[0] == page
+        for each in (encoder, small):
+            await each.close()
+
+    stand.run(scenario)
+
+
 def test_large_chunks_go_in_parts_and_no_part_is_left(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MULTIPART_BYTES", 4 << 20)
     monkeypatch.setattr(writing, "PART_BYTES", 5 << 20)

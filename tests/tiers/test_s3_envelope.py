@@ -36,7 +36,7 @@ async def put(tier: S3Tier, what: Chunk) -> Chunk:
 
 
 async def read(tier: S3Tier, what: Chunk) -> str:
-    return await outcome_of(what, lambda each: tier.open(each.name))
+    return await outcome_of(what, lambda each, memory: tier.open(each.name, memory))
 
 
 @pytest.mark.parametrize("kind", ENVELOPES)
@@ -51,7 +51,7 @@ def test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope(stand: S3Stan
 
     async def scenario() -> None:
         count = 70 if kind == "none" else BUCKET_COUNT
-        outcomes = await attacked(get, set_to, lambda what: tier.open(what.name), count)
+        outcomes = await attacked(get, set_to, lambda what, memory: tier.open(what.name, memory), count)
         assert (outcomes["wrong"] > 0) == (kind == "none"), outcomes
         await tier.close()
 
@@ -74,6 +74,27 @@ def test_chunks_of_any_shape_come_back(stand: S3Stand, kind: str) -> None:
             await stored.read(range(last, last + 1), [target])
             assert (target == what.pieces[1 + last]).all()
         await tier.close()
+
+    stand.run(scenario)
+
+
+@pytest.mark.parametrize("kind", ENVELOPES)
+def test_what_is_read_ahead_is_opened_once_and_only_where_it_lies(stand: S3Stand, kind: str) -> None:
+    """A node that has keys expects a longer header than that of a copy without an envelope."""
+    settings = replace(stand.settings, range_bytes=1 << 20)
+    writer, reader = tier_of(settings, trust(kind)), tier_of(settings, trust("none", KEY))
+    what = chunk(1, layouts()["kv many heads"])
+
+    async def scenario() -> None:
+        await put(writer, what)
+        target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
+        stored = await reader.open(what.name, target)
+        assert stored is not None
+        for _ in range(2):
+            await stored.read(range(len(target)), target)
+            assert all((one == other).all() for one, other in zip(target, what.pieces[1:], strict=True))
+        for each in (writer, reader):
+            await each.close()
 
     stand.run(scenario)
 

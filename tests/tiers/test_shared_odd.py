@@ -74,7 +74,7 @@ def test_an_odd_error_loses_one_chunk_and_no_other(world: World, call: str) -> N
         tier = other.shared[0]
         real = tier.open
 
-        async def opens(name: Any) -> Any:
+        async def opens(name: Any, ahead: Any = ()) -> Any:
             if call == "open":
                 await odd()
             opened.append(await real(name))
@@ -122,7 +122,7 @@ def test_a_header_that_cannot_be_kept_leaves_nothing_open(world: World) -> None:
         tier, opened = world.other.shared[0], []
         real = tier.open
 
-        async def opens(name: Any) -> Any:
+        async def opens(name: Any, ahead: Any = ()) -> Any:
             chunk = await real(name)
             chunk.header = replace(chunk.header, checksums=chunk.header.checksums[:1], first_position=-1)
             opened.append(chunk)
@@ -145,7 +145,7 @@ def test_a_tier_that_is_busy_with_others_is_waited_for(world: World) -> None:
         tier, turn = world.other.shared[0], asyncio.Lock()
         real = tier.open
 
-        async def opens(name: Any) -> Any:
+        async def opens(name: Any, ahead: Any = ()) -> Any:
             async with turn:
                 await asyncio.sleep(0.4)
                 return await real(name)
@@ -208,7 +208,7 @@ def test_a_chunk_whose_parent_is_still_coming_stays(world: World) -> None:
         tier, slow = other.shared[0], [0.5, 0.5]
         real = tier.open
 
-        async def opens(name: Any) -> Any:
+        async def opens(name: Any, ahead: Any = ()) -> Any:
             await asyncio.sleep(slow.pop() if slow else 0.0)
             return await real(name)
 

@@ -85,7 +85,7 @@ class RedisTier:
     def takes(self, layout: ChunkLayout) -> bool:
         return True
 
-    async def open(self, name: ChunkName) -> RedisChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> RedisChunk | None:
         self.begin()
         key = self._keys.chunk(name.storage_key)
         found = await self._control.open(key, self._trust.header_bytes(name.layout))

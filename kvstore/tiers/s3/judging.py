@@ -26,12 +26,14 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """``header`` of what is ours; ``etag`` of what is there; ``reason`` for what is damaged."""
+    """``header`` of what is ours; ``etag`` of what is there; ``reason`` for what is damaged. ``is_ahead``: what was
+    read ahead are the chunk's leading slabs as they are stored, and not checked yet."""
 
     finding: Finding
     etag: str = ""
     header: ChunkHeader | None = None
     reason: DataLoss | None = None
+    is_ahead: bool = False
 
 
 def judge(looked: Looked | None, name: ChunkName, trust: Trust) -> Judgement:
@@ -48,4 +50,5 @@ def judge(looked: Looked | None, name: ChunkName, trust: Trust) -> Judgement:
             raise DataLoss("the object is not as long as the chunk", reason="truncated")
     except DataLoss as error:
         return Judgement(Finding.DAMAGED, looked.etag, reason=error)
-    return Judgement(Finding.OURS, looked.etag, header)
+    is_body = header.stored is None and header.bytes_before(name.layout) == len(looked.data)
+    return Judgement(Finding.OURS, looked.etag, header, is_ahead=looked.is_ahead and is_body)

@@ -9,37 +9,46 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.config import S3Settings
+from kvstore.seams.memory import Bytes
 from kvstore.tiers.s3.bodies import pour
 from kvstore.tiers.s3.connection import Connection, connection_to
 from kvstore.tiers.s3.depth import are_there
-from kvstore.tiers.s3.objects import LOOK_S_MAX, finished, place_of
+from kvstore.tiers.s3.objects import LOOK_S_MAX, READ_S_MAX, finished, place_of
 from kvstore.tiers.s3.refusals import ABSENT, DENIED, TOO_SHORT, WORDLESS, Refused, error_of
 
 
 class Looked(NamedTuple):
-    """The first bytes of an object, its ETag, and how long it is."""
+    """The first bytes of an object, its ETag, and how long it is. ``is_ahead``: what follows them was read, too."""
 
     data: bytes
     etag: str
     total_bytes: int
+    is_ahead: bool = False
 
 
-def look(settings: S3Settings, storage_key: bytes, byte_count: int) -> Looked | None:
-    """Blocking. The first ``byte_count`` bytes, fewer where the object ends before; None: it is not there. Raises
-    PermissionDenied, perhaps because it is not there; Unavailable."""
-    return finished(settings, "read", partial(first_bytes, place_of(settings, storage_key), byte_count), LOOK_S_MAX)
+def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Sequence[Bytes] = ()) -> Looked | None:
+    """Blocking. The first ``byte_count`` bytes, fewer where the object ends before; None: it is not there. ``ahead`` is
+    filled with those that follow, unless the object ends before. Raises PermissionDenied, perhaps because it is not
+    there; Unavailable."""
+    work = partial(first_bytes, place_of(settings, storage_key), byte_count, ahead=ahead)
+    return finished(settings, "read", work, READ_S_MAX if ahead else LOOK_S_MAX)
 
 
-async def first_bytes(place: dict[str, str], byte_count: int, connection: Connection) -> Looked | None:
+async def first_bytes(
+    place: dict[str, str], byte_count: int, connection: Connection, ahead: Sequence[Bytes] = ()
+) -> Looked | None:
     """See ``look``. Raises Refused."""
+    stop = byte_count + sum(piece.size for piece in ahead)
 
     async def request(client: Any) -> Looked:
-        answer = await client.get_object(Range=f"bytes=0-{byte_count - 1}", **place)
+        answer = await client.get_object(Range=f"bytes=0-{stop - 1}", **place)
+        length = int(answer["ContentLength"])
+        is_ahead = bool(ahead) and length >= stop
+        data = np.zeros(min(byte_count, length), np.uint8)
         async with answer["Body"] as body:
-            data = np.zeros(min(byte_count, int(answer["ContentLength"])), np.uint8)
-            await pour(body, [data])
+            await pour(body, [data, *ahead] if is_ahead else [data])
         whole = answer.get("ContentRange", "").rpartition("/")[2]
-        return Looked(data.tobytes(), answer["ETag"], int(whole if whole.isdecimal() else answer["ContentLength"]))
+        return Looked(data.tobytes(), answer["ETag"], int(whole if whole.isdecimal() else length), is_ahead)
 
     try:
         return await connection.ask(request)

@@ -2,7 +2,8 @@
 
 Writing: what lies there is looked at first. This chunk, in a format we know: it is adopted, and nothing is sent.
 Damaged: replaced. A newer release's: left alone. Else the object is put on the condition that there is still none,
-which some stores ignore: nothing rests on it. Reading: the header, then ranges of the same ETag, each strip verified.
+which some stores ignore: nothing rests on it. Reading: the header and the first range in one request, then ranges of
+the same ETag, each strip verified.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvstore.config import S3Settings
 from kvstore.errors import DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, Workers
 from kvstore.seams.jobs import begun, to_its_end
-from kvstore.seams.memory import Bytes
+from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Durability, Tier, encoding_of
 from kvstore.tiers.contract import (
     Buffer,
@@ -87,6 +88,9 @@ class S3Tier:
         self._settings = settings
         self._trust = trust or Trust()
         self._encoding = encoding_of(settings.encoding)
+        self._is_raw = settings.encoding == "raw"
+        """Whether the last chunk that was opened was, and so the next one probably is: where its slabs lie is known
+        without its header."""
         self._claims = claims
         self._lanes = lanes
         self._clock = clock
@@ -160,13 +164,16 @@ class S3Tier:
             bucket=self._settings.bucket,
         )
 
-    async def _judge(self, name: ChunkName) -> Judgement:
+    async def _judge(self, name: ChunkName, ahead: Sequence[Bytes] = ()) -> Judgement:
         """What lies there. What is denied is perhaps not there."""
         byte_count = self._trust.header_bytes(name.layout)
         workers = self._lanes.readers if byte_count <= ANSWER_BYTES_MAX else self._lanes.near
-        self._allowance.used(byte_count, 1)
+        ahead_bytes = sum(piece.size for piece in ahead)
+        if ahead:
+            await self._allowance.turn(ahead_bytes)
+        self._allowance.used(byte_count + ahead_bytes, 1)
         try:
-            looked = await self._run(workers, look, self._settings, name.storage_key, byte_count)
+            looked = await self._run(workers, look, self._settings, name.storage_key, byte_count, ahead)
         except PermissionDenied:
             self._say_denied()
             return Judgement(Finding.HIDDEN)
@@ -178,22 +185,30 @@ class S3Tier:
             )  # fmt: skip
         return found
 
-    async def open(self, name: ChunkName) -> StoredChunk | None:
+    async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
+        """``ahead`` comes with the header: a request of its own waits for its first byte as long as the header's."""
         if self._is_spent():
             return None
-        found = await self._judge(name)
+        memory = host_memory(ahead)
+        is_one_request = self._is_raw and sum(each.size for each in memory) <= self._settings.range_bytes
+        found = await self._judge(name, joined(memory) if memory and is_one_request else ())
         if found.finding in (Finding.ABSENT, Finding.HIDDEN, Finding.NEWER):
             return None
         if found.header is None:
             assert found.reason is not None
             raise found.reason
-        return S3Chunk(self, self._settings, check_header(name, found.header), name.layout, found.etag)
+        header = check_header(name, found.header)
+        self._is_raw = header.encoding == "raw"
+        return S3Chunk(self, self._settings, header, name.layout, found.etag, memory if found.is_ahead else ())
 
     # ------------------------------------------------------------ read
 
     async def run_read(self, byte_count: int, function: Callable[..., Any], *args: object) -> Any:
         await self._allowance.turn(byte_count)
         self._allowance.used(byte_count, -(-byte_count // self._settings.range_bytes))
+        return await self._run(self._lanes.readers, function, *args)
+
+    async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
         return await self._run(self._lanes.readers, function, *args)
 
     def was_read(self, byte_count: int) -> None:

@@ -101,10 +101,10 @@ async def fetch(tier: S3Tier, chunks: Chunks, group_bytes: int) -> None:
     """Every chunk opened, and its slabs read in groups, as movement does it."""
 
     async def one(number: int) -> None:
-        stored = await tier.open(ChunkName(chunks.headers[number].storage_key, chunks.layout))
-        assert stored is not None
         slabs, pieces = chunks.layout.slabs, chunks.pieces(number)[1:]
         step = max(1, group_bytes // slabs[0].byte_count)
+        stored = await tier.open(ChunkName(chunks.headers[number].storage_key, chunks.layout), pieces[:step])
+        assert stored is not None
         async with asyncio.TaskGroup() as group:
             for first in range(0, len(slabs), step):
                 part = range(first, min(first + step, len(slabs)))
