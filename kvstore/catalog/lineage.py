@@ -39,3 +39,23 @@ async def descend(
         if is_done:
             return under[:count], depths[:count]
         above, under, depths = next_above, next_under, next_depths
+
+
+async def nearest(parents: NDArray[np.int32], marked: NDArray[np.bool_], pause: Pause) -> NDArray[np.int64]:
+    """Of each row, the marked row that is nearest above it, itself if it is marked; as many as there are rows where
+    none is. Cost: as ``descend``."""
+    count = len(parents)
+    none = count
+    above = np.where((parents < 0) | (parents >= count), none, parents).astype(np.int64)
+    above = np.append(np.where(marked, np.arange(count), above), none)
+    while True:
+        is_done = True
+        further = np.empty_like(above)
+        for start in range(0, count + 1, STEP_ROWS):
+            part = slice(start, start + STEP_ROWS)
+            further[part] = above[above[part]]
+            is_done = is_done and bool((further[part] == above[part]).all())
+            await pause()
+        if is_done:
+            return above[:count]
+        above = further

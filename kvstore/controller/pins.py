@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from heapq import heapify, heappop, heappush
 
 from kvstore.catalog import ROOT_ROW, Catalog
 from kvstore.config import LimitSettings
 from kvstore.errors import Exhausted
 from kvstore.seams import Clock
 
-EXPIRED_AT_ONCE = 4096
+EXPIRED_AT_ONCE = 512
+STALE_COUNT_MAX = 1024
 FOR_EVER = float("inf")
 
 
@@ -24,6 +24,8 @@ class Pins:
         self._limits = limits
         self._clock = clock
         self._until_s: dict[int, float] = {}
+        self._ends: list[tuple[float, int]] = []
+        """A heap of pins that end, also of some that ended or were set anew since."""
         self._kept: dict[int, int] = {}
         """Row -> how many reasons keep it: its own pin, and each kept row that hangs on it."""
         self._above: dict[int, int] = {}
@@ -41,6 +43,14 @@ class Pins:
     def is_kept(self, row: int) -> bool:
         """Whether a pin holds the row."""
         return row in self._kept
+
+    def rows(self) -> list[int]:
+        """Those that were pinned themselves."""
+        return list(self._until_s)
+
+    def until_s(self, row: int) -> float | None:
+        """When the row's pin ends; None where it has none."""
+        return self._until_s.get(row)
 
     def check(self, more_bytes: int) -> None:
         """Raises Exhausted where so many bytes more would be past limits.pin_bytes_max."""
@@ -64,7 +74,16 @@ class Pins:
         self.check(sum(map(self._size, self.above(row))))
         if row not in self._until_s:
             self._keep(row)
-        self._until_s[row] = self._clock.monotonic() + seconds if seconds else FOR_EVER
+        self._set(row, self._clock.monotonic() + seconds if seconds else FOR_EVER)
+
+    def _set(self, row: int, until_s: float) -> None:
+        self._until_s[row] = until_s
+        if until_s == FOR_EVER:
+            return
+        heappush(self._ends, (until_s, row))
+        if len(self._ends) > STALE_COUNT_MAX + 2 * len(self._until_s):  # the same rows were pinned again and again
+            self._ends = [(end_s, each) for each, end_s in self._until_s.items() if end_s < FOR_EVER]
+            heapify(self._ends)
 
     def unpin(self, row: int) -> bool:
         """End a row's pin. False where there was none."""
@@ -73,12 +92,22 @@ class Pins:
         self._leave(row)
         return True
 
-    def expire(self) -> None:
-        """End those whose time is over, some thousands at a time."""
-        now_s = self._clock.monotonic()
-        over: Iterable[int] = (row for row, until_s in self._until_s.items() if until_s <= now_s)
-        for row in list(islice(over, EXPIRED_AT_ONCE)):
+    def restore(self, row: int, until_s: float | None) -> None:
+        """Have the pin of a row that is pinned end when it did before it was pinned anew; None: now."""
+        if until_s is None:
             self.unpin(row)
+        elif row in self._until_s:
+            self._set(row, until_s)
+
+    def expire(self) -> None:
+        """End those whose time is over, some hundreds at a time. Cost: nothing for those whose time is not."""
+        now_s = self._clock.monotonic()
+        for _ in range(EXPIRED_AT_ONCE):
+            if not self._ends or self._ends[0][0] > now_s:
+                return
+            until_s, row = heappop(self._ends)
+            if self._until_s.get(row) == until_s:  # else it was pinned anew, or unpinned
+                self.unpin(row)
 
     def _size(self, row: int) -> int:
         return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])

@@ -25,7 +25,7 @@ read where the node does not have what a chain goes on with.
 """
 
 from kvstore.movement.accounts import TierAccount
-from kvstore.movement.clearing import Fate
+from kvstore.movement.clearing import Fate, Meant
 from kvstore.movement.levels import LevelsReached
 from kvstore.movement.loads import Loading
 from kvstore.movement.meters import MeasuredTier, TierMeters
@@ -39,6 +39,7 @@ __all__ = [
     "Fate",
     "LevelsReached",
     "Loading",
+    "Meant",
     "MeasuredTier",
     "Movement",
     "MovementParts",

@@ -2,7 +2,8 @@
 
 Eviction makes room, and may leave chunks behind that cannot be found until their parent is stored again. An operator's
 word leaves none: what hangs on a chunk that leaves the node goes with it, and where one of them is held, all that it
-hangs on stays.
+hangs on stays. A word about one tier takes nothing that another one has, but for what hangs on a chunk that leaves the
+node.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies
-from kvstore.catalog.lineage import Pause, descend
+from kvstore.catalog.lineage import Pause, descend, nearest
 from kvstore.movement.removal import Removal
 from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import Counters
 
 CLIMB_COUNT = 1024
 """Rows that are passed between two looks at the time."""
+SHORT_MAX = np.iinfo(np.int16).max
 
 
 class Fate(IntEnum):
     """What becomes of a chunk. REMOVED: it was meant, and is nowhere on the node any more; WITH_PARENT: so is this one,
     which hung on it; COPY_REMOVED: another tier still has it; HELD: somebody needs it; KEPT: one that hangs on it
-    stays; GONE: it went before its turn came."""
+    stays; GONE: it went before its turn came; SPARED: it hung on one that
+    stays after all, as another tier has that by now."""
 
     REMOVED = 0
     WITH_PARENT = 1
@@ -34,19 +37,35 @@ class Fate(IntEnum):
     HELD = 3
     KEPT = 4
     GONE = 5
+    SPARED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """Which chunks are meant, as they were when each was looked at: a row is that chunk's as long as its digest and
+    namespace are these."""
+
+    rows: NDArray[np.int64]
+    spaces: NDArray[np.uint16]
+    digests: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ClearingPlan:
     """Which chunks are touched, those with the longest chain above them first, and what is to become of each. A row is
     that chunk's as long as its digest and namespace are these. ``only``: the tier that gives its copies up; None: all
-    local ones."""
+    local ones. ``causes``: of each, the row on which it hangs that was meant and is to leave the node, itself if it is
+    one; the count of rows where there is none."""
 
     only: Copies | None
     rows: NDArray[np.int64]
     fates: NDArray[np.uint8]
     spaces: NDArray[np.uint16]
     digests: list[bytes]
+    causes: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,8 +80,9 @@ class Clearing:
         self._removal = removal
         self._counters = counters
 
-    async def plan(self, rows: NDArray[np.int64], only: Copies | None, pause: Pause) -> ClearingPlan:
+    async def plan(self, wanted: Meant, only: Copies | None, pause: Pause) -> ClearingPlan:
         """What giving up these chunks' copies comes to. Changes nothing."""
+        await pause()
         table, count = self._table, len(self._table.digests)
         parents = np.array(table.parents[:count], np.int32)
         spaces, digests = np.array(table.spaces[:count], np.uint16), table.digests[:count]
@@ -72,20 +92,27 @@ class Clearing:
             here |= has
             if only is not None and copies is not only:
                 elsewhere |= has
-        meant = np.zeros(count, np.bool_)
-        meant[rows] = True
-        meant &= here
-        under, depths = await descend(parents, meant & ~elsewhere, pause)
+        meant = await _marks(wanted, spaces, digests, pause) & here
+        leaving = meant & ~elsewhere
+        under, depths = await descend(parents, leaving, pause)
+        causes = await nearest(parents, leaving, pause)
         held, stays = await self._staying(parents, pause)
+        await pause()
         touched = np.flatnonzero(meant | (under & here))
-        touched = touched[np.argsort(-depths[touched], kind="stable")]
+        of = -depths[touched]
+        short = of.astype(np.int16) if of.min(initial=0) >= -SHORT_MAX else of  # sorted ten times as fast
+        touched = touched[np.argsort(short, kind="stable")]
         await pause()
         leaves = (under | ~elsewhere)[touched]
         fates = np.where(meant[touched], Fate.REMOVED, Fate.WITH_PARENT)
         fates = np.where(leaves, fates, Fate.COPY_REMOVED)
         fates = np.where(leaves & stays[touched], Fate.KEPT, fates)
         fates = np.where(held[touched], Fate.HELD, fates).astype(np.uint8)
-        return ClearingPlan(only, touched, fates, spaces[touched], [digests[row] for row in touched.tolist()])
+        told: list[bytes] = []
+        for start in range(0, len(touched), CLIMB_COUNT):
+            await pause()
+            told += [digests[row] for row in touched[start : start + CLIMB_COUNT].tolist()]
+        return ClearingPlan(only, touched, fates, spaces[touched], told, causes[touched])
 
     async def _staying(self, parents: NDArray[np.int32], pause: Pause) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which rows are held, and which stay because of them."""
@@ -116,8 +143,10 @@ class Clearing:
             return fate, False
         if table.is_held(row):
             return Fate.HELD, False
-        if fate is Fate.COPY_REMOVED:
+        if fate is Fate.COPY_REMOVED or (fate is Fate.REMOVED and self._is_elsewhere(plan, row)):
             return self._drop(plan.only, row)
+        if fate is Fate.WITH_PARENT and self._is_elsewhere(plan, int(plan.causes[place])):
+            return Fate.SPARED, False
         if table.child_counts[row]:
             return Fate.KEPT, False
         was_durable = self.is_durable(row)
@@ -125,6 +154,10 @@ class Clearing:
         self._counters.add("operator_removed_chunks")
         self._counters.add("operator_removed_durable_chunks", int(was_durable))
         return fate, was_durable
+
+    def _is_elsewhere(self, plan: ClearingPlan, row: int) -> bool:
+        """Whether a tier that gives nothing up has a chunk: it was written there, or read, since the plan was made."""
+        return plan.only is not None and any(row in each for each in self._table.copies if each is not plan.only)
 
     def _drop(self, copies: Copies | None, row: int) -> tuple[Fate, bool]:
         """Give up one tier's copy of a chunk that another tier has."""
@@ -152,3 +185,17 @@ class Clearing:
             for copies in self._table.copies
             if copies is not without
         )
+
+
+async def _marks(
+    wanted: Meant, spaces: NDArray[np.uint16], digests: list[bytes], pause: Pause
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Of each row, whether it is one of these chunks."""
+    found = np.zeros(len(digests), np.bool_)
+    for start in range(0, len(wanted), CLIMB_COUNT):
+        part = slice(start, start + CLIMB_COUNT)
+        rows = wanted.rows[part]
+        is_it = [digests[row] == digest for row, digest in zip(rows.tolist(), wanted.digests[part], strict=True)]
+        found[rows[np.array(is_it, np.bool_) & (spaces[rows] == wanted.spaces[part])]] = True
+        await pause()
+    return found

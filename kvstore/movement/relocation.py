@@ -17,7 +17,7 @@ from kvstore.movement.queue import Priority
 from kvstore.movement.readbacks import loading_ended
 from kvstore.movement.removal import Removal
 from kvstore.movement.writes import Writes
-from kvstore.spec import MissReason
+from kvstore.spec import Durability, MissReason
 
 PROVE_S_MAX = 10.0
 
@@ -99,6 +99,18 @@ class Relocation:
     def is_there(self, step: Step) -> bool:
         """Whether the tier has the chunk for certain."""
         return step.to is not None and self.is_it(step) and step.to.target.is_proven(step.row)
+
+    def loses_durability(self, step: Step, leaving: Sequence[Copies]) -> bool:
+        """Whether the service had acknowledged that the chunk survives it, and once ``leaving`` give it up no tier says
+        so: what merely other nodes can read may be gone the next moment."""
+        assert step.to is not None
+        durable = [
+            copies for copies in self._table.copies
+            if copies.durability >= Durability.LOCAL and copies.is_proven(step.row)
+        ]  # fmt: skip
+        return step.to.target.durability is Durability.SHARED and bool(durable) and all(
+            copies in leaving for copies in durable
+        )  # fmt: skip
 
     def free(self, step: Step, leaving: Sequence[Copies]) -> bool:
         """Give up the copies of these tiers, the slowest first. False where somebody holds the chunk by now. The caller

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -86,12 +87,13 @@ class AdminService:
         session = session_of(self._controller, context)
         told = {"change": request.WhichOneof("change"), "session": session.session_id, "dry_run": request.dry_run}
         _log.info("an operator's change begins", extra=told)
-        async for news in self._change(session, request):
-            if news.is_last:
-                _log.info("an operator's change ended", extra={**told, "outcomes": dict(news.tally.counts)})
-            yield _news(news)
+        async with aclosing(self._change(session, request)) as changes:
+            async for news in changes:
+                if news.is_last:
+                    _log.info("an operator's change ended", extra={**told, "outcomes": dict(news.tally.counts)})
+                yield _news(news)
 
-    def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncIterator[ChangeNews]:
+    def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncGenerator[ChangeNews]:
         """Raises InvalidRequest for a request that names no change."""
         operators, dry_run = self._operators, request.dry_run
         wanted = parse_selection(request.selection)

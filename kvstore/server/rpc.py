@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -64,14 +65,15 @@ def _unary(
 
 
 def _streaming(
-    function: Callable[[Any, Context], AsyncIterator[Any]], name: str, counters: Counters
+    function: Callable[[Any, Context], AsyncGenerator[Any]], name: str, counters: Counters
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            async for response in function(request, context):
-                yield response
+            async with aclosing(function(request, context)) as responses:  # what it holds is given back at once
+                async for response in responses:
+                    yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             await abort(error, name, context, counters)
 

@@ -15,7 +15,7 @@ from kvstore.controller.operators import ChangeNews, ListPage, Operators, Select
 from kvstore.controller.operators.selection import BLOCK_ROWS
 from kvstore.controller.operators.turns import REST, STEP_S, Turns
 from kvstore.errors import InvalidRequest
-from kvstore.movement import Fate
+from kvstore.movement import Fate, Meant
 from kvstore.simulated import ManualClock
 from kvstore.spec import MissReason
 from tests.controller.service import Service
@@ -50,6 +50,13 @@ class Held:
 
 async def pause() -> None:
     """Nothing happens meanwhile."""
+
+
+def meant_rows(service: Service, *rows: int) -> Meant:
+    """These rows, as they are now."""
+    table = service.parts.catalog.table
+    spaces = np.array([table.spaces[row] for row in rows], np.uint16)
+    return Meant(np.array(rows, np.int64), spaces, [table.digests[row] for row in rows])
 
 
 async def test_a_catalog_of_several_blocks_is_told_whole() -> None:
@@ -170,8 +177,8 @@ async def test_what_is_held_after_the_plan_was_made_stays_with_its_chain() -> No
         service, parts = held.service, held.service.parts
         clearing, table = parts.movement.clearing, parts.catalog.table
 
-        rows = np.array(list(table.rows()))
-        plan = await clearing.plan(rows, None, pause)
+        rows = list(table.rows())
+        plan = await clearing.plan(meant_rows(service, *rows), None, pause)
         assert {Fate(fate) for fate in plan.fates} == {Fate.REMOVED}
         service.controller.lookup(service.query(1, 2, 3), readers=1)
         session = service.controller.open_session()
@@ -185,7 +192,7 @@ async def test_a_chunk_that_came_under_one_after_the_plan_keeps_it() -> None:
         service = held.service
         clearing = service.parts.movement.clearing
 
-        plan = await clearing.plan(np.array([0]), None, pause)
+        plan = await clearing.plan(meant_rows(service, 0), None, pause)
         session = service.controller.open_session()
         await service.store(session, 1, 2)
         assert clearing.do(plan, 0) == (Fate.KEPT, False)
@@ -196,7 +203,7 @@ async def test_a_row_that_is_another_chunks_by_now_is_left_alone() -> None:
     async with Held((1,), chunks=8) as held:
         service, table = held.service, held.service.parts.catalog.table
 
-        plan = await service.parts.movement.clearing.plan(np.array([0]), None, pause)
+        plan = await service.parts.movement.clearing.plan(meant_rows(service, 0), None, pause)
         service.parts.movement.remove(0, MissReason.EVICTED)
         session = service.controller.open_session()
         await service.store(session, 2)

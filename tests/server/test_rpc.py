@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import grpc
@@ -14,7 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from kvstore_ops.sidecar import Sidecar
 
+from kvstore.server.rpc import _streaming
 from kvstore.spec import ChunkState, Durability, Encoding, EventKind, MissReason, StoreState, Tier
+from kvstore.telemetry import Counters
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire import METADATA_ERROR, spec_from_message, spec_to_message
 from tests.server.raw import Raw, eventually
@@ -218,3 +220,21 @@ def test_every_log_line_is_json_and_none_holds_a_secret(sidecar: Sidecar, raw: R
     lines = sidecar_log(sidecar)
     assert all({"time", "level", "message"} <= json.loads(line).keys() for line in lines)
     assert raw.secret.hex() not in "\n".join(lines)
+
+
+async def test_a_stream_that_is_given_up_gives_back_what_it_holds_at_once() -> None:
+    held: list[str] = []
+
+    async def inner(*_: Any) -> AsyncGenerator[int]:
+        held.append("a lease")
+        try:
+            yield 1
+            yield 2
+        finally:
+            held.clear()
+
+    handler = _streaming(inner, "Change", Counters())(object(), None)
+    assert await anext(handler) == 1
+    assert held
+    await handler.aclose()
+    assert not held

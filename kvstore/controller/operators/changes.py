@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
-from kvstore.catalog import Copies
+from kvstore.catalog import Copies, Identity
 from kvstore.catalog.lineage import descend
-from kvstore.controller.operators.selection import Chosen, Rows
+from kvstore.controller.operators.selection import Chosen
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import ChangeNews, Tally
 from kvstore.controller.parts import Parts
-from kvstore.movement import Fate, Step, Transit, Writes
+from kvstore.movement import Fate, Meant, Step, Transit, Writes
 from kvstore.seams import Clock
 
 NEWS_S = 0.5
 """How often the caller hears how far it is."""
 BATCH_COUNT = 64
 """Chunks that are moved or brought at once."""
+UNDONE_AT_ONCE = 256
+"""Holds, or pins, that are given back in one step."""
 BATCH_S_MAX = 120.0
 """A tier that takes a batch no sooner has failed to."""
 WORDS = {
@@ -29,6 +32,7 @@ WORDS = {
     Fate.HELD: "held",
     Fate.KEPT: "kept for what hangs on it",
     Fate.GONE: "gone meanwhile",
+    Fate.SPARED: "stays with what it hangs on",
 }
 DURABLE = "no longer durable"
 """Of those that were removed: they had been acknowledged as surviving the service. No word of its own in the total."""
@@ -63,18 +67,40 @@ class Changes:
         self._movement = parts.movement
         self._turns = turns
 
-    async def _picked(self, chosen: Chosen, turn: Turn) -> Rows:
-        """All rows that are meant now. Some may be other chunks' by the time they are looked at again."""
-        blocks = [rows async for rows in chosen.blocks(turn)]
+    async def _picked(self, chosen: Chosen, turn: Turn) -> Meant:
+        """All chunks that are meant. A row may be another chunk's by the time it is looked at again: whoever does
+        compares."""
+        rows, spaces = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
+        digests: list[bytes] = []
+        async for block in chosen.blocks(turn):
+            rows.append(block)
+            spaces.append(np.frombuffer(self._table.spaces, np.uint16)[block])
+            digests += [self._table.digests[row] for row in block.tolist()]
         await turn.next()
-        return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
+        return Meant(np.concatenate(rows), np.concatenate(spaces), digests)
+
+    async def _named(self, chosen: Chosen, turn: Turn) -> list[tuple[int, Identity]]:
+        """The same, one by one."""
+        meant = await self._picked(chosen, turn)
+        found: list[tuple[int, Identity]] = []
+        for row, space, digest in zip(meant.rows.tolist(), meant.spaces.tolist(), meant.digests, strict=True):
+            found.append((row, (space, digest)))
+            await turn.between()
+        return found
+
+    def _is_it(self, row: int, identity: Identity) -> bool:
+        """Whether the row is that chunk still, and some tier of the node has it."""
+        return self._table.identity(row) == identity and self._table.is_resident(row)
+
+    def _is_visible(self, row: int, identity: Identity) -> bool:
+        return self._table.identity(row) == identity and self._catalog.is_visible(row)
 
     def _size(self, row: int) -> int:
         return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])
 
     # ------------------------------------------------------------ evict
 
-    async def evict(self, chosen: Chosen, only: Copies | None, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def evict(self, chosen: Chosen, only: Copies | None, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Remove what is meant from one tier, or from all local ones."""
         turn, clearing = self._turns.begin(), self._movement.clearing
         plan = await clearing.plan(await self._picked(chosen, turn), only, turn.between)
@@ -97,43 +123,56 @@ class Changes:
 
     # ------------------------------------------------------------ pins
 
-    async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Pin all that is meant, and what it hangs on, or nothing. Raises Exhausted past limits.pin_bytes_max."""
         pins, turn = self._parts.pins, self._turns.begin()
-        rows = (await self._picked(chosen, turn)).tolist()
-        digests = [self._table.digests[row] for row in rows]
+        rows = await self._named(chosen, turn)
         new: dict[int, int] = {}
-        for row in rows:
-            for above in pins.above(row):
+        for row, identity in rows:
+            for above in pins.above(row) if self._is_it(row, identity) else ():
                 if above in new:
                     break
                 new[above] = self._size(above)
             await turn.between()
         pins.check(sum(new.values()))
         tally = Tally(len(rows))
-        pinned: list[int] = []
+        pinned: list[tuple[int, float | None]] = []
         try:
-            for row, digest in zip(rows, digests, strict=True):
+            for row, identity in rows:
                 await turn.between()
                 tally.done_count += 1
-                if self._table.digests[row] != digest or not self._table.is_resident(row):
+                if not self._is_it(row, identity):
                     tally.add(WORDS[Fate.GONE], 0)
                     continue
                 if not dry_run:
-                    is_new = row not in pins
+                    until_s = pins.until_s(row)
                     pins.pin(row, seconds)
-                    pinned += [row] if is_new else []
+                    pinned.append((row, until_s))
                 tally.add(PINNED, self._size(row))
         except BaseException:  # it is full after all, or the caller went: all or nothing
-            for row in pinned:
-                pins.unpin(row)
+            self._undo(pinned)
             raise
         yield ChangeNews(tally, is_last=True)
 
-    async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
-        """End the pins of what is meant. What another pinned chunk hangs on stays."""
+    def _undo(self, pinned: list[tuple[int, float | None]]) -> None:
+        """Have the pins of these as they were, some at a time, whether the caller is there still or not. Each comes
+        with when its pin ended before; None: there was none."""
+        for row, until_s in pinned[:UNDONE_AT_ONCE]:
+            self._parts.pins.restore(row, until_s)
+        del pinned[:UNDONE_AT_ONCE]
+        if pinned:
+            asyncio.get_running_loop().call_soon(self._undo, pinned)
+
+    async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        """End the pins of what is meant, also of chunks that went in spite of them. What another pinned chunk hangs on
+        stays."""
         pins, turn = self._parts.pins, self._turns.begin()
-        rows = [row for row in (await self._picked(chosen, turn)).tolist() if row in pins]
+        await turn.next()
+        rows = []
+        for row in pins.rows():
+            await turn.between()
+            if row in pins and chosen.names(row):
+                rows.append(row)
         tally = Tally(len(rows))
         for row in rows:
             await turn.between()
@@ -147,16 +186,16 @@ class Changes:
 
     async def send(
         self, chosen: Chosen, targets: Sequence[Writes], leaving: Sequence[Copies], stays: str, *, dry_run: bool
-    ) -> AsyncIterator[ChangeNews]:
+    ) -> AsyncGenerator[ChangeNews]:
         """Write what is meant to the first of these tiers that takes it, and have the ``leaving`` ones give it up.
         ``stays``: what is said of a chunk that no target takes."""
         turn, relocation = self._turns.begin(), self._movement.relocation
-        rows = [(row, self._table.digests[row]) for row in (await self._picked(chosen, turn)).tolist()]
+        rows = await self._named(chosen, turn)
         tally = Tally(len(rows))
         said = Said(self._parts.clock, tally)
         for first in range(0, len(rows), BATCH_COUNT):
             await turn.next()
-            batch = [row for row, digest in rows[first : first + BATCH_COUNT] if self._is_visible(row, digest)]
+            batch = [row for row, identity in rows[first : first + BATCH_COUNT] if self._is_visible(row, identity)]
             steps = [relocation.step(row, targets, leaving) for row in batch]
             tally.add(WORDS[Fate.GONE], 0, len(rows[first : first + BATCH_COUNT]) - len(batch))
             if not dry_run:
@@ -174,9 +213,6 @@ class Changes:
         tally.counts = {what: count for what, count in tally.counts.items() if count}
         yield ChangeNews(tally, is_last=True)
 
-    def _is_visible(self, row: int, digest: bytes) -> bool:
-        return self._table.digests[row] == digest and self._catalog.is_visible(row)
-
     def _sent(
         self, step: Step, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
     ) -> None:  # fmt: skip
@@ -190,13 +226,16 @@ class Changes:
             tally.problem = f"{step.to.target.name}: {step.to.reason or 'it did not take all in time'}"
             return
         tally.add(step.way, byte_count)
+        loses = step.frees and relocation.loses_durability(step, leaving)
         is_freed = step.frees and (dry_run or relocation.free(step, leaving))
         if is_freed:
             tally.add(FREED, byte_count)
+            if loses:
+                tally.add(DURABLE, byte_count)
         elif step.frees or step.is_held:
             tally.add(HELD, byte_count)
 
-    async def settle(self, writes: Sequence[Writes], *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def settle(self, writes: Sequence[Writes], *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Wait until everything that waits for a slower tier is through."""
         total = sum(each.backlog_count for each in writes)
         tally = Tally(total)
@@ -221,25 +260,28 @@ class Changes:
 
     # ------------------------------------------------------------ into memory
 
-    async def bring(self, chosen: Chosen, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def bring(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Have what is meant in memory, as much of it as memory holds beside what is held there. What of it is there
         stays there meanwhile."""
         turn, relocation = self._turns.begin(), self._movement.relocation
-        rows = await self._root_first(await self._picked(chosen, turn), turn)
+        rows = await self._root_first(chosen, turn)
         tally = Tally(len(rows))
         said = Said(self._parts.clock, tally)
         room = self._parts.arena.capacity_bytes - await self._staying_bytes(turn)
         wanted: dict[int, None] = {}
-        held = []
+        held: list[int] = []
         try:
-            for row in rows:
+            for row, identity in rows:
                 await turn.between()
-                size = self._size(row)
-                if not self._catalog.is_visible(row):
+                if not self._is_visible(row, identity):
                     tally.add(WORDS[Fate.GONE], 0)
-                elif row in self._movement.memory:
+                    tally.done_count += 1
+                    continue
+                size = self._size(row)
+                if row in self._movement.memory:
                     room -= 0 if self._stays(row) else size
                     tally.add(IN_MEMORY, size)
+                    self._hold(row, held, dry_run=dry_run)
                 elif not size or not relocation.can_come(row):
                     tally.add(NO_SOURCE, size)
                 elif size > room:
@@ -247,12 +289,9 @@ class Changes:
                 else:
                     room -= size
                     wanted[row] = None
+                    self._hold(row, held, dry_run=dry_run)
                     continue
                 tally.done_count += 1
-            for row in rows if not dry_run else ():
-                if row in self._movement.memory or row in wanted:
-                    self._table.hold(row)
-                    held.append(row)
             for first in range(0, len(wanted), BATCH_COUNT):
                 batch = list(islice(wanted, first, first + BATCH_COUNT))
                 if not dry_run:
@@ -264,18 +303,31 @@ class Changes:
                 for news in said.due():
                     yield news
         finally:
-            for row in held:
-                self._catalog.unhold(row)
+            self._let_go(held)
         yield ChangeNews(tally, is_last=True)
 
-    async def _root_first(self, rows: Rows, turn: Turn) -> list[int]:
+    def _hold(self, row: int, held: list[int], *, dry_run: bool) -> None:
+        if not dry_run:
+            self._table.hold(row)
+            held.append(row)
+
+    def _let_go(self, held: list[int]) -> None:
+        """Undo the holds, some at a time, whether the caller is there still or not."""
+        for row in held[:UNDONE_AT_ONCE]:
+            self._catalog.unhold(row)
+        del held[:UNDONE_AT_ONCE]
+        if held:
+            asyncio.get_running_loop().call_soon(self._let_go, held)
+
+    async def _root_first(self, chosen: Chosen, turn: Turn) -> list[tuple[int, Identity]]:
         """Chunks of short chains first: where there is no room for all, none comes without what it hangs on."""
-        count = len(self._table.digests)
+        rows, count = await self._named(chosen, turn), len(self._table.digests)
         parents = np.array(self._table.parents[:count], np.int32)
         _, depths = await descend(parents, np.zeros(count, np.bool_), turn.between)
-        ordered: list[int] = rows[np.argsort(depths[rows], kind="stable")].tolist()
         await turn.next()
-        return ordered
+        order = np.argsort(depths[np.array([row for row, _ in rows], np.int64)], kind="stable").tolist()
+        await turn.next()
+        return [rows[place] for place in order]
 
     async def _staying_bytes(self, turn: Turn) -> int:
         """Of what no chunk that is brought in may take the place of in memory."""
@@ -292,18 +344,19 @@ class Changes:
 
     # ------------------------------------------------------------ verify
 
-    async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read every copy of what is meant again, of one tier or all, and check every strip. What fails is quarantined,
         and written again from memory where that has the chunk."""
         turn = self._turns.begin()
-        rows = [(row, self._table.digests[row]) for row in (await self._picked(chosen, turn)).tolist()]
+        rows = await self._named(chosen, turn)
         tally = Tally(len(rows))
         said = Said(self._parts.clock, tally)
-        for row, digest in rows:
+        for row, identity in rows:
             await turn.between()
             tally.done_count += 1
-            if not self._is_visible(row, digest) or not self._size(row):
-                tally.add(WORDS[Fate.GONE] if self._table.digests[row] != digest else "model not registered", 0)
+            if not self._is_visible(row, identity) or not self._size(row):
+                is_it = self._table.identity(row) == identity and self._catalog.is_visible(row)
+                tally.add("model not registered" if is_it else WORDS[Fate.GONE], 0)
                 continue
             byte_count = self._size(row)
             self._table.hold(row)
@@ -315,7 +368,7 @@ class Changes:
                     found = True if dry_run else await look()
                     if found is not True:
                         tally.add(f"{name}: {'damaged' if found is False else 'not read'}", byte_count)
-                        self._blame(tally, name, digest, is_damaged=found is False)
+                        self._blame(tally, name, identity[1], is_damaged=found is False)
                     for news in said.due():
                         yield news
             finally:

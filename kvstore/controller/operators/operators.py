@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from kvstore.catalog import Copies
 from kvstore.controller.controller import Controller
+from kvstore.controller.fetches.lookup import namespaces_of
 from kvstore.controller.operators.changes import (
     BATCH_S_MAX,
     BROUGHT,
@@ -25,8 +27,9 @@ from kvstore.controller.values import ChainQuery
 from kvstore.errors import InvalidRequest
 from kvstore.movement import TierAccount, Transit, Writes
 from kvstore.seams import Deadline
-from kvstore.spec import Tier
 
+WALKED_AT_ONCE = 1024
+"""Chunks of a prompt."""
 LAND_S_MAX, LAND_STEP_S = 10.0, 0.05
 """How long a drain waits for chunks that were on their way to its tier."""
 NOT_STORED = "not stored"
@@ -71,7 +74,7 @@ class Operators:
 
     # ------------------------------------------------------------ what changes something
 
-    def evict(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    def evict(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Remove chunks from one local tier, or from all of them. See ``Changes.evict``."""
         only = None
         if selection.tier:
@@ -83,16 +86,18 @@ class Operators:
                 )
         return self._changes.evict(self._chosen(selection), only, dry_run=dry_run)
 
-    def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Keep chunks where they are, for so long; 0: until they are unpinned, or the service ends. Raises Exhausted
         past limits.pin_bytes_max, and then pins none."""
         return self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run)
 
-    def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
-        """End pins."""
+    def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
+        """End pins. Raises InvalidRequest where more is said than names: of tiers, ages, sizes or uses."""
+        if selection != Selection(model=selection.model, digest=selection.digest, chain=selection.chain):
+            raise InvalidRequest("pins end by model, digest or prompt: say no tier, age, size or count of uses")
         return self._changes.unpin(self._chosen(selection), dry_run=dry_run)
 
-    def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring chunks into memory, or write them to a slower tier and have faster ones give them up, unless they are
         to ``keep`` them."""
         chosen, copies = self._chosen(selection), self._table.copies
@@ -103,20 +108,21 @@ class Operators:
         leaving = copies if local is None else copies[: copies.index(local)]
         return self._changes.send(chosen, [to], [] if keep else list(leaving), Transit.NOT_TAKEN, dry_run=dry_run)
 
-    def verify(self, selection: Selection, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    def verify(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read copies again and check every strip."""
         only = MEMORY_NAMES[1] if selection.tier in MEMORY_NAMES else selection.tier
         return self._changes.verify(self._chosen(selection), only, dry_run=dry_run)
 
-    async def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Have a tier take no more, and empty it into slower ones; without a tier, write all that waits. ``end``: have
         it take chunks again."""
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
         movement = self._parts.movement
         if not selection.tier:
-            async for news in self._changes.settle(movement.all_writes, dry_run=dry_run):
-                yield news
+            async with aclosing(self._changes.settle(movement.all_writes, dry_run=dry_run)) as changes:
+                async for news in changes:
+                    yield news
             return
         to, local = self._writes(selection.tier), self._local(selection.tier)
         if not dry_run:
@@ -129,19 +135,19 @@ class Operators:
             while to.backlog_count and self._parts.clock.monotonic() < until_s:  # what was on its way there lands
                 await self._parts.clock.sleep(LAND_STEP_S)
         slower = slower_than(self._parts, selection.tier)
-        async for news in self._changes.send(self._chosen(selection), slower, [local], STAYS, dry_run=dry_run):
-            yield news
+        chosen = self._chosen(selection)
+        async with aclosing(self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run)) as changes:
+            async for news in changes:
+                yield news
 
-    async def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncIterator[ChangeNews]:
+    async def prefetch(self, session: Session, query: ChainQuery, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Bring a chain's stored prefix into memory, as a fetch would, and give it back. Raises as a fetch does."""
         tally = Tally(len(query.digests))
         model = self._parts.catalog.model(query.fingerprint)
         size = model.seen(None, query.exactness, query.provenance).known_bytes(model.spec.chunk_tokens)
         if dry_run:
-            found = await self._controller.lookup_wide(query)
-            told = [run.tier for run in found.runs for _ in range(run.chunk_count)][: found.hit_count]
-            there = sum(tier is Tier.DRAM for tier in told)
-            _count(tally, size, there, found.hit_count - there, len(query.digests) - found.hit_count)
+            there, hit_count = await self._found(query)
+            _count(tally, size, there, hit_count - there, len(query.digests) - hit_count)
         else:
             clock = self._parts.clock
             deadline = Deadline.of(clock, None, BATCH_S_MAX)
@@ -159,6 +165,23 @@ class Operators:
                 tally.problem = "a tier did not give all: see the service's log"
         tally.done_count = tally.total_count
         yield ChangeNews(tally, is_last=True)
+
+    async def _found(self, query: ChainQuery) -> tuple[int, int]:
+        """How many chunks of a stored prefix memory has, and how many are stored. No lookup: that would count as a use,
+        after which tiers may want the chunks."""
+        catalog, movement, turn = self._parts.catalog, self._parts.movement, self._turns.begin()
+        spaces = namespaces_of(catalog, query)
+        there = hits = 0
+        for start in range(0, len(query.digests), WALKED_AT_ONCE):
+            await turn.next()
+            found = catalog.walk(spaces, query.digests[start : start + WALKED_AT_ONCE])
+            hits += found.hit_count
+            there += sum(movement.are_in_memory(chunk) for chunk in zip(*found.chains, strict=True))
+            if hits < min(start + WALKED_AT_ONCE, len(query.digests)):
+                break
+        turn.end()
+        more = await movement.shared_tiers.find(spaces, query.digests[hits:], self._parts.deadline(None).left_s)
+        return there, hits + len(more)
 
     def _local(self, name: str) -> Copies | None:
         """A local tier; None for a shared one. Raises InvalidRequest for one that is not there."""

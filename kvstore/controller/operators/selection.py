@@ -72,6 +72,7 @@ class Chosen:
         self._before_s = int(parts.clock.wall()) - selection.older_than_s
         self._are_earlier_meant = selection.older_than_s <= up_s
         self._sizes: dict[int, bool] = {}
+        self._links = frozenset(selection.chain)
 
     def _tier(self, parts: Parts, name: str) -> tuple[array[int] | None, int]:
         """The column that tells which chunks a tier has, and by which bit; NOWHERE: by being somewhere."""
@@ -135,6 +136,14 @@ class Chosen:
                 found = [row for row in rows if row is not None and len(self._of(row, row + 1)) and self._is_meant(row)]
                 if found:
                     yield np.array(found, np.int64)
+
+    def names(self, row: int) -> bool:
+        """Whether a row's chunk is the one, or of those, whose name is said: model, digits, prompt. It may be in no
+        tier any more, and what is said of tiers, ages and sizes does not count."""
+        digest, space = self._table.digests[row], self._table.spaces[row]
+        is_of_model = self._numbers is None or space in self._numbers
+        is_of_chain = not self._links or digest in self._links
+        return is_of_model and is_of_chain and self._digits.begins(digest)
 
     @property
     def _is_looked_at(self) -> bool:

@@ -1,0 +1,204 @@
+"""What operators change while others use the same chunks: nothing goes that was not named, and nothing stays held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.controller.operators import Operators, Selection
+from kvstore.controller.operators.changes import UNDONE_AT_ONCE
+from kvstore.controller.operators.selection import Chosen
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.movement import Fate
+from kvstore.movement.clearing import ClearingPlan
+from kvstore.simulated import InlineWorkers
+from kvstore.spec import MissReason
+from kvstore.tiers import WritePolicy
+from tests.controller.service import Service
+from tests.controller.test_operators import Held, meant_rows, pause, words_of
+from tests.fakes import ObjectSettings, ObjectTier
+from tests.tiers.service import DeviceService
+from tests.tiers.shared import Node, run
+
+
+def done(service: Service, plan: ClearingPlan) -> list[tuple[Fate, bool]]:
+    """What becomes of everything now."""
+    return [service.parts.movement.clearing.do(plan, place) for place in range(len(plan))]
+
+
+def test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_meanwhile() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.store(service.session, 1, 2)
+        table = service.parts.catalog.table
+        rows = list(table.rows())
+        plan = await service.parts.movement.clearing.plan(meant_rows(service, *rows), table.copies[0], pause)
+        assert [Fate(fate) for fate in plan.fates] == [Fate.REMOVED] * 2  # no other tier has them yet
+        await service.settled(1, 2)
+        assert done(service, plan) == [(Fate.COPY_REMOVED, False)] * 2
+        assert await service.fetch(1, 2) == (2, MissReason.NONE)
+
+    service.run(scenario)
+
+
+def test_what_hangs_on_a_chunk_that_another_tier_has_by_now_stays() -> None:
+    service = DeviceService()
+
+    async def scenario() -> None:
+        await service.keep(1, 2)
+        table, movement = service.parts.catalog.table, service.parts.movement
+        (parent,) = [row for row in table.rows() if table.child_counts[row]]
+        movement.removal.drop(table.copies[1], parent, MissReason.EVICTED)
+        plan = await movement.clearing.plan(meant_rows(service, parent), table.copies[0], pause)
+        assert [Fate(fate) for fate in plan.fates] == [Fate.WITH_PARENT, Fate.REMOVED]
+        await service.settled(1, 2)
+        assert parent in table.copies[1]
+        assert done(service, plan) == [(Fate.SPARED, False), (Fate.COPY_REMOVED, False)]
+        assert await service.fetch(1, 2) == (2, MissReason.NONE)
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("change", ["evict", "pin", "verify", "move"])
+async def test_a_row_that_becomes_another_chunks_while_others_are_picked_is_not_meant(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Held((1,), chunks=8) as held:
+        service, operators = held.service, held.operators
+        table, session = service.parts.catalog.table, service.controller.open_session()
+        blocks, meant_digest = Chosen.blocks, service.query(1).digests[0].hex()
+
+        async def slowly(self: Chosen, turn: Any) -> AsyncIterator[Any]:
+            async for rows in blocks(self, turn):
+                yield rows
+            service.parts.movement.remove(0, MissReason.EVICTED)
+            await service.store(session, 2)
+
+        monkeypatch.setattr(Chosen, "blocks", slowly)
+        selection = Selection(digest=meant_digest)
+        changes = {
+            "evict": lambda: operators.evict(selection, dry_run=False),
+            "pin": lambda: operators.pin(selection, 0, dry_run=False),
+            "verify": lambda: operators.verify(selection, dry_run=False),
+            "move": lambda: operators.move(selection, "memory", keep=False, dry_run=False),
+        }
+        words = await words_of(changes[change]())
+        assert table.digests[0] == service.query(2).digests[0]
+        assert words == ({} if change == "evict" else {"gone meanwhile": 1})
+        assert service.check(session, 2) == 1
+        assert not table.held()
+
+
+async def test_the_pin_of_a_chunk_that_failed_its_check_can_be_ended() -> None:
+    async with Held((1, 2), chunks=8) as held:
+        service, operators = held.service, held.operators
+        movement, pins = service.parts.movement, service.parts.pins
+        assert await words_of(operators.pin(Selection(), 0, dry_run=False)) == {"pinned": 2}
+        for row in list(service.parts.catalog.table.rows()):
+            await movement.removal.quarantine(movement.memory, row, movement.memory.residency(row))
+        assert service.check(service.controller.open_session(), 1, 2) == 0
+        assert pins.byte_count
+        with pytest.raises(InvalidRequest, match="no tier"):
+            operators.unpin(Selection(tier="dram"), dry_run=False)
+        assert await words_of(operators.unpin(Selection(), dry_run=True)) == {"unpinned": 2}
+        digest = service.query(1, 2).digests[1].hex()
+        assert await words_of(operators.unpin(Selection(digest=digest), dry_run=False)) == {"unpinned": 1}
+        assert await words_of(operators.unpin(Selection(model="test"), dry_run=False)) == {"unpinned": 1}
+        assert (pins.byte_count, len(pins)) == (0, 0)
+        assert not service.parts.catalog.table.held()
+
+
+async def test_a_pin_that_fails_half_way_leaves_earlier_ones_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Held((1,), (2,), (3,), chunks=8) as held:
+        service, pins = held.service, held.service.parts.pins
+        pins.pin(0, 0)
+        pins.pin(1, 100)
+        before = {row: pins.until_s(row) for row in range(3)}
+        pin, count = pins.pin, iter(range(10))
+
+        def full(row: int, seconds: float) -> None:
+            if next(count) == 2:
+                raise Exhausted("another operator pinned meanwhile")
+            pin(row, seconds)
+
+        monkeypatch.setattr(pins, "pin", full)
+        with pytest.raises(Exhausted):
+            await words_of(held.operators.pin(Selection(), 5, dry_run=False))
+        assert {row: pins.until_s(row) for row in range(3)} == before
+        service.clock.advance(50)
+        pins.expire()
+        assert len(pins) == 2
+
+
+async def test_pins_that_are_set_anew_end_when_the_last_word_says() -> None:
+    async with Held((1,), chunks=8) as held:
+        clock, pins = held.service.clock, held.service.parts.pins
+        for seconds in (5, 100, 20):
+            pins.pin(0, seconds)
+        clock.advance(10)
+        pins.expire()
+        assert 0 in pins
+        clock.advance(11)
+        pins.expire()
+        assert 0 not in pins
+        for _ in range(5000):
+            pins.pin(0, 100)
+        assert len(pins._ends) < 2000
+
+
+async def test_a_command_that_is_cancelled_half_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 2 * UNDONE_AT_ONCE + 1
+    async with Held(*((number,) for number in range(count)), chunks=count) as held:
+        service, table = held.service, held.service.parts.catalog.table
+        for row in range(3):
+            service.parts.movement.remove(row, MissReason.EVICTED)
+
+        async def stands_still(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        relocation = service.parts.movement.relocation
+        monkeypatch.setattr(relocation, "bring", stands_still)
+        monkeypatch.setattr(relocation, "can_come", lambda row: row == count - 1)
+        memory = service.parts.movement.memory
+        monkeypatch.setattr(type(memory), "__contains__", lambda self, row: row != count - 1 and row >= 3)
+        change = asyncio.ensure_future(words_of(held.operators.move(Selection(), "memory", keep=False, dry_run=False)))
+        while not table.held():  # noqa: ASYNC110 - the loop is let run, not the clock
+            await asyncio.sleep(0)
+        change.cancel()
+        with suppress(asyncio.CancelledError):
+            await change
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not table.held()
+        monkeypatch.undo()
+
+
+def test_a_dry_run_of_a_prefetch_counts_no_use_and_sends_nothing(tmp_path: Path) -> None:
+    """A tier that takes chunks at their second use takes none because somebody asked what a prefetch would do."""
+    objects = ObjectSettings(directory=tmp_path / "objects")
+    node = Node(lambda: ObjectTier(objects, InlineWorkers()), write={"s3": WritePolicy.REUSE})
+
+    async def scenario() -> None:
+        await node.keep(1, 2, 3)
+        operators = Operators(node.parts, node.controller)
+        row = node.row(1, 2, 3)
+        table = node.parts.catalog.table
+        node.parts.movement.removal.drop(node.parts.movement.memory, row, MissReason.EVICTED)
+        before, counters = bytes(table.uses), node.parts.counters.snapshot()
+        for _ in range(3):
+            words = await words_of(operators.prefetch(node.session, node.query(1, 2, 3, 4), dry_run=True))
+            assert words == {"in memory already": 2, "brought into memory": 1, "not stored": 1}
+        await node.quiet()
+        assert bytes(table.uses) == before
+        changed = {name for name, count in node.parts.counters.snapshot().items() if count != counters[name]}
+        assert changed == {"s3_asked_chunks"}
+        real = operators.prefetch(node.session, node.query(1, 2, 3, 4), dry_run=False)
+        assert await words_of(real) == words
+
+    run([node], scenario)
