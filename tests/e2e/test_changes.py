@@ -267,7 +267,7 @@ def test_a_prompt_is_pinned_by_its_file(client: Client, say: Any, tmp_path: Path
 def test_a_model_moves_to_a_shared_tier_and_comes_back_on_use(client: Client, say: Any) -> None:
     stored = Stored(client, 3, tail=4)
     words, done = both(say, stored, "move", "--model", stored.name, "--to", "redis", "--yes")
-    assert words == {"written": 3, "given up by faster tiers": 3, "not taken there": 1}
+    assert words == {"written": 3, "given up by faster tiers": 3, "no longer durable": 3, "not taken there": 1}
     assert done.code == 0
     assert [each["token_count"] for each in chunks_of(say, stored.name).values()] == [4]
     assert stored.hit_count == len(stored.tokens)  # what stayed hangs on what came back
@@ -298,7 +298,7 @@ def test_a_copy_in_a_shared_tier_takes_nothing_away(client: Client, say: Any) ->
     tiers = [[copy["tier"] for copy in each["copies"]] for each in chunks_of(say, stored.name).values()]
     assert tiers == [["dram", "nvme", "redis"]] * 2
     words, _ = both(say, stored, "move", "--model", stored.name, "--to", "redis", "--yes")
-    assert words == {"there already": 2, "given up by faster tiers": 2}
+    assert words == {"there already": 2, "given up by faster tiers": 2, "no longer durable": 2}
 
 
 def test_chunks_go_to_the_device_and_come_into_memory(client: Client, say: Any) -> None:
@@ -375,7 +375,9 @@ def test_a_drained_tier_is_emptied_and_takes_no_more_until_that_is_ended(client:
     assert say("evict", "--all", "--yes").code == 0
     stored = Stored(client, 2, tail=3)
     words, done = both(say, stored, "drain", "--tier", "nvme", "--yes")
-    assert words == {"written": 2, "given up by faster tiers": 2, "has nowhere slower to go": 1}
+    assert words == {
+        "written": 2, "given up by faster tiers": 2, "no longer durable": 2, "has nowhere slower to go": 1,
+    }  # fmt: skip
     assert done.code == 10
     assert say("tiers", "--json").json["tiers"][1]["is_draining"]
     assert "drain" in client.stats().tier_problem

@@ -8,6 +8,7 @@ CHANGES = "kvstore/controller/operators/changes.py"
 CLEARING = "kvstore/movement/clearing.py"
 T_CHANGES = "tests/e2e/test_changes.py"
 T_OPERATORS = "tests/controller/test_operators.py"
+T_MEANWHILE = "tests/controller/test_changes.py"
 EVICTION = "kvstore/movement/eviction.py"
 CATALOG = "kvstore/catalog/catalog.py"
 CLAIM = "kvstore/controller/stores/claim.py"
@@ -54,6 +55,30 @@ MUTANTS = [
         "        is_it = True\n",
         "a row that was reused loses its chunk",
         (f"{T_OPERATORS}::test_a_row_that_is_another_chunks_by_now_is_left_alone",),
+    ),
+    Mutant(
+        "a-word-about-one-tier-means-all",
+        CLEARING,
+        "        if fate is Fate.COPY_REMOVED or (fate is Fate.REMOVED and self._is_elsewhere(plan, row)):\n",
+        "        if fate is Fate.COPY_REMOVED:\n",
+        "what the device acknowledged goes because memory was to be emptied",
+        (f"{T_MEANWHILE}::test_a_word_about_memory_takes_nothing_that_the_device_acknowledged_meanwhile",),
+    ),
+    Mutant(
+        "children-go-though-their-parent-stays",
+        CLEARING,
+        "        if fate is Fate.WITH_PARENT and self._is_elsewhere(plan, int(plan.causes[place])):\n",
+        "        if False:\n",
+        "a chunk that nobody named goes with one that stays",
+        (f"{T_MEANWHILE}::test_what_hangs_on_a_chunk_that_another_tier_has_by_now_stays",),
+    ),
+    Mutant(
+        "what-was-picked-is-whatever-lies-there",
+        CLEARING,
+        "        found[rows[np.array(is_it, np.bool_) & (spaces[rows] == wanted.spaces[part])]] = True\n",
+        "        found[rows] = True\n",
+        "a chunk that came into a row while others were picked goes unnamed",
+        (f"{T_MEANWHILE}::test_a_row_that_becomes_another_chunks_while_others_are_picked_is_not_meant",),
     ),
     Mutant(
         "evicted-until-the-next-crash",
