@@ -387,7 +387,7 @@ class Controller:
             for session in [each for each in self._leaving if not self.reservations.are_moving(each)]:
                 await self.close_session(session)
             self.tickets.expire()
-            self.parts.pins.expire()
+            await self.parts.pins.sweep()
             await self.parts.movement.retry()
 
     async def drain(self, grace_s: float) -> None:

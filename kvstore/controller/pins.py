@@ -9,7 +9,8 @@ from kvstore.config import LimitSettings
 from kvstore.errors import Exhausted
 from kvstore.seams import Clock
 
-EXPIRED_AT_ONCE = 512
+EXPIRED_AT_ONCE = 64
+"""Some 1 ms."""
 STALE_COUNT_MAX = 1024
 FOR_EVER = float("inf")
 
@@ -99,15 +100,21 @@ class Pins:
         elif row in self._until_s:
             self._set(row, until_s)
 
-    def expire(self) -> None:
-        """End those whose time is over, some hundreds at a time. Cost: nothing for those whose time is not."""
+    async def sweep(self) -> None:
+        """End all whose time is over."""
+        while self.expire():
+            await self._clock.sleep(0)
+
+    def expire(self) -> bool:
+        """End some of those whose time is over. Whether there are more: others are to be answered first."""
         now_s = self._clock.monotonic()
         for _ in range(EXPIRED_AT_ONCE):
             if not self._ends or self._ends[0][0] > now_s:
-                return
+                return False
             until_s, row = heappop(self._ends)
             if self._until_s.get(row) == until_s:  # else it was pinned anew, or unpinned
                 self.unpin(row)
+        return True
 
     def _size(self, row: int) -> int:
         return self._catalog.space_of(row).known_bytes(self._table.token_counts[row])

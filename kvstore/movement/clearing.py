@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies
+from kvstore.catalog import NOWHERE, ROOT_ROW, Catalog, Copies, Identity
 from kvstore.catalog.lineage import Pause, descend, nearest
 from kvstore.movement.removal import Removal
 from kvstore.spec import Durability, MissReason
@@ -51,6 +51,10 @@ class Meant:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def at(self, place: int) -> tuple[int, Identity]:
+        """The row at a place, and which chunk it was."""
+        return int(self.rows[place]), (int(self.spaces[place]), self.digests[place])
 
 
 @dataclass(frozen=True, slots=True)

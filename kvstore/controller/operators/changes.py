@@ -79,15 +79,6 @@ class Changes:
         await turn.next()
         return Meant(np.concatenate(rows), np.concatenate(spaces), digests)
 
-    async def _named(self, chosen: Chosen, turn: Turn) -> list[tuple[int, Identity]]:
-        """The same, one by one."""
-        meant = await self._picked(chosen, turn)
-        found: list[tuple[int, Identity]] = []
-        for row, space, digest in zip(meant.rows.tolist(), meant.spaces.tolist(), meant.digests, strict=True):
-            found.append((row, (space, digest)))
-            await turn.between()
-        return found
-
     def _is_it(self, row: int, identity: Identity) -> bool:
         """Whether the row is that chunk still, and some tier of the node has it."""
         return self._table.identity(row) == identity and self._table.is_resident(row)
@@ -126,19 +117,19 @@ class Changes:
     async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Pin all that is meant, and what it hangs on, or nothing. Raises Exhausted past limits.pin_bytes_max."""
         pins, turn = self._parts.pins, self._turns.begin()
-        rows = await self._named(chosen, turn)
+        meant = await self._picked(chosen, turn)
         new: dict[int, int] = {}
-        for row, identity in rows:
+        for row, identity in map(meant.at, range(len(meant))):
             for above in pins.above(row) if self._is_it(row, identity) else ():
                 if above in new:
                     break
                 new[above] = self._size(above)
             await turn.between()
         pins.check(sum(new.values()))
-        tally = Tally(len(rows))
+        tally = Tally(len(meant))
         pinned: list[tuple[int, float | None]] = []
         try:
-            for row, identity in rows:
+            for row, identity in map(meant.at, range(len(meant))):
                 await turn.between()
                 tally.done_count += 1
                 if not self._is_it(row, identity):
@@ -190,14 +181,15 @@ class Changes:
         """Write what is meant to the first of these tiers that takes it, and have the ``leaving`` ones give it up.
         ``stays``: what is said of a chunk that no target takes."""
         turn, relocation = self._turns.begin(), self._movement.relocation
-        rows = await self._named(chosen, turn)
-        tally = Tally(len(rows))
+        meant = await self._picked(chosen, turn)
+        tally = Tally(len(meant))
         said = Said(self._parts.clock, tally)
-        for first in range(0, len(rows), BATCH_COUNT):
+        for first in range(0, len(meant), BATCH_COUNT):
             await turn.next()
-            batch = [row for row, identity in rows[first : first + BATCH_COUNT] if self._is_visible(row, identity)]
+            places = range(first, min(first + BATCH_COUNT, len(meant)))
+            batch = [row for row, identity in map(meant.at, places) if self._is_visible(row, identity)]
             steps = [relocation.step(row, targets, leaving) for row in batch]
-            tally.add(WORDS[Fate.GONE], 0, len(rows[first : first + BATCH_COUNT]) - len(batch))
+            tally.add(WORDS[Fate.GONE], 0, len(places) - len(batch))
             if not dry_run:
                 await relocation.ask(steps)
                 until_s = self._parts.clock.monotonic() + BATCH_S_MAX
@@ -207,7 +199,7 @@ class Changes:
                 await turn.next()
             for step in steps:
                 self._sent(step, leaving, stays, tally, dry_run=dry_run)
-            tally.done_count += len(rows[first : first + BATCH_COUNT])
+            tally.done_count += len(places)
             for news in said.due():
                 yield news
         tally.counts = {what: count for what, count in tally.counts.items() if count}
@@ -264,14 +256,15 @@ class Changes:
         """Have what is meant in memory, as much of it as memory holds beside what is held there. What of it is there
         stays there meanwhile."""
         turn, relocation = self._turns.begin(), self._movement.relocation
-        rows = await self._root_first(chosen, turn)
-        tally = Tally(len(rows))
+        meant = await self._picked(chosen, turn)
+        order = await self._root_first(meant, turn)
+        tally = Tally(len(meant))
         said = Said(self._parts.clock, tally)
         room = self._parts.arena.capacity_bytes - await self._staying_bytes(turn)
         wanted: dict[int, None] = {}
         held: list[int] = []
         try:
-            for row, identity in rows:
+            for row, identity in map(meant.at, order):
                 await turn.between()
                 if not self._is_visible(row, identity):
                     tally.add(WORDS[Fate.GONE], 0)
@@ -319,15 +312,16 @@ class Changes:
         if held:
             asyncio.get_running_loop().call_soon(self._let_go, held)
 
-    async def _root_first(self, chosen: Chosen, turn: Turn) -> list[tuple[int, Identity]]:
-        """Chunks of short chains first: where there is no room for all, none comes without what it hangs on."""
-        rows, count = await self._named(chosen, turn), len(self._table.digests)
+    async def _root_first(self, meant: Meant, turn: Turn) -> list[int]:
+        """The places of chunks, those of short chains first: where there is no room for all, none comes without what it
+        hangs on."""
+        count = len(self._table.digests)
         parents = np.array(self._table.parents[:count], np.int32)
         _, depths = await descend(parents, np.zeros(count, np.bool_), turn.between)
         await turn.next()
-        order = np.argsort(depths[np.array([row for row, _ in rows], np.int64)], kind="stable").tolist()
+        order: list[int] = np.argsort(depths[meant.rows], kind="stable").tolist()
         await turn.next()
-        return [rows[place] for place in order]
+        return order
 
     async def _staying_bytes(self, turn: Turn) -> int:
         """Of what no chunk that is brought in may take the place of in memory."""
@@ -348,10 +342,10 @@ class Changes:
         """Read every copy of what is meant again, of one tier or all, and check every strip. What fails is quarantined,
         and written again from memory where that has the chunk."""
         turn = self._turns.begin()
-        rows = await self._named(chosen, turn)
-        tally = Tally(len(rows))
+        meant = await self._picked(chosen, turn)
+        tally = Tally(len(meant))
         said = Said(self._parts.clock, tally)
-        for row, identity in rows:
+        for row, identity in map(meant.at, range(len(meant))):
             await turn.between()
             tally.done_count += 1
             if not self._is_visible(row, identity) or not self._size(row):
