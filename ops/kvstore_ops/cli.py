@@ -14,9 +14,7 @@ from rich.table import Column, Table
 
 from kvstore import __version__
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore_ops import planning
-from kvstore_ops.doctor import command as doctor
-from kvstore_ops.operators import changing, reading
+from kvstore_ops.commands import Commands
 from kvstore_ops.operators.harmless import plain
 from kvstore_ops.options import (
     AddressOption,
@@ -27,9 +25,9 @@ from kvstore_ops.options import (
     exit_code_of,
     load_settings,
 )
-from kvstore_ops.top import screen as top
 
 app = typer.Typer(
+    cls=Commands,
     help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
     no_args_is_help=True,
     add_completion=False,
@@ -278,13 +276,6 @@ def demo() -> None:
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-app.command("plan")(planning.plan)
-reading.register(app)
-changing.register(app)
-doctor.register(app)
-top.register(app)
 
 
 def main() -> None:

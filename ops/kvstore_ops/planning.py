@@ -146,3 +146,8 @@ def picture(found: LoadPlan) -> list[str]:
         drawn = " " * start + "#" * max(1, min(stop, WIDTH) - start)
         lines.append(f"{bar.name:>18} |{drawn:<{WIDTH}}| {(bar.stop_s - bar.start_s) * 1e3:,.1f} ms")
     return lines
+
+
+def register(app: typer.Typer) -> None:
+    """Make the command known."""
+    app.command()(plan)

@@ -138,7 +138,9 @@ def said_commands() -> list[str]:
 
 
 def test_commands_and_their_options_exist() -> None:
-    commands = vars(typer.main.get_command(app))["commands"]
+    command = typer.main.get_group(app)
+    context = command.make_context("kvstore", ["version"])
+    commands = {name: command.get_command(context, name) for name in command.list_commands(context)}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for said in said_commands():
         tool, name, *rest = said.split("#")[0].split()

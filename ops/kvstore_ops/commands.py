@@ -1,0 +1,32 @@
+"""Commands that live in modules of their own: imported when one of them is asked for, so that a sidecar starts without
+what only operators need."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+MODULES = ("planning", "operators.reading", "operators.changing", "doctor.command", "top.screen")
+"""Each has ``register``, which makes its commands known."""
+
+
+class Commands(TyperGroup):
+    """The commands of ``cli``, then those of these modules."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # typer's types of these are private
+        if cmd_name not in self.commands:
+            self._import_all()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._import_all()
+        return super().list_commands(ctx)
+
+    def _import_all(self) -> None:
+        app = typer.Typer(add_completion=False)
+        for name in MODULES:
+            import_module(f"kvstore_ops.{name}").register(app)
+        self.commands.update(typer.main.get_group(app).commands)
