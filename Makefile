@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage mutants check bench proto proto-baseline format docs clean
+.PHONY: help setup demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -58,6 +58,9 @@ crash: $(STAMP) ## Kill the real server at 100 places under load, and look what 
 
 outage: $(STAMP) ## Stop Redis and S3 under load for 20 s each, and look what clients met
 	$(BIN)/python -m tests.outage --seconds 20
+
+fuzz: $(STAMP) ## Compare 10,000 random reads through every door with a dict
+	$(BIN)/python -m tests.fuzz
 
 mutants: $(STAMP) ## Weaken each line that safety rests on, in a copy, and see that a test fails
 	$(BIN)/python -m tests.mutants --jobs 4

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from kvstore_client import Client, Extra, Paged, connect
-from kvstore_ops.sidecar import Sidecar
+from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.spec import DTYPES, Durability, LayerKind, LayerSpec, ModelSpec
 from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
 
 WAIT_S = 60.0
+RESTART_EACH = 8
+"""Steps."""
 VOCABULARY = 1 << 30
 """No two prompts begin alike by chance."""
 
@@ -61,22 +65,37 @@ class World:
         self.values: dict[tuple[str, str], Any] = {}
         self.embeddings: dict[tuple[int, str], Any] = {}
         self.clients: list[Client] = []
-        self.compared = 0
+        self.compared = self.read_count = self.hit_count = self.damaged = 0
         self._connect()
 
     def _connect(self) -> None:
-        self.clients = [connect(address) for address in (self.sidecar.socket_address, self.sidecar.tcp_address)]
+        self.clients = [
+            connect(self.sidecar.socket_address), connect(self.sidecar.tcp_address, token=TOKEN),
+        ]  # fmt: skip
 
     def close(self) -> None:
         for client in self.clients:
             client.close()
 
     def restart(self) -> None:
-        """Everything is on the device by now."""
+        """Everything is on the device by now; where misses are allowed some of it is damaged there meanwhile."""
         self.close()
         self.sidecar.stop(kill=self.chance.random() < 0.5)
+        if not self.is_roomy:
+            self._damage()
         self.sidecar.start()
         self._connect()
+
+    def _damage(self) -> None:
+        """Bits of the device's files flip."""
+        for path in sorted(self.sidecar.directory.rglob("region-*.kvs")):
+            with path.open("r+b") as file:
+                place = self.chance.randrange(path.stat().st_size)
+                file.seek(place)
+                was = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([was ^ 1 << self.chance.randrange(8)]))
+                self.damaged += 1
 
     @property
     def client(self) -> Client:
@@ -241,6 +260,8 @@ class World:
         way = self.chance.choice(ways)
         found, count = way(kept, kept.tokens[:cut], dict(options))
         self._check_count(kept, cut, count)
+        self.read_count += 1
+        self.hit_count += count > 0
         for layer, planes in zip(wanted, found, strict=True):
             for ours, theirs in zip(planes, kept.planes[layer], strict=True):
                 if kept.spec.keeps_e:
@@ -287,22 +308,30 @@ class World:
         return (self._bits(kept, found.values()) if found else empty), stream.token_count
 
     def _memory(self, kept: Kept, count: int, options: dict[str, Any]) -> list[Any]:
-        """Planes of a caller's, poisoned."""
-        made = []
+        """Planes of a caller's, poisoned: each with memory of its own, or cut from what is longer."""
+        made, slack = [], self.chance.choice([0, self.size(20)])
         for layer in options["layers"]:
             planes = kept.planes[layer]
             if kept.spec.keeps_e:
-                made.append(np.full((count, planes[0].shape[1]), 7, planes[0].dtype))
+                made.append(np.full((count + slack, planes[0].shape[1]), 7, planes[0].dtype)[slack:])
             else:
                 heads = options.get("heads", (0, len(planes[0])))
-                shape = heads[1] - heads[0], count
-                made.append(tuple(np.full((*shape, plane.shape[2]), 7, plane.dtype) for plane in planes))
+                shape = heads[1] - heads[0], slack + count
+                made.append(tuple(np.full((*shape, each.shape[2]), 7, each.dtype)[:, slack:] for each in planes))
         return made
+
+    def _lent(self, kept: Kept, memory: list[Any]) -> list[Any]:
+        """The same memory as arrays, or as torch's tensors."""
+        if self.chance.random() < 0.5:
+            return memory
+        if kept.spec.keeps_e:
+            return [tensor(each, kept.spec.hidden_dtype) for each in memory]
+        return [tuple(tensor(plane, kept.spec.cache_dtype) for plane in planes) for planes in memory]
 
     def _given(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
         into = self._memory(kept, int(tokens.size), options)
         fetch = self.client.fetch_segment if kept.is_segment else self.client.fetch
-        count = fetch(kept.spec, tokens, into=into, **options).token_count
+        count = fetch(kept.spec, tokens, into=self._lent(kept, into), **options).token_count
         return [(each[:count],) for each in into] if kept.spec.keeps_e else into, count
 
     def _by_ticket(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
@@ -312,7 +341,7 @@ class World:
         into = self._memory(kept, count, options)
         if match.ticket is not None:
             client = self.client
-            client.start_fetch(match.ticket, into=into, **options).wait(WAIT_S)
+            client.start_fetch(match.ticket, into=self._lent(kept, into), **options).wait(WAIT_S)
         return [(each[:count],) for each in into] if kept.spec.keeps_e else into, count
 
     def _into_pages(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
@@ -371,3 +400,37 @@ class World:
             assert found is not None or not self.is_roomy
             assert found is None or np.array_equal(bits(found), data), key
             self.compared += 1
+
+
+def tensor(array: Any, dtype: str) -> Any:
+    """The same memory as a tensor."""
+    same = array if array.itemsize == 1 else array.view(f"i{array.itemsize}")
+    return torch.from_numpy(same).view(getattr(torch, dtype))
+
+
+def live(seed: int, number: int, *, steps: int, reads: int) -> World:
+    """The life of one world: stores, reads, values, restarts; at the end everything is read. ``number`` says which of
+    four kinds of device it has: encoded or not, roomy or not."""
+    environment = {**os.environ, "KVSTORE__TIERS__NVME__ENCODING": ("raw", "lz4")[number % 2]}
+    is_roomy = number % 4 < 2
+    capacity, nvme = ("128 MiB", "256 MiB") if is_roomy else ("12 MiB", "48 MiB")
+    with Sidecar("--capacity", capacity, nvme=nvme, environment=environment, plane="remote") as sidecar:
+        world = World(seed, sidecar, is_roomy=is_roomy)
+        try:
+            for step in range(steps):
+                world.store(world.make(step))
+                for kept in [world.prompts[-1], *world.chance.choices(world.prompts, k=reads - 1)]:
+                    world.read(kept)
+                if step % 4 == 1:
+                    world.put_value()
+                if step % 4 == 3:
+                    world.put_embeddings()
+                if step % RESTART_EACH == RESTART_EACH - 1:
+                    world.restart()
+                    world.read_values()
+            for kept in world.prompts:
+                world.read(kept)
+            world.read_values()
+        finally:
+            world.close()
+    return world
