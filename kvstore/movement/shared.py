@@ -94,9 +94,10 @@ class SharedCopies:
         """Whether the tier answers, as far as we know."""
         return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S
 
-    async def ask(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool] | None:
-        """Whether each of these is there. None: no answer. One that is late is counted, and no failure of the tier."""
-        return await self._answered(keys, timeout_s, lambda: self.tier.probe(keys, timeout_s))
+    async def ask(self, keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()) -> Sequence[bool] | None:
+        """Whether each of these is there; ``chains``: see ``SharedTier.probe``. None: no answer. One that is late is
+        counted, and no failure of the tier."""
+        return await self._answered(keys, timeout_s, lambda: self.tier.probe(keys, timeout_s, chains))
 
     async def claim(self, keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState] | None:
         """As ``ask``, by a node that is about to write these: see ``SharedTier.claim``."""

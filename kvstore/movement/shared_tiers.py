@@ -162,11 +162,20 @@ class SharedTiers:
         for spaces, digests in chains:
             wanted.append(self._keys(spaces, digests))
             await self._clock.sleep(0)  # they may be many, each of many chunks: others are answered in between
-        asked = dict.fromkeys(key for chunks in wanted for keys in chunks for key in keys if key)
-        now_s = self._clock.monotonic()
-        unheard = [key for key in asked if self._may_be_in(self.tiers[-1], key, now_s)][:PROBE_COUNT_MAX]
-        await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)
+        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)
         return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
+
+    def _unheard(self, chains: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bytes]]:
+        """The keys to ask for, each once: of each chain's part a chain of its own, for a tier may have one part
+        without the others."""
+        now_s, seen = self._clock.monotonic(), set[bytes]()
+        found = []
+        for keys in (part for chunks in chains for part in zip(*chunks, strict=True)):
+            fresh = [key for key in keys if key and key not in seen and self._may_be_in(self.tiers[-1], key, now_s)]
+            fresh = fresh[: PROBE_COUNT_MAX - len(seen)]
+            seen.update(fresh)
+            found.append(fresh)
+        return found
 
     def _found(
         self, spaces: Sequence[Namespace], digests: Sequence[bytes], chunks: Sequence[Sequence[bytes]]
@@ -196,30 +205,33 @@ class SharedTiers:
             chunks.append([b"" if digest in space.index else self._names.key(space, digest) for space in spaces])
         return chunks
 
-    async def _ask_all(self, keys: list[bytes], until_s: float) -> None:
+    async def _ask_all(self, chains: list[list[bytes]], until_s: float) -> None:
         """Ask each tier for what no faster one has. What none of them has is remembered only if all of them said so."""
         have_all_answered = True
         for shared in self.tiers:
             now_s = self._clock.monotonic()
             timeout_s = min(shared.lookup_s_max, until_s - now_s)
-            asked = [key for key in keys if self._may_be_in(shared, key, now_s)]
-            answers = await shared.ask(asked, timeout_s) if asked and shared.is_asked and timeout_s > 0 else None
+            parts = [[key for key in keys if self._may_be_in(shared, key, now_s)] for keys in chains]
+            asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
+            is_asked = asked and shared.is_asked and timeout_s > 0
+            answers = await shared.ask(asked, timeout_s, lengths) if is_asked else None
             have_all_answered &= answers is not None or not asked
             found = set(compress(asked, answers or ()))
             there = KeyHint(self._clock.monotonic(), shared, is_there=True)
             for key in found:
                 self._remember(key, there)
-            keys = [key for key in keys if key not in found]
+            chains = [[key for key in keys if key not in found] for keys in chains]
         if have_all_answered:
             nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
-            for key in keys:
+            for key in (key for keys in chains for key in keys):
                 self._remember(key, nowhere)
 
     async def said(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
         """Which of a chain's keys each tier says it has, all asked at once. One that does not answer is left out."""
         asked = [shared for shared in self.tiers if shared.is_asked and keys]
+        keys = keys[:PROBE_COUNT_MAX]
         answers = await asyncio.gather(
-            *(each.ask(keys[:PROBE_COUNT_MAX], min(each.lookup_s_max, timeout_s)) for each in asked)
+            *(each.ask(keys, min(each.lookup_s_max, timeout_s), [len(keys)]) for each in asked)
         )
         return [(each.tier.kind, set(compress(keys, said))) for each, said in zip(asked, answers, strict=True) if said]
 

@@ -281,8 +281,12 @@ class SharedTier(Protocol):
     def durability(self) -> Durability:
         """As for a local tier."""
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        """Whether each of these is probably there: a hint, of which only a read tells if it was right. Raises
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
+        """Whether each of these is probably there: a hint, of which only a read tells if it was right. ``chains``: how
+        many of the keys, in order, are one chain's, root first. A chain is of use as far as all of it is there, so a
+        tier that pays for each question need not ask for every key of it; without ``chains`` it does. Raises
         Unavailable, DeadlineExceeded."""
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:

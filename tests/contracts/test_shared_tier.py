@@ -244,6 +244,22 @@ def test_what_is_not_there_is_a_miss(stand: Stand) -> None:
     stand.run(scenario)
 
 
+def test_many_keys_are_asked_for_at_once_whichever_of_them_are_there(stand: Stand) -> None:
+    """Of chains that have nothing to do with each other, some of which end early; and of keys that are no chain."""
+    there = {*range(4, 7), *range(10, 16)}
+    keys = [chunk(number).header.storage_key for number in range(20)]
+
+    async def scenario() -> None:
+        await asyncio.gather(*(write(stand.tier, chunk(number)) for number in there))
+        await asyncio.gather(*(write(stand.tier, chunk(number)) for number in (18, 19)))
+        expected = [number in there | {18, 19} for number in range(20)]
+        assert list(await stand.other.probe(keys, 10.0)) == expected
+        found = list(await stand.other.probe(keys[:18], 10.0, [4, 5, 1, 8]))
+        assert found == expected[:18]
+
+    stand.run(scenario)
+
+
 def test_what_one_node_is_about_to_write_others_find_taken_for_a_while(stand: Stand) -> None:
     there, claimed = chunk(1).header.storage_key, chunk(2).header.storage_key
     taken = UploadState.TAKEN if stand.keeps_claims else UploadState.FREE

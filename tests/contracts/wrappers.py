@@ -167,9 +167,11 @@ class SharedUnder(_Under):
     def __init__(self, tier: SharedTier, weather: Weather) -> None:
         super().__init__(tier, weather)
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         await self._weather.before("probe", 0)
-        return await self.tier.probe(storage_keys, timeout_s)
+        return await self.tier.probe(storage_keys, timeout_s, chains)
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
         await self._weather.before("claim", 0)

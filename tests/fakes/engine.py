@@ -76,7 +76,9 @@ class EngineTier:
         self._evicts = settings.evicts
         self._read_bytes = self._written_bytes = 0
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         return await probed(self.switches, storage_keys, timeout_s, self.engine.values.__contains__)
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:

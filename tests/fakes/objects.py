@@ -58,7 +58,9 @@ class ObjectTier:
         """Where a chunk lies. Open to tests that damage it."""
         return self._directory / storage_key.hex()
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         return await probed(self.switches, storage_keys, timeout_s, lambda key: self.path(key).exists())
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:

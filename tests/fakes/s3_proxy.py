@@ -100,9 +100,14 @@ class S3Proxy:
             return 404
         if request.method == "HEAD" and Switch.LYING in self._switches:
             return 404 if status == 200 else 200
-        is_header = request.headers.get("Range", "").startswith("bytes=0-")
-        if data and request.method == "GET" and (Switch.GARBLED if is_header else Switch.CORRUPT) in self._switches:
-            data[len(data) // 2] ^= 1
+        if data and request.method == "GET":
+            body_at = 0
+            if request.headers.get("Range", "").startswith("bytes=0-"):
+                body_at = min(int.from_bytes(data[12:16], "little"), len(data))
+            if Switch.GARBLED in self._switches and body_at:
+                data[body_at // 2] ^= 1
+            if Switch.CORRUPT in self._switches and body_at < len(data):
+                data[(body_at + len(data)) // 2] ^= 1
         return status
 
     async def _give(

@@ -110,7 +110,9 @@ class CloudTier:
         if self._chance.random() < away:
             raise Unavailable(f"{self.name} is away")
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         try:
             await asyncio.wait_for(self._called(), timeout_s)
         except TimeoutError as error:

@@ -72,7 +72,9 @@ class RedisTier:
 
     # ------------------------------------------------------------ what is there
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         self.begin()
         return await self._control.there([self._keys.chunk(key) for key in storage_keys], timeout_s)
 

@@ -61,22 +61,24 @@ async def first_bytes(
     return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
 
 
-def probe(settings: S3Settings, storage_keys: Sequence[bytes], timeout_s: float) -> tuple[list[bool], int, bool]:
+def probe(
+    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], timeout_s: float
+) -> tuple[list[bool], int, bool]:
     """Blocking. Which of these are probably there; how many requests that took; and whether reads were denied. Raises
     DeadlineExceeded, Unavailable."""
     try:
-        return connection_to(settings).run(partial(_probe, settings, storage_keys), timeout_s)
+        return connection_to(settings).run(partial(_probe, settings, storage_keys, chains), timeout_s)
     except Refused as refused:
         raise error_of(refused, "read") from refused
 
 
 async def _probe(
-    settings: S3Settings, storage_keys: Sequence[bytes], connection: Connection
+    settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], connection: Connection
 ) -> tuple[list[bool], int, bool]:
     async def is_there(storage_key: bytes) -> bool:
         return await _is_there(place_of(settings, storage_key), connection)
 
-    answers, count = await are_there(storage_keys, is_there)
+    answers, count = await are_there(storage_keys, is_there, chains)
     return answers, count, connection.hides and not any(answers)
 
 

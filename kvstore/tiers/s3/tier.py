@@ -130,10 +130,13 @@ class S3Tier:
 
     # ------------------------------------------------------------ look
 
-    async def probe(self, storage_keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    async def probe(
+        self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
+    ) -> Sequence[bool]:
         if not storage_keys or self._is_spent():
             return [False] * len(storage_keys)
-        job = asyncio.wrap_future(begun(self._lanes.askers, probe, self._settings, list(storage_keys), timeout_s))
+        asked = (list(storage_keys), list(chains))
+        job = asyncio.wrap_future(begun(self._lanes.askers, probe, self._settings, *asked, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 answers, count, is_denied = await job
