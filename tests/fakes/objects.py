@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from kvstore.seams.jobs import done
 from kvstore.spec import Durability, Tier
 from kvstore.tiers import Buffer, ChunkName, TierStatistics, UploadState
 from kvstore.tiers.contract import host_memory
+from kvstore.tiers.s3.depth import are_there
 from tests.fakes.chunk import FakeChunk, opened
 from tests.fakes.engine import account, probed
 from tests.fakes.files import replace_file
@@ -61,7 +63,14 @@ class ObjectTier:
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
     ) -> Sequence[bool]:
-        return await probed(self.switches, storage_keys, timeout_s, lambda key: self.path(key).exists())
+        """As S3: not every key of a chain is looked for."""
+
+        async def is_there(key: bytes) -> bool:
+            return self.path(key).exists()
+
+        found = (await are_there(storage_keys, is_there, chains))[0]
+        there = set(compress(storage_keys, found))
+        return await probed(self.switches, storage_keys, timeout_s, there.__contains__)
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
         """It keeps no claims."""

@@ -121,10 +121,26 @@ MUTANTS = [
     Mutant(
         "shared-tiers-take-all-the-time-there-is",
         SHARED_TIERS,
-        "        await self._ask_all(unheard, self._clock.monotonic() + timeout_s / 2)\n",
-        "        await self._ask_all(unheard, self._clock.monotonic() + timeout_s)\n",
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)\n",
+        "        await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s)\n",
         "a caller in a hurry goes before it is told what the node has",
         (f"{FAILING}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
+    ),
+    Mutant(
+        "documents-are-one-chain",
+        SHARED_TIERS,
+        "            answers = await shared.ask(asked, timeout_s, lengths) if is_asked else None\n",
+        "            answers = await shared.ask(asked, timeout_s, [len(asked)]) if is_asked else None\n",
+        "a document that nobody has hides the next one",
+        ("tests/tiers/test_shared_odd.py::test_a_document_that_nobody_has_hides_no_other",),
+    ),
+    Mutant(
+        "a-level-is-promised-on-what-was-not-asked-for",
+        "kvstore/movement/levels.py",
+        "            answers = await copies.ask(keys, until.left_s) if until.left_s > 0 else None\n",
+        "            answers = await copies.ask(keys, until.left_s, [len(keys)]) if until.left_s > 0 else None\n",
+        "OBJECT is reached by a chain of which the bucket lost a chunk in the middle",
+        ("tests/tiers/test_levels.py::test_a_chunk_that_went_in_the_middle_of_a_long_chain_is_missed",),
     ),
     Mutant(
         "an-answer-of-another-length",

@@ -207,6 +207,23 @@ def test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels
     run([node], scenario)
 
 
+def test_a_chunk_that_went_in_the_middle_of_a_long_chain_is_missed(wide: Wide) -> None:
+    """A lookup may take a bucket's chain for whole without asking for every chunk of it; no promise may."""
+    path, node = tuple(range(20, 34)), wide.node(redis="never", s3="never")
+
+    async def scenario() -> None:
+        assert OBJECT in reached(await kept(node, OBJECT, *path))
+        for number in range(2, 14):
+            (wide.object_settings.directory / node.key(*path[:number]).hex()).unlink()
+            found = await settled(node, *path)
+            assert OBJECT not in reached(found), number
+            assert "dropped 1 of 14" in found.missing[OBJECT]
+            assert OBJECT in reached(await settled(node, *path, wanted=OBJECT))
+            assert all(wide.in_s3(node, *path))
+
+    run([node], scenario)
+
+
 def test_an_engine_with_no_room_for_a_chain_is_told_as_that(tmp_path: Path) -> None:
     """It drops the beginning for the end."""
     wide = Wide(tmp_path, capacity_bytes=20_000)

@@ -18,7 +18,7 @@ from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.shared_tiers import CLOSE_S_MAX, PROBE_COUNT_MAX
 from kvstore.spec import Exactness, MissReason, Provenance
 from tests.fakes import Switch
-from tests.tiers.shared import LOOKUP_S, PATH, World, redeemed
+from tests.tiers.shared import LOOKUP_S, PATH, Wide, World, redeemed, run
 
 NEVER_S = 1e6
 
@@ -36,15 +36,15 @@ async def odd(*_: Any) -> Any:
     raise OSError("nobody expects this")
 
 
-async def one_too_few(keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+async def one_too_few(keys: Sequence[bytes], timeout_s: float, chains: Sequence[int]) -> list[bool]:
     return [True] * (len(keys) - 1)
 
 
-async def one_too_many(keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+async def one_too_many(keys: Sequence[bytes], timeout_s: float, chains: Sequence[int]) -> list[bool]:
     return [True] * (len(keys) + 1)
 
 
-async def none_at_all(keys: Sequence[bytes], timeout_s: float) -> Any:
+async def none_at_all(keys: Sequence[bytes], timeout_s: float, chains: Sequence[int]) -> Any:
     return None
 
 
@@ -261,6 +261,21 @@ def test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit(
         assert (await other.lookup(1, 2)).hit_count == 1
 
     world.run(scenario)
+
+
+def test_a_document_that_nobody_has_hides_no_other(tmp_path: Path) -> None:
+    """In a tier that does not ask for every key of a chain."""
+    wide = Wide(tmp_path)
+    one, other = (wide.node(redis="never") for _ in range(2))
+    documents = [tuple(range(start, start + 5)) for start in (100, 200, 300, 400)]
+
+    async def scenario() -> None:
+        for number in (1, 3):
+            await one.give(*documents[number])
+        queries = [other.query(*each) for each in documents]
+        assert [each.hit_count for each in await other.controller.lookup_segments(queries)] == [0, 5, 0, 5]
+
+    run([one, other], scenario)
 
 
 def test_a_chain_that_turns_back_leaves_no_rows(world: World) -> None:
