@@ -40,7 +40,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 
 setup-vllm: $(VLLM_STAMP) ## Install vLLM's CPU build and kvstore into .venv-vllm
 
-test-vllm: $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
+test-vllm: $(STAMP) $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
 
 test-s3: $(STAMP) ## The S3 tier against KVSTORE_TEST_S3_ENDPOINT (with AWS_* keys), else Ceph's RADOS gateway where this machine has one, else moto
