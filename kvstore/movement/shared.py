@@ -230,7 +230,8 @@ class SharedTarget:
             shared.is_bad(name.storage_key)
             return False
         except Exception as error:
-            shared.breaker.failed()
+            if not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
+                shared.breaker.failed()
             raise Unavailable(f"tiers.{self.name} did not give a chunk that it has: {error!r}") from error
         return True
 

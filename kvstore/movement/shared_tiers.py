@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Namespace
 from kvstore.chunk import ChunkHeader, write_mark
-from kvstore.errors import DataLoss, KVStoreError
+from kvstore.errors import DataLoss, Exhausted, KVStoreError
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.names import ChunkNames
 from kvstore.movement.shared import STALL_S, SharedCopies, is_for_others
@@ -79,7 +79,7 @@ class SharedSource:
         if isinstance(error, DataLoss):
             self._shared.is_bad(self._chunk.storage_key)
             self._forget()
-        else:
+        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier
             self._shared.breaker.failed()
 
     def late(self) -> float:

@@ -29,7 +29,8 @@ def build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse | 
         askers=world.movers.lane("s3-ask", ASKER_COUNT, nice=MOVER_NICE),
         near=WorkerThreads(1, "s3-near", nice=MOVER_NICE),
     )
-    tier = S3Tier(s3, lanes, world.clock, trust, _claims(settings, world))
+    account = settings.server.state_directory / "s3" / (owner.name or "default")
+    tier = S3Tier(s3, lanes, world.clock, trust, _claims(settings, world), account)
     tier.prepare()
     return SharedUse(tier=tier, lookup_s_max=s3.lookup_s_max, write=WritePolicy(s3.write))
 

@@ -26,7 +26,8 @@ class S3Proxy:
     connection ends, or nothing more comes. ``refusals``: (HTTP status, code) in the place of the next answers;
     ``abort_count``: so many requests end with their connection. ``denied``: the methods that are answered by
     AccessDenied. ``owner``: whose the bucket is; who expects another one is denied. ``region``: the bucket's; who signs
-    for another one is sent there. ``asked``: every request: method, path, headers."""
+    for another one is sent there. ``expired``: an access key that was good once. ``asked``: every request: method,
+    path, headers."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
@@ -50,7 +51,7 @@ class S3Proxy:
         self.stall_at: int | None = None
         self.refusals: list[tuple[int, str]] = []
         self.denied: frozenset[str] = frozenset()
-        self.owner = self.region = ""
+        self.owner = self.region = self.expired = ""
         self.abort_count = 0
 
     async def _listen(self) -> int:
@@ -77,6 +78,8 @@ class S3Proxy:
             return refusal(*self.refusals.pop(0))
         if self.region and f"/{self.region}/s3/" not in request.headers.get("Authorization", ""):
             return refusal(301, "PermanentRedirect", {"x-amz-bucket-region": self.region})
+        if self.expired and f"Credential={self.expired}/" in request.headers.get("Authorization", ""):
+            return refusal(400, "ExpiredToken")
         if self.never_matches and "If-Match" in request.headers:
             return refusal(412, "PreconditionFailed")
         expected = request.headers.get("x-amz-expected-bucket-owner", self.owner)

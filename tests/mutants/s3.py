@@ -46,6 +46,22 @@ MUTANTS = [
         (f"{CONTRACT}::test_what_may_be_read_ahead_is_checked_all_the_same",),
     ),
     Mutant(
+        "a-day-begins-anew-with-each-start",
+        f"{ROOM}/allowance.py",
+        "        self._day_began_s, self._bytes, self._requests = self._read()\n",
+        "        self._day_began_s, self._bytes, self._requests = 0.0, 0, 0\n",
+        "a service that is started again and again spends its day's limit each time",
+        (f"{TESTS}::test_a_days_limit_outlives_the_process",),
+    ),
+    Mutant(
+        "credentials-that-were-renewed-are-not-tried",
+        f"{ROOM}/connection.py",
+        "                is_closed = (refused.code in CLOSED or is_renewed) and not attempt\n",
+        "                is_closed = refused.code in CLOSED and not attempt\n",
+        "what is read at the moment at which credentials expire is lost, though there are new ones",
+        (f"{WAYS}::test_credentials_that_expire_while_many_read_cost_nobody_a_chunk",),
+    ),
+    Mutant(
         "an-object-that-ends-early-is-adopted",
         f"{ROOM}/judging.py",
         "        if looked.total_bytes != header.bytes_before(name.layout) + body_bytes:\n",

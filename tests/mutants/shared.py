@@ -127,6 +127,14 @@ MUTANTS = [
         (f"{FAILING}::test_a_caller_in_a_hurry_is_told_what_the_node_has",),
     ),
     Mutant(
+        "a-limit-of-our-own-is-the-tiers-failure",
+        SHARED_TIERS,
+        "        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier\n",
+        "        else:\n",
+        "a node that reads much leaves a bucket alone that answers",
+        ("tests/tiers/test_shared_odd.py::test_a_limit_of_our_own_costs_chunks_and_no_tier",),
+    ),
+    Mutant(
         "documents-are-one-chain",
         SHARED_TIERS,
         "            answers = await shared.ask(asked, timeout_s, lengths) if is_asked else None\n",

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvstore.chunk import ENVELOPE_READER, Trust, is_sealed, write_seat
-from kvstore.errors import DataLoss, Unavailable
+from kvstore.errors import DataLoss, Exhausted, Unavailable
 from kvstore.seams import EnvelopeKey
 from kvstore.seams.memory import Bytes
 from kvstore.spec import ENVELOPES, Durability, Encoding, MissReason
@@ -629,6 +629,24 @@ def test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there() -> N
             assert service.counters()["quarantined_chunks"] == 0
 
     service.run(scenario)
+
+
+def test_a_device_full_of_chunks_whose_key_is_away_says_so() -> None:
+    """More room is not what an operator wants there: the key is."""
+    device = Device("mac", OLD)
+
+    async def scenario() -> None:
+        with pytest.raises(Exhausted) as full:
+            for number in range(1000):
+                await device.put(chunk(number))
+        assert "envelope key file" not in full.value.message
+        assert "raise tiers.nvme.capacity_bytes" in full.value.message
+        device.trust = trust("mac", KEY)
+        await device.restart(kill=True)
+        with pytest.raises(Exhausted, match="envelope key file: put the keys back and start again, or raise"):
+            await device.put(chunk(2000))
+
+    device.run(scenario)
 
 
 def test_locked_chunks_alone_keep_earlier_releases_out() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import xxhash
 
 from kvstore.chunk import Making, layout_of, making
+from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.spec import CacheKind, Encoding, LayerSpec
@@ -432,6 +434,9 @@ class Hand(SystemClock):
     def monotonic(self) -> float:
         return self.now_s
 
+    def wall(self) -> float:
+        return self.now_s + 1e9
+
     async def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
@@ -451,6 +456,42 @@ async def test_bytes_pass_at_their_pace_and_a_new_day_begins(stand: S3Stand) -> 
     await allowance.turn(50_000)
     with pytest.raises(Exhausted, match="bytes_per_s_max"):
         await allowance.turn(1)
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+async def test_a_days_limit_outlives_the_process(tmp_path: Path, ends: str) -> None:
+    """One that is killed may forget a thousandth of the limit, and does not begin the day anew."""
+    clock, account = Hand(), tmp_path / "s3" / "default"
+    settings = S3Settings(bucket="a-bucket", day_bytes_max=5_000_000)
+    first = Allowance(settings, clock, account)
+    assert not first.reached
+    for _ in range(499):
+        first.used(10_000, 1)
+    first.used(3_000, 1)
+    if ends == "stop":
+        first.keep()
+    clock.now_s = 50.0  # the machine was started anew: its monotonic clock, too
+    clock.wall = lambda: 1e9 + 1e6 + 100  # type: ignore[method-assign]
+    second = Allowance(settings, clock, account)
+    assert not second.reached
+    second.used(7_000 + 5_000 * (ends == "kill"), 1)
+    assert second.reached == "day_bytes_max"
+    clock.wall = lambda: 1e9 + 1e6 + DAY_S + 1  # type: ignore[method-assign]
+    assert not second.reached
+
+
+async def test_an_account_that_cannot_be_kept_is_told_and_limits_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = S3Settings(bucket="a-bucket", day_request_count_max=10)
+    (tmp_path / "odd").write_text("[1, 2")
+    for account in (tmp_path / "odd", tmp_path / "odd" / "below a file"):
+        allowance = Allowance(settings, Hand(), account)
+        assert not allowance.reached
+        allowance.used(0, 10)
+        assert allowance.reached == "day_request_count_max"
+    assert "is not kept" in caplog.text
+    assert Allowance(settings, Hand(), tmp_path / "odd").reached
 
 
 def test_small_chunks_are_none_of_its(stand: S3Stand) -> None:

@@ -16,7 +16,7 @@ from kvstore.chunk import layout_of
 from kvstore.config import S3Settings
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.spec import CacheKind, LayerSpec
-from kvstore.tiers.s3 import S3Tier, writing
+from kvstore.tiers.s3 import S3Tier, connection, writing
 from kvstore.tiers.s3.listing import examine, pages
 from tests.contracts.chunks import Chunk, chunk
 from tests.contracts.s3_stand import S3Stand, tier_of
@@ -146,6 +146,33 @@ def test_a_bucket_of_another_region_is_found_where_the_answer_names_it(stand: S3
         await write(tier, chunk(1))
         assert await found(tier, chunk(1))
         assert await there(tier, chunk(1))
+        await tier.close()
+
+    stand.run(scenario)
+
+
+def test_credentials_that_expire_while_many_read_cost_nobody_a_chunk(
+    stand: S3Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has new ones by then. Who meets the old ones at once with others takes no client from them."""
+    monkeypatch.setattr(connection, "RENEW_S_MIN", 0.0)
+    settings = as_user(stand, tmp_path, "old", "secret")
+
+    async def scenario() -> None:
+        tier = tier_of(settings)
+        for number in range(8):
+            await write(tier, chunk(number))
+        as_user(stand, tmp_path, "new", "secret")
+        stand.switches.expired = "old"
+        assert all(await asyncio.gather(*(found(tier, chunk(number)) for number in range(8))))
+        assert all(await tier.probe([chunk(number).header.storage_key for number in range(8)], 10.0))
+        stand.switches.expired = "new"
+        monkeypatch.setattr(connection, "RENEW_S_MIN", 60.0)
+        stand.switches.asked.clear()
+        for number in range(4):
+            with pytest.raises(Unavailable, match="ExpiredToken"):
+                await found(tier, chunk(number))
+        assert len(stand.switches.asked) == 4, "the same credentials are not read again and again"
         await tier.close()
 
     stand.run(scenario)

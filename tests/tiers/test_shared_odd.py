@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.chunk import ChunkHeader, pack_header, parse_header
-from kvstore.errors import DataLoss, Unavailable
+from kvstore.errors import DataLoss, Exhausted, Unavailable
 from kvstore.keys import ROOT_DIGEST
 from kvstore.movement.shared_tiers import CLOSE_S_MAX, PROBE_COUNT_MAX
 from kvstore.spec import Exactness, MissReason, Provenance
@@ -132,6 +132,36 @@ def test_a_header_that_cannot_be_kept_leaves_nothing_open(world: World) -> None:
         assert (await world.other.fetch(1))[0] == 0
         assert [each._is_closed for each in opened] == [True]
         world.other.is_empty()
+
+    world.run(scenario)
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_limit_of_our_own_costs_chunks_and_no_tier(world: World, call: str) -> None:
+    """More waits for tiers.s3.bytes_per_s_max than its patience: what others ask of the tier goes on."""
+
+    async def scenario() -> None:
+        await world.one.give(1, 2, 3, 4)
+        other = world.other
+        tier = other.shared[0]
+        real = tier.open
+
+        async def refused(*_: Any) -> Any:
+            raise Exhausted("tiers.s3.bytes_per_s_max: more waits already than moves in 10 s")
+
+        async def opens(name: Any, ahead: Any = ()) -> Any:
+            if call == "open":
+                await refused()
+            stored = await real(name)
+            stored.read = stored.check = refused
+            return stored
+
+        tier.open = opens
+        assert (await other.fetch(1, 2, 3, 4))[0] == 0
+        [shared] = other.controller.parts.movement.shared_tiers.tiers
+        assert not shared.breaker.is_open
+        tier.open = real
+        assert await other.fetch(1, 2, 3, 4) == (4, MissReason.NONE)
 
     world.run(scenario)
 

@@ -25,7 +25,7 @@ from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
 from kvstore.tiers.nvme.directory import FORMAT
 from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
-from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
+from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
 
 MAGIC = b"KVSREGIN"
 _HEAD = struct.Struct("<8sHHIQQQ")
@@ -197,7 +197,7 @@ class Regions:
         count = max(FIRST_SLOT_COUNT, FIRST_REGION_BYTES // slot_bytes, used)
         count = min(count, max(1, (self._region_bytes - PAGE_BYTES) // slot_bytes), budget // slot_bytes)
         if count < 1:
-            raise Exhausted(f"the NVMe tier is full: raise tiers.nvme.capacity_bytes ({self.capacity_bytes})")
+            raise Exhausted(f"the NVMe tier is full: {remedy_of(self.by_number.values(), self.capacity_bytes)}")
         number = next(each for each in range(REGION_COUNT_MAX) if each not in self._numbers)
         path = self._directory / f"region-{number:05d}-{slot_bytes}.kvs"
         region = RegionFile(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,3 +82,15 @@ class RegionFile:
             for slot in range(self.slot_count)
             if slot not in idle
         ]
+
+
+def remedy_of(regions: Iterable[RegionFile], capacity_bytes: int) -> str:
+    """What an operator can do about a device that is full: chunks that nobody here can open are never evicted."""
+    locked_bytes = sum(len(each.locked) * each.slot_bytes for each in regions)
+    larger = f"raise tiers.nvme.capacity_bytes ({capacity_bytes})"
+    if not locked_bytes:
+        return larger
+    return (
+        f"{locked_bytes} bytes of it are chunks sealed with keys that are not in the tenant's envelope key file: put "
+        f"the keys back and start again, or {larger}"
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from functools import cache
@@ -23,6 +24,10 @@ ATTEMPTS_MAX = 4
 BACKOFF_S, BACKOFF_S_MAX = 0.05, 2.0
 CONNECT_S_MAX = 3.0
 HIDES_S = 30.0
+RENEW_S_MIN = 1.0
+"""Credentials are not read more often."""
+LEFT_OPEN_S = 30.0
+"""A client of old credentials is closed no sooner: no request takes longer."""
 CONNECTIONS_BESIDES = 16
 """For questions, beside those that readers and writers take."""
 
@@ -54,7 +59,10 @@ class Connection:
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._client: Any = None
+        self._made_s = float("-inf")
         self._stack = AsyncExitStack()
+        self._left_open: deque[tuple[float, AsyncExitStack]] = deque()
+        """When clients of old credentials were left, and how they are closed."""
         self._opening = asyncio.Lock()
         self._random = SystemRandom()
         self._budget = RetryBudget()
@@ -77,16 +85,17 @@ class Connection:
 
     async def ask(self, request: Callable[[Any], Awaitable[Result]], *, is_urgent: bool = False) -> Result:
         """One request, with its answer read to the end; tried again where that may help, unless it is urgent: then the
-        caller has no time for it. Only a connection that was kept too long is tried anew in any case. Raises
-        Refused."""
+        caller has no time for it. Only a connection, or credentials, that were kept too long are tried anew in any
+        case. Raises Refused."""
         for attempt in range(ATTEMPTS_MAX):
+            client: Any = None
             try:
-                answer = await request(await self._ready())
+                client = await self._ready()
+                answer = await request(client)
             except Exception as error:
                 refused = refusal_of(error)
-                if refused.code in STALE:
-                    await self._begin_anew()
-                is_closed = refused.code in CLOSED and not attempt
+                is_renewed = refused.code in STALE and client is not None and await self._renew(client)
+                is_closed = (refused.code in CLOSED or is_renewed) and not attempt
                 is_worth_it = is_closed or (refused.code in RETRIED and not is_urgent)
                 if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():
                     raise refused from error
@@ -115,6 +124,7 @@ class Connection:
             async with self._opening:
                 if self._client is None:
                     self._client = await self._stack.enter_async_context(_client_of(self._settings))
+                    self._made_s = self._loop.time()
         return self._client
 
     async def open(self) -> None:
@@ -124,10 +134,19 @@ class Connection:
         except Exception as error:
             raise refusal_of(error) from error
 
-    async def _begin_anew(self) -> None:
-        """Have the next request read the credentials again."""
-        self._client, stack, self._stack = None, self._stack, AsyncExitStack()
-        await stack.aclose()
+    async def _renew(self, client: Any) -> bool:
+        """Whether the next request has credentials that were read after this client's: another request may have seen
+        to that, and those of a moment ago are not read again. The client stays open while others may wait for its
+        answers."""
+        if client is self._client:
+            now_s = self._loop.time()
+            if now_s - self._made_s < RENEW_S_MIN:
+                return False
+            self._client, stack, self._stack = None, self._stack, AsyncExitStack()
+            self._left_open.append((now_s, stack))
+            while self._left_open[0][0] < now_s - LEFT_OPEN_S:
+                await self._left_open.popleft()[1].aclose()
+        return True
 
 
 def _client_of(settings: S3Settings) -> Any:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
@@ -81,10 +82,11 @@ class S3Tier:
 
     def __init__(
         self, settings: S3Settings, lanes: Lanes, clock: Clock, trust: Trust | None = None,
-        claims: UploadClaims | None = None,
+        claims: UploadClaims | None = None, account: Path | None = None,
     ) -> None:  # fmt: skip
         """``trust``: which copies are believed, and what new ones are sealed with. ``claims``: where nodes tell each
-        other what they are about to write; a bucket itself has no place for that."""
+        other what they are about to write; a bucket itself has no place for that. ``account``: the file that keeps what
+        the day's limits count, over restarts."""
         self._settings = settings
         self._trust = trust or Trust()
         self._encoding = encoding_of(settings.encoding)
@@ -95,7 +97,7 @@ class S3Tier:
         self._lanes = lanes
         self._clock = clock
         self._pace = {workers: Pace() for workers in lanes}
-        self._allowance = Allowance(settings, clock)
+        self._allowance = Allowance(settings, clock, account)
         self._damaged: OrderedDict[bytes, str] = OrderedDict()
         """Storage key -> ETag of objects whose strips failed their check although their headers are right."""
         self._said: dict[str, float] = {}
@@ -304,6 +306,7 @@ class S3Tier:
             await asyncio.wait(jobs, timeout=CLOSE_S_MAX)
         for workers in self._lanes:
             workers.close()
+        self._allowance.keep()
         if self._claims is not None:
             await self._claims.close()
 
