@@ -38,9 +38,14 @@ class ServerSettings:
     node: str
     """What other nodes call this one: 1 to 128 letters, digits and `. _ : -`. Default: the host's name."""
     metrics_host: str = "127.0.0.1"
-    """The address of the Prometheus page. Whoever reaches it reads tenants' names and counts."""
+    """Where the page for browsers (`/`), Prometheus' (`/metrics`), and `/healthz` and `/readyz` for probes listen.
+    Whoever reaches it reads tenants' names and counts; the page has models' names, too."""
     metrics_port: int = 9464
     """Its port. Where the default is taken, a free one."""
+    metrics_token_file: str = ""
+    """A file, this user's alone, with one token per line: whoever reads the page or `/metrics` has to name one, as a
+    password (any user's name) or as a bearer token. The page needs it on other addresses than loopback, and where there
+    are several tenants."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`."""
     log_format: str = "json"

@@ -2,7 +2,7 @@
 
 - ``kvstore.sock``  gRPC: CacheService, AdminService, health, reflection
 - ``data.sock``     the hand-off: session secret and memory by descriptor (``kvstore.handoff`` has the protocol)
-- metrics           a Prometheus page on 127.0.0.1
+- ``web``           a page for browsers and one for Prometheus, on 127.0.0.1
 
 ``serve`` is the whole life of the process.
 """

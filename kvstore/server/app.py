@@ -26,7 +26,6 @@ from kvstore.seams import (
 )
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.descriptors import check_needs, raise_limit
-from kvstore.server.metrics import start_metrics
 from kvstore.server.publishing import open_publisher
 from kvstore.server.remote import RemoteDoor
 from kvstore.server.secrets import read_keys
@@ -34,6 +33,8 @@ from kvstore.server.state import close_again, prepare
 from kvstore.server.tenant import Tenant
 from kvstore.server.tiers import TIERS, Tiers
 from kvstore.server.trust import Rings
+from kvstore.server.web.facts import Overview
+from kvstore.server.web.site import Site, start_web
 from kvstore.server.world import World
 from kvstore.telemetry import configure_logging, log_as
 from kvstore.units import format_bytes
@@ -93,20 +94,24 @@ async def _run(
     _claim(tenants)
     publisher = open_publisher(settings.events, tenants[0].controller, clock)
     controllers = {tenant.name: tenant.controller for tenant in tenants}
-    page = start_metrics(loaded, controllers, loop)
+    overview = Overview(((tenant.controller, tenant.operators) for tenant in tenants), clock)
+    site = Site(controllers, overview, loop, clock)
+    page = start_web(loaded, site)
     door = RemoteDoor(settings, {tenant.name: tenant.settings for tenant in tenants}, clock)
     try:
         async with asyncio.TaskGroup() as group:
             for tenant in tenants:
                 await tenant.open(group)
             await door.start()
-            besides = [group.create_task(door.watch())]
+            besides = [group.create_task(door.watch()), group.create_task(overview.run())]
             if publisher is not None:
                 with log_as(tenants[0].said):
                     besides.append(group.create_task(publisher.run()))
             gc.freeze()  # what is there for good is not looked through again, which takes 30 ms a time
             _announce(tenants, page, door.address)
+            site.is_ready = True
             await stopping.wait()
+            site.is_ready = False
             _log.info("stopping")
             await door.stop()
             await _stop(tenants, besides, settings.server.shutdown_grace_s)

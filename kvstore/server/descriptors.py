@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.errors import InvalidRequest
 
-OWN_COUNT = 128
+OWN_COUNT = 192
 """The process's own: movers, lanes, the event loop's, gRPC's, logs, metrics and those that read them."""
 SOFT_LIMIT_MAX = 1 << 20
 """Enough for any settings; where the hard limit is "infinity" a table of that size would be walked by somebody."""

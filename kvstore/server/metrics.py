@@ -1,20 +1,17 @@
-"""The Prometheus page. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
+"""What Prometheus scrapes. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from kvstore.config import LoadedSettings
-from kvstore.controller import Controller, Stats
-from kvstore.errors import Unavailable
+from kvstore.controller import Stats
 
-COLLECT_TIMEOUT_S = 5.0
 _GAUGES = {
     "arena_capacity_bytes": ("capacity_bytes", "Hard cap of the arena"),
     "arena_prefaulted_bytes": ("prefaulted_bytes", "Arena bytes backed by pages"),
@@ -42,25 +39,29 @@ _TIER_GAUGES = {
     "quarantined_bytes": "Bytes of slots out of use because a check failed",
     "chunk_count": "Chunks in the tier",
 }
-_log = logging.getLogger("kvstore.metrics")
+TIER_UP = "1 while the tier is up"
+UNITS = ("bytes", "chunks", "seconds")
+
+
+class Scrape(NamedTuple):
+    """What the page is made of: each tenant's counts, and what each counter is."""
+
+    stats: Mapping[str, Stats]
+    counted: Mapping[str, str]
 
 
 class _Collector(Collector):
-    """Asks the tenants' controllers on their own thread; the page is served from another."""
+    """Gives the samples of one scrape."""
 
-    def __init__(self, controllers: Mapping[str, Controller], loop: asyncio.AbstractEventLoop) -> None:
-        self._controllers = controllers
-        self._labels = ["tenant"] if len(controllers) > 1 else []
-        self._loop = loop
-
-    async def _stats(self) -> dict[str, Stats]:
-        return {tenant: controller.stats() for tenant, controller in self._controllers.items()}
+    def __init__(self, found: Scrape) -> None:
+        self._found = found
+        self._labels = ["tenant"] if len(found.stats) > 1 else []
 
     def _named(self, tenant: str) -> list[str]:
         return [tenant] if self._labels else []
 
     def collect(self) -> Iterator[Metric]:
-        found = asyncio.run_coroutine_threadsafe(self._stats(), self._loop).result(COLLECT_TIMEOUT_S)
+        found = self._found.stats
         for name, (field, description) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"kvstore_{name}", description, labels=self._labels)
             for tenant, stats in found.items():
@@ -73,39 +74,44 @@ class _Collector(Collector):
                 gauge.add_metric([*self._named(tenant), tier.name], getattr(tier, name))
             yield gauge
         if tiers:
-            is_up = GaugeMetricFamily("kvstore_tier_up", "1 while the tier is up", labels=[*self._labels, "tier"])
+            is_up = GaugeMetricFamily("kvstore_tier_up", TIER_UP, labels=[*self._labels, "tier"])
             for tenant, tier in tiers:
                 is_up.add_metric([*self._named(tenant), tier.name], tier.state == "up")
             yield is_up
-        counted: dict[str, str] = {}
-        for controller in self._controllers.values():
-            counted |= controller.counted
-        for name, description in counted.items():
+        for name, description in self._found.counted.items():
             counter = CounterMetricFamily(f"kvstore_{name}", description, labels=self._labels)
             for tenant, stats in found.items():
                 counter.add_metric(self._named(tenant), stats.counters.get(name, 0))
             yield counter
 
-    def describe(self) -> list[Metric]:
-        return []
 
-
-def start_metrics(
-    loaded: LoadedSettings, controllers: Mapping[str, Controller], loop: asyncio.AbstractEventLoop
-) -> str:
-    """Serve the page and return its address. A default port that is taken is replaced by a free one; a configured
-    one that is taken stops the start with Unavailable."""
-    settings = loaded.settings.server
+def exposition(found: Scrape, accept: str) -> tuple[bytes, str]:
+    """The page in a form that its reader accepts, and the name of that form."""
     registry = CollectorRegistry()
-    registry.register(_Collector(controllers, loop))
-    try:
-        server, _ = start_http_server(settings.metrics_port, settings.metrics_host, registry)
-    except OSError as error:
-        if not loaded.is_default("server.metrics_port"):
-            raise Unavailable(
-                f"metrics port {settings.metrics_port} on {settings.metrics_host} cannot be had ({error.strerror}): "
-                "set server.metrics_port to a free one"
-            ) from error
-        server, _ = start_http_server(0, settings.metrics_host, registry)
-        _log.warning("the default metrics port is taken, using another", extra={"port": server.server_port})
-    return f"http://{settings.metrics_host}:{server.server_port}/metrics"
+    registry.register(_Collector(found))
+    encoder, kind = choose_encoder(accept)
+    return encoder(registry), kind
+
+
+class MetricRow(NamedTuple):
+    """One metric: its name as Prometheus has it, its kind, its unit, its labels beside ``tenant``, and what it is."""
+
+    name: str
+    kind: str
+    unit: str
+    labels: str
+    description: str
+
+
+def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
+    """Every metric there is. ``counted``: the counters, and what each is."""
+    rows = [_row(name, "gauge", "", said) for name, (_, said) in _GAUGES.items()]
+    rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
+    rows.append(_row("tier_up", "gauge", "tier", TIER_UP))
+    return rows + [_row(f"{name}_total", "counter", "", said) for name, said in counted.items()]
+
+
+def _row(name: str, kind: str, labels: str, description: str) -> MetricRow:
+    words = name.removesuffix("_total").split("_")
+    unit = next((each for each in reversed(words) if each in UNITS), "number")
+    return MetricRow(f"kvstore_{name}", kind, unit, labels, description)

@@ -72,7 +72,8 @@ class Tenant:
         self._announcer: Announcer | None = None
         if directory is not None:
             self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
-        self._server, self._health = _grpc_server(self.controller, self._parts, world)
+        self.operators = Operators(self._parts, self.controller)
+        self._server, self._health = _grpc_server(self.controller, self.operators, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -203,7 +204,9 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
     )
 
 
-def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[Any, Any]:
+def _grpc_server(
+    controller: Controller, operators: Operators, parts: Parts, world: World
+) -> tuple[Any, Any]:  # fmt: skip
     """A server of this tenant's own: its connections and calls are counted by themselves."""
     limits = parts.limits
     options = [
@@ -218,9 +221,7 @@ def _grpc_server(controller: Controller, parts: Parts, world: World) -> tuple[An
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
-    register(
-        server, admin, AdminService(controller, Operators(parts, controller), world.clock, os.getpid()), parts.counters
-    )
+    register(server, admin, AdminService(controller, operators, world.clock, os.getpid()), parts.counters)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection(

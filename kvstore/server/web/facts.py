@@ -1,0 +1,99 @@
+"""What the page shows, as plain values: bounded however many tenants and models there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from heapq import nlargest
+from typing import Any
+
+from kvstore import __version__
+from kvstore.controller import Controller
+from kvstore.controller.operators import Operators
+from kvstore.controller.values import ModelCount
+from kvstore.movement import TierAccount
+from kvstore.seams import Clock
+from kvstore.server.web.history import INTERVAL_S, HealthEvent, History, health_of
+
+MODEL_COUNT_MAX = 50
+"""Of a tenant, the largest."""
+TENANT_COUNT_MAX = 32
+NAME_CHARACTERS_MAX = 200
+
+
+class Watched:
+    """One tenant, as the page has it. Runs on the event loop's thread."""
+
+    def __init__(self, controller: Controller, operators: Operators, clock: Clock) -> None:
+        self._controller = controller
+        self._operators = operators
+        self._clock = clock
+        self._history = History()
+
+    def note(self) -> None:
+        """An interval has ended. Cost: some 50 us."""
+        self._history.note(self._controller.stats().counters, self._operators.tiers(), self._clock.wall())
+
+    def facts(self) -> dict[str, Any]:
+        """All that is told of the tenant."""
+        stats = self._controller.stats()
+        largest = nlargest(MODEL_COUNT_MAX, stats.models, key=lambda each: each.byte_count)
+        return {
+            "name": self._controller.tenant,
+            "session_count": stats.session_count, "chunk_count": stats.chunk_count,
+            "leased_bytes": stats.leased_bytes, "pinned_bytes": stats.pinned_bytes,
+            "quarantined_chunks": stats.counters["quarantined_chunks"],
+            "tiers": [self._tier(each) for each in self._operators.tiers()],
+            "absent": [each[:NAME_CHARACTERS_MAX] for each in self._operators.absent],
+            "models": [_model(each) for each in largest], "model_count": len(stats.models),
+            "flows": self._history.flows(), "events": [_event(each) for each in self._history.events],
+        }  # fmt: skip
+
+    def _tier(self, account: TierAccount) -> dict[str, Any]:
+        stats = account.stats
+        came, went = self._history.rates(stats.name)
+        return {
+            "name": stats.name, "health": health_of(account), "is_shared": stats.is_shared,
+            "durability": account.durability.name, "chunk_count": stats.chunk_count,
+            "allocated_bytes": stats.allocated_bytes, "capacity_bytes": stats.capacity_bytes,
+            "backlog_count": account.backlog_count, "in_bytes_per_s": came, "out_bytes_per_s": went,
+        }  # fmt: skip
+
+
+class Overview:
+    """All tenants."""
+
+    def __init__(self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock) -> None:
+        self._clock = clock
+        self._started_s = clock.monotonic()
+        self._tenants = [Watched(*each, clock) for each in tenants]
+
+    async def run(self) -> None:
+        """Note what each interval brought, for ever."""
+        while True:
+            await self._clock.sleep(INTERVAL_S)
+            for tenant in self._tenants:
+                tenant.note()
+                await asyncio.sleep(0)
+
+    async def facts(self) -> dict[str, Any]:
+        """What the page shows now. Others are answered between two tenants."""
+        tenants = []
+        for tenant in self._tenants[:TENANT_COUNT_MAX]:
+            tenants.append(tenant.facts())
+            await asyncio.sleep(0)
+        return {
+            "version": __version__, "now_s": self._clock.wall(), "up_s": self._clock.monotonic() - self._started_s,
+            "interval_s": INTERVAL_S, "tenant_count": len(self._tenants), "tenants": tenants,
+        }  # fmt: skip
+
+
+def _model(model: ModelCount) -> dict[str, Any]:
+    return {
+        "model_id": model.model_id[:NAME_CHARACTERS_MAX], "fingerprint": model.fingerprint.hex()[:16],
+        "chunk_count": model.chunk_count, "byte_count": model.byte_count,
+    }  # fmt: skip
+
+
+def _event(event: HealthEvent) -> dict[str, Any]:
+    return {"at_s": event.at_s, "tier": event.tier, "text": event.text}

@@ -1,0 +1,229 @@
+"""Requests of browsers and scrapers: HTTP/1.1, one a connection, in a thread and an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import gzip
+import hashlib
+import hmac
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from kvstore.seams.scheduler import start_thread
+from kvstore.units import is_loopback
+
+CONNECTION_COUNT_MAX = 64
+BACKLOG_COUNT = 128
+REQUEST_BYTES_MAX = 8192
+REQUEST_S_MAX, REPLY_S_MAX = 5.0, 10.0
+"""How long a client may take to ask, and to take its reply."""
+ANSWER_S_MAX = 5.0
+"""How long the service may take to tell its counts."""
+HEADERS = (
+    "Connection: close",
+    "Cache-Control: no-store",
+    "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy: same-origin",
+    "Referrer-Policy: no-referrer",
+    "X-Content-Type-Options: nosniff",
+)
+REASONS = {
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
+    405: "Method Not Allowed", 421: "Misdirected Request", 503: "Service Unavailable",
+}  # fmt: skip
+TEXT = "text/plain; charset=utf-8"
+_log = logging.getLogger("kvstore.web")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a request gets."""
+
+    status: int
+    body: bytes
+    kind: str = TEXT
+    headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for. ``headers``: by name in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a path is answered, and who may have the answer. ``is_open``: everybody, for it says nothing; ``is_page``:
+    not without a token where ``Gate.page_reason`` says why."""
+
+    answer: Callable[[Request], Awaitable[Reply]]
+    is_open: bool = False
+    is_page: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Who may read. ``tokens``: digests of which one is needed; empty: none is. ``page_reason``: why the page cannot be
+    had without one. ``is_local``: it listens on loopback, and other sites' names for it are refused."""
+
+    tokens: tuple[bytes, ...]
+    page_reason: str
+    is_local: bool
+
+    def refusal(self, request: Request, route: Route) -> Reply | None:
+        """None: the request is answered."""
+        if self.is_local and not _is_own_name(request.headers.get("host", "")):
+            return _said(421, "this address answers to localhost only")
+        if route.is_open:
+            return None
+        if self.tokens and not self._is_known(request.headers.get("authorization", "")):
+            headers = ('WWW-Authenticate: Basic realm="kvstore: any name, and the token", charset="UTF-8"',)
+            return Reply(401, b"a token of server.metrics_token_file is needed, as password or bearer\n", TEXT, headers)
+        if route.is_page and not self.tokens and self.page_reason:
+            return _said(403, self.page_reason)
+        return None
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        return any([hmac.compare_digest(digest, token) for token in self.tokens])  # noqa: C419 - looks at every one
+
+
+class Web:
+    """The listener. ``routes``: by path."""
+
+    def __init__(self, listener: socket.socket, routes: Mapping[str, Route], gate: Gate) -> None:
+        self._listener = listener
+        self._routes = routes
+        self._gate = gate
+        self._open_count = 0
+
+    def start(self) -> None:
+        """Answer for ever, until the process ends. Raises Unavailable where no thread can be had."""
+        start_thread(self._run, "web")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception:  # noqa: BLE001 - the boundary: the service goes on without its page
+            _log.exception("the metrics page ended")
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._connection, sock=self._listener, limit=REQUEST_BYTES_MAX, backlog=BACKLOG_COUNT
+        )
+        await server.serve_forever()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request. Whatever comes, the connection ends."""
+        self._open_count += 1
+        try:
+            is_full = self._open_count > CONNECTION_COUNT_MAX
+            busy = Reply(503, b"too many read this page: try again\n", TEXT, ("Retry-After: 5",))
+            request = None
+            if is_full:
+                reply = busy
+            else:
+                async with asyncio.timeout(REQUEST_S_MAX):
+                    request = _parsed(await reader.readuntil(b"\r\n\r\n"))
+                reply = await self._answer(request)
+            async with asyncio.timeout(REPLY_S_MAX):
+                writer.write(_rendered(reply, request))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+        finally:
+            self._open_count -= 1
+
+    async def _answer(self, request: Request | None) -> Reply:
+        if request is None:
+            return _said(400, "this is no request")
+        if request.method not in ("GET", "HEAD"):
+            return Reply(405, b"nothing can be changed here\n", TEXT, ("Allow: GET, HEAD",))
+        route = self._routes.get(request.path)
+        if route is None:
+            return _said(404, f"there are: {' '.join(self._routes)}")
+        refusal = self._gate.refusal(request, route)
+        if refusal is not None:
+            return refusal
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                return await route.answer(request)
+        except TimeoutError:
+            return _said(503, "the service does not answer")
+        except Exception:  # noqa: BLE001 - the boundary: one request that fails ends no other
+            _log.exception("a page could not be made", extra={"path": request.path})
+            return _said(503, "it could not be made: see the service's log")
+
+
+def _said(status: int, words: str) -> Reply:
+    return Reply(status, f"{words}\n".encode())
+
+
+def _parsed(data: bytes) -> Request | None:
+    """None: it is no request."""
+    first, *lines = data.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        return None
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return Request(words[0], words[1].partition("?")[0], headers)
+
+
+def _rendered(reply: Reply, request: Request | None) -> bytes:
+    body, headers = reply.body, [*HEADERS, *reply.headers]
+    if request is not None and "gzip" in request.headers.get("accept-encoding", "") and len(body) > 1024:
+        body = gzip.compress(body, 1)
+        headers.append("Content-Encoding: gzip")
+    head = [
+        f"HTTP/1.1 {reply.status} {REASONS[reply.status]}", f"Content-Type: {reply.kind}",
+        f"Content-Length: {len(body)}", *headers,
+    ]  # fmt: skip
+    is_head = request is not None and request.method == "HEAD"
+    return "\r\n".join([*head, "", ""]).encode("latin-1") + (b"" if is_head else body)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a browser was sent here by a name of this host: another site's name for 127.0.0.1 would make its scripts
+    ours."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return is_loopback(name.strip("[]"))
+
+
+def port_of(listener: socket.socket) -> int:
+    """Where it listens."""
+    return int(listener.getsockname()[1])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
+    family = socket.AF_INET6 if _is_six(host) else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG_COUNT)
+
+
+def _is_six(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False

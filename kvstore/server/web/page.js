@@ -1,0 +1,199 @@
+"use strict";
+// What names say is never taken for markup: all of it comes in as text.
+
+const EVERY_MS = 5000, GIVE_UP_MS = 8000, POINTS = 60;
+const SVG = "http://www.w3.org/2000/svg";
+const main = document.getElementById("main"), head = document.getElementById("head");
+const fresh = document.getElementById("fresh"), pause = document.getElementById("pause");
+const opened = new Set();
+let isPaused = false, timer = 0;
+
+function el(name, attributes, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) made.setAttribute(key, value);
+  made.append(...children.map((each) => (each instanceof Node ? each : String(each))));
+  return made;
+}
+
+function plain(text) {
+  // What does not show, or turns the direction of what follows, is written as its number.
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu,
+    (each) => "\\u" + each.codePointAt(0).toString(16).padStart(4, "0"));
+}
+
+function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let place = 0;
+  while (count >= 1024 && place < units.length - 1) { count /= 1024; place += 1; }
+  return (place && count < 10 ? count.toFixed(1) : Math.round(count).toString()) + " " + units[place];
+}
+
+function whole(count) { return count.toLocaleString("en"); }
+function rate(count) { return count < 1 ? "-" : bytes(count) + "/s"; }
+
+function span(seconds) {
+  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]])
+    if (seconds >= size) return (seconds / size).toFixed(unit === "min" ? 0 : 1) + " " + unit;
+  return Math.round(seconds) + " s";
+}
+
+function table(label, columns, rows, empty) {
+  if (!rows.length) return el("p", { class: "note" }, empty);
+  const heads = columns.map(([name, kind]) => el("th", { scope: "col", class: kind || "" }, name));
+  const body = rows.map((row) => el("tr", {}, ...row.map((value, place) => {
+    const kind = columns[place][1] || "";
+    return place ? el("td", { class: kind }, value) : el("th", { scope: "row", class: "name" }, value);
+  })));
+  const made = el("table", {}, el("caption", {}, label), el("thead", {}, el("tr", {}, ...heads)),
+    el("tbody", {}, ...body));
+  return el("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": label }, made);
+}
+
+function tiers(tenant, id) {
+  const rows = tenant.tiers.map((tier) => {
+    const share = tier.capacity_bytes ? Math.min(1, tier.allocated_bytes / tier.capacity_bytes) : null;
+    const full = el("span", {});
+    if (share === null) full.append(tier.allocated_bytes ? bytes(tier.allocated_bytes) : "not told");
+    else full.append(
+      el("meter", { min: 0, max: 1, value: share, "aria-label": plain(tier.name) + " is full to" }),
+      ` ${Math.round(share * 100)} % of ${bytes(tier.capacity_bytes)}`);
+    const is_well = tier.health === "up";
+    return [plain(tier.name), el("span", { class: is_well ? "" : "bad" }, plain(tier.health)), full,
+      whole(tier.chunk_count), rate(tier.in_bytes_per_s), rate(tier.out_bytes_per_s), whole(tier.backlog_count),
+      tier.durability.toLowerCase()];
+  });
+  const columns = [["Tier"], ["State"], ["Full"], ["Chunks", "n"], ["In", "n"], ["Out", "n"], ["Waiting", "n"],
+    ["Survives"]];
+  return table(`Tiers of ${id}, flows of the last interval`, columns, rows, "There is no tier.");
+}
+
+function grouped(flows, name, size) {
+  const found = [];
+  for (let at = flows[name].length; at > 0; at -= size)
+    found.unshift(flows[name].slice(Math.max(0, at - size), at).reduce((one, other) => one + other, 0));
+  return found;
+}
+
+function hour(tenant, interval, id) {
+  const flows = tenant.flows, size = Math.max(1, Math.ceil(360 / POINTS));
+  const hits = grouped(flows, "fetch_hit_chunks", size), misses = grouped(flows, "fetch_miss_chunks", size);
+  const went = grouped(flows, "fetch_bytes", size), came = grouped(flows, "store_committed_bytes", size);
+  const all = (list) => list.reduce((one, other) => one + other, 0);
+  const asked = all(hits) + all(misses);
+  const words = asked
+    ? `${Math.round((100 * all(hits)) / asked)} % of ${whole(asked)} chunks that fetches asked for were hits.`
+    : "No fetch in this time.";
+  const told = span(flows.fetch_bytes.length * interval);
+  const found = el("div", {}, el("p", {}, `The last ${told}: ${words} ${bytes(all(went))} were handed out, `
+    + `${bytes(all(came))} stored.`));
+  if (asked) {
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("class", "hour"); svg.setAttribute("viewBox", "0 0 60 100");
+    svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `Hit rate of ${id} over the last ${told}. The table below has the numbers.`);
+    for (const height of [25, 50, 75]) {
+      const line = document.createElementNS(SVG, "line");
+      for (const [key, value] of [["x1", 0], ["x2", 60], ["y1", height], ["y2", height]])
+        line.setAttribute(key, value);
+      svg.append(line);
+    }
+    let d = "", was = false;
+    hits.forEach((count, place) => {
+      const total = count + misses[place], x = POINTS - hits.length + place;
+      if (total) {
+        const y = (97 - (94 * count) / total).toFixed(1);
+        d += was ? `L${x + 0.5} ${y}` : `M${x} ${y}L${x + 0.5} ${y}`;
+      }
+      was = total > 0;
+    });
+    const path = document.createElementNS(SVG, "path");
+    path.setAttribute("d", d); svg.append(path);
+    found.append(svg, el("div", { class: "axis", "aria-hidden": "true" }, el("span", {}, "an hour ago"),
+      el("span", {}, "hit rate, 0 to 100 %"), el("span", {}, "now")));
+  }
+  const rows = hits.map((count, place) => {
+    const total = count + misses[place];
+    return [span((hits.length - place) * size * interval) + " ago", whole(count), whole(misses[place]),
+      total ? Math.round((100 * count) / total) + " %" : "-", bytes(went[place]), bytes(came[place])];
+  }).reverse();
+  const more = el("details", { "data-key": id + " hour" }, el("summary", {}, "Numbers of the hour"),
+    table(`Fetches and stores of ${id}`, [["Since"], ["Hits", "n"], ["Misses", "n"], ["Hit rate", "n"], ["Out", "n"],
+      ["In", "n"]], rows, "Nothing yet."));
+  found.append(more);
+  return found;
+}
+
+function models(tenant, id) {
+  const rows = tenant.models.map((model) => [plain(model.model_id), model.fingerprint, whole(model.chunk_count),
+    bytes(model.byte_count)]);
+  const label = tenant.model_count > rows.length ? `The ${rows.length} largest of ${tenant.model_count} models of ${id}`
+    : `Models of ${id}`;
+  return table(label, [["Model"], ["Fingerprint"], ["Chunks", "n"], ["Bytes", "n"]], rows,
+    "No engine has registered a model.");
+}
+
+function health(tenant, id, now) {
+  const wrong = tenant.tiers.filter((tier) => tier.health !== "up")
+    .map((tier) => `${plain(tier.name)}: ${plain(tier.health)}`).concat(tenant.absent.map(plain));
+  if (tenant.quarantined_chunks)
+    wrong.push(`${whole(tenant.quarantined_chunks)} chunks failed their checks since the start: kvstore verify`);
+  const found = el("div", {}, wrong.length
+    ? el("ul", {}, ...wrong.map((each) => el("li", { class: "bad" }, each)))
+    : el("p", {}, "All tiers are up, and no chunk failed its check."));
+  const rows = tenant.events.slice().reverse().map((event) => [span(Math.max(0, now - event.at_s)) + " ago",
+    plain(event.tier), plain(event.text)]);
+  if (rows.length) found.append(el("details", { "data-key": id + " health" },
+    el("summary", {}, `What changed: ${rows.length} events`),
+    table(`Health of ${id}`, [["When"], ["Tier"], ["From then on"]], rows, "")));
+  return found;
+}
+
+function section(tenant, facts) {
+  const id = `tenant ${plain(tenant.name)}`;
+  return el("section", { "aria-label": id },
+    el("h2", {}, `Tenant ${plain(tenant.name)}`),
+    el("p", { class: "note" }, `${whole(tenant.chunk_count)} chunks in memory, ${whole(tenant.session_count)} sessions, `
+      + `${bytes(tenant.leased_bytes)} leased, ${bytes(tenant.pinned_bytes)} pinned`),
+    el("h3", {}, "Health"), health(tenant, id, facts.now_s),
+    el("h3", {}, "Tiers"), tiers(tenant, id),
+    el("h3", {}, "Hits over the last hour"), hour(tenant, facts.interval_s, id),
+    el("h3", {}, "Models"), models(tenant, id));
+}
+
+function show(facts) {
+  head.textContent = `Release ${plain(facts.version)}, up ${span(facts.up_s)}, ${facts.tenant_count} tenant`
+    + (facts.tenant_count === 1 ? "" : "s");
+  for (const each of main.querySelectorAll("details[data-key]"))
+    each.open ? opened.add(each.dataset.key) : opened.delete(each.dataset.key);
+  const held = document.activeElement, regions = [...main.querySelectorAll("[tabindex='0'], summary")];
+  const place = regions.indexOf(held);
+  const scrolled = [...main.querySelectorAll(".scroll")].map((each) => each.scrollLeft);
+  main.replaceChildren(...facts.tenants.map((each) => section(each, facts)));
+  if (facts.tenant_count > facts.tenants.length)
+    main.append(el("p", { class: "note" }, `${facts.tenant_count - facts.tenants.length} tenants more: kvstore status`));
+  for (const each of main.querySelectorAll("details[data-key]")) each.open = opened.has(each.dataset.key);
+  main.querySelectorAll(".scroll").forEach((each, at) => { each.scrollLeft = scrolled[at] || 0; });
+  if (place >= 0) main.querySelectorAll("[tabindex='0'], summary")[place]?.focus({ preventScroll: true });
+}
+
+function say(words) { if (fresh.textContent !== words) fresh.textContent = words; }
+
+async function look() {
+  try {
+    const reply = await fetch("page.json", { cache: "no-store", signal: AbortSignal.timeout(GIVE_UP_MS) });
+    if (!reply.ok) throw new Error((await reply.text()).trim() || `status ${reply.status}`);
+    show(await reply.json());
+    say(`Read every ${EVERY_MS / 1000} s`);
+  } catch (error) {
+    say(`No answer, trying again: ${plain(error.message)}`);
+  }
+  if (!isPaused) timer = setTimeout(look, document.hidden ? 6 * EVERY_MS : EVERY_MS);
+}
+
+pause.addEventListener("click", () => {
+  isPaused = !isPaused;
+  pause.setAttribute("aria-pressed", String(isPaused));
+  clearTimeout(timer);
+  if (isPaused) say("Paused"); else look();
+});
+look();

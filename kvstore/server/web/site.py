@@ -1,0 +1,163 @@
+"""The port of the page: which paths there are, what each gives, and who may have it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from kvstore.config import LoadedSettings
+from kvstore.controller import Controller
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.seams import Clock
+from kvstore.server.metrics import Scrape, exposition
+from kvstore.server.secrets import read_private
+from kvstore.server.web.facts import Overview
+from kvstore.server.web.listener import Gate, Reply, Request, Route, Web, listen, port_of
+from kvstore.units import is_loopback
+
+TOKEN_SETTING = "server.metrics_token_file"  # noqa: S105 - a setting's name
+TOKEN_CHARACTERS_MIN = 16
+FILE_BYTES_MAX = 1 << 16
+FACTS_AGE_S, SCRAPE_AGE_S = 1.0, 0.25
+"""For so long what was told is told again, whoever asks."""
+HERE = Path(__file__).parent
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}  # fmt: skip
+_log = logging.getLogger("kvstore.web")
+Told = TypeVar("Told")
+
+
+class Asked(Generic[Told]):
+    """What the service's loop is asked for by another thread's: once for all that wait, and not again before it is so
+    old."""
+
+    def __init__(
+        self, ask: Callable[[], Coroutine[Any, Any, Told]], loop: asyncio.AbstractEventLoop, clock: Clock, age_s: float
+    ) -> None:  # fmt: skip
+        self._ask = ask
+        self._loop = loop
+        self._clock = clock
+        self._age_s = age_s
+        self._gate = asyncio.Lock()
+        self._told: tuple[float, Told] | None = None
+
+    async def get(self) -> Told:
+        """Runs in the web's thread. The caller bounds how long it waits."""
+        async with self._gate:
+            now_s = self._clock.monotonic()
+            if self._told is None or now_s - self._told[0] >= self._age_s:
+                found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(), self._loop))
+                self._told = (now_s, found)
+            return self._told[1]
+
+
+class Site:
+    """The routes, for one service. ``is_ready`` is set once all of it is served, and cleared when it stops."""
+
+    def __init__(
+        self, controllers: Mapping[str, Controller], overview: Overview, loop: asyncio.AbstractEventLoop, clock: Clock
+    ) -> None:
+        self._controllers = controllers
+        self._scrape = Asked(self._scraped, loop, clock, SCRAPE_AGE_S)
+        self._facts = Asked(overview.facts, loop, clock, FACTS_AGE_S)
+        self._alive = Asked(self._answers, loop, clock, SCRAPE_AGE_S)
+        self.is_ready = False
+
+    def routes(self) -> dict[str, Route]:
+        """By path."""
+        found = {path: Route(_file(*of), is_page=True) for path, of in FILES.items()}
+        return found | {
+            "/page.json": Route(self._json, is_page=True), "/metrics": Route(self._metrics),
+            "/healthz": Route(self._health, is_open=True), "/readyz": Route(self._ready, is_open=True),
+        }  # fmt: skip
+
+    # ------------------------------------------------------------ on the service's loop
+
+    async def _scraped(self) -> Scrape:
+        counted: dict[str, str] = {}
+        for controller in self._controllers.values():
+            counted |= controller.counted
+        return Scrape({name: each.stats() for name, each in self._controllers.items()}, counted)
+
+    async def _answers(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------ in the web's thread
+
+    async def _json(self, request: Request) -> Reply:
+        return Reply(200, json.dumps(await self._facts.get()).encode(), "application/json")
+
+    async def _metrics(self, request: Request) -> Reply:
+        return Reply(200, *exposition(await self._scrape.get(), request.headers.get("accept", "")))
+
+    async def _health(self, request: Request) -> Reply:
+        await self._alive.get()
+        return Reply(200, b"ok\n")
+
+    async def _ready(self, request: Request) -> Reply:
+        await self._alive.get()
+        return Reply(200, b"ready\n") if self.is_ready else Reply(503, b"not ready: it starts, or stops\n")
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Any]:
+    body = (HERE / name).read_bytes()
+
+    async def give(_: Request) -> Reply:
+        return Reply(200, body, kind)
+
+    return give
+
+
+def start_web(loaded: LoadedSettings, site: Site) -> str:
+    """Serve the page, and return its address. A default port that is taken is replaced by a free one; a configured one
+    that is taken stops the start with Unavailable. Raises InvalidRequest for a token file that cannot be used."""
+    settings = loaded.settings.server
+    gate = gate_of(loaded)
+    try:
+        listener = listen(settings.metrics_host, settings.metrics_port)
+    except OSError as error:
+        if not loaded.is_default("server.metrics_port"):
+            raise Unavailable(
+                f"metrics port {settings.metrics_port} on {settings.metrics_host} cannot be had ({error.strerror}): "
+                "set server.metrics_port to a free one"
+            ) from error
+        listener = listen(settings.metrics_host, 0)
+        _log.warning("the default metrics port is taken, using another", extra={"port": port_of(listener)})
+    Web(listener, site.routes(), gate).start()
+    host = f"[{settings.metrics_host}]" if ":" in settings.metrics_host else settings.metrics_host
+    return f"http://{host}:{port_of(listener)}/metrics"
+
+
+def gate_of(loaded: LoadedSettings) -> Gate:
+    """Who may read what, by the settings."""
+    settings = loaded.settings.server
+    is_local = is_loopback(settings.metrics_host)
+    reason = ""
+    if not is_local:
+        reason = f"server.metrics_host = {settings.metrics_host} is not loopback: set {TOKEN_SETTING} to show the page"
+    elif len(loaded.settings.tenant_names) > 1:
+        reason = f"the page names all tenants' models: set {TOKEN_SETTING} to show it"
+    return Gate(read_page_tokens(settings.metrics_token_file), reason, is_local)
+
+
+def read_page_tokens(name: str) -> tuple[bytes, ...]:
+    """Digests of a file's tokens, one a line. Raises InvalidRequest naming the setting, and never a token."""
+    if not name:
+        return ()
+    path = Path(name).expanduser()
+    data = read_private(path, TOKEN_SETTING, FILE_BYTES_MAX, "one token per line")
+    found = [line.partition(b"#")[0].strip() for line in data.splitlines()]
+    tokens = [each for each in found if each]
+    if not tokens or min(map(len, tokens)) < TOKEN_CHARACTERS_MIN:
+        raise InvalidRequest(
+            f"{TOKEN_SETTING} = {path}: write one token per line, {TOKEN_CHARACTERS_MIN} characters or more each",
+            setting=TOKEN_SETTING,
+        )
+    return tuple(hashlib.sha256(each).digest() for each in tokens)
