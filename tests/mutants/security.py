@@ -12,6 +12,8 @@ SECRETS = "kvstore/server/secrets.py"
 TOKENS = "kvstore/remote/tokens.py"
 BOUNDARY = "kvstore/remote/boundary.py"
 T_OPERATORS = "tests/e2e/test_operators.py"
+T_WEB = "tests/server/test_web.py"
+LISTENER = "kvstore/server/web/listener.py"
 DOOR = "kvstore/remote/door.py"
 TENANT_SETTINGS = "kvstore/config/tenants.py"
 DIRECTORY = "kvstore/tiers/nvme/directory.py"
@@ -28,6 +30,38 @@ T_SERVER = "tests/server/test_server.py"
 T_LIFE = "tests/server/test_life.py"
 
 MUTANTS = [
+    Mutant(
+        "a-page-for-everybody",
+        LISTENER,
+        "        if route.is_page and not self.tokens and self.page_reason:\n",
+        "        if False:\n",
+        "whoever reaches the port reads all tenants' models",
+        (f"{T_WEB}::test_the_page_needs_a_token_where_others_could_read_it",),
+    ),
+    Mutant(
+        "any-password-will-do",
+        LISTENER,
+        "        if self.tokens and not self._is_known(request.headers.get(\"authorization\", \"\")):\n",
+        "        if False:\n",
+        "a token file guards nothing",
+        (f"{T_WEB}::test_the_page_needs_a_token_where_others_could_read_it",),
+    ),
+    Mutant(
+        "another-sites-name-for-loopback",
+        LISTENER,
+        "        if self.is_local and not _is_own_name(request.headers.get(\"host\", \"\")):\n",
+        "        if False:\n",
+        "a site whose name becomes 127.0.0.1 reads the page of whoever visits it",
+        (f"{T_WEB}::test_other_sites_names_for_this_address_are_refused",),
+    ),
+    Mutant(
+        "browsers-without-a-bound",
+        LISTENER,
+        "            is_full = self._open_count > CONNECTION_COUNT_MAX\n",
+        "            is_full = False\n",
+        "browsers take the files that engines need",
+        (f"{T_WEB}::test_of_a_thousand_browsers_each_is_answered_or_told_to_come_again",),
+    ),
     Mutant(
         "every-token-administers",
         "kvstore/remote/door.py",
