@@ -68,9 +68,10 @@ class TierMeters:
         meter.queued_bytes -= byte_count
         meter.come_bytes += byte_count if has_come else 0
         meter.cut_bytes += byte_count if is_late else 0
-        if meter.reads and now - meter.since_s < SLICE_S:
-            return
-        seen = BusyTime(meter.come_bytes + meter.cut_bytes, now - meter.since_s, is_cut=meter.cut_bytes > 0)
+        counted = meter.come_bytes + meter.cut_bytes
+        if meter.reads and (not counted or now - meter.since_s < SLICE_S):
+            return  # where nothing came yet, the time that the others have waited is theirs
+        seen = BusyTime(counted, now - meter.since_s, is_cut=meter.cut_bytes > 0)
         times = meter.kept.times.observed(seen)
         self.is_changed |= times is not meter.kept.times
         meter.kept = replace(meter.kept, times=times)

@@ -31,6 +31,8 @@ from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOpti
 WIDTH = 48
 """Characters of a picture's time."""
 MEMORY = "memory"
+SLOWEST_PER_S, FASTEST_PER_S = 1e-3, 1e9
+"""Tokens that an engine computes."""
 TIERS = {tier.name.lower(): tier for tier in (Tier.NVME, Tier.REDIS, Tier.S3)}
 UNMEASURED = "This engine's speed is not known here: give --prefill-tokens-per-s. Without it seconds mean nothing."
 
@@ -77,6 +79,10 @@ def plan(
 def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rates: Sequence[str]) -> LoadFacts:
     """The facts with other speeds. Raises InvalidRequest naming the option."""
     if prefill_tokens_per_s:
+        if not SLOWEST_PER_S <= prefill_tokens_per_s <= FASTEST_PER_S:
+            raise InvalidRequest(
+                f"--prefill-tokens-per-s {prefill_tokens_per_s} must be in {SLOWEST_PER_S:g}..{FASTEST_PER_S:g}"
+            )
         token_s = 1.0 / prefill_tokens_per_s
         share = Operations.of(spec).pair_share
         facts = replace(facts, compute=ComputeRate(0.0, token_s, token_s * share, caution=1.0, sample_count=1))

@@ -14,6 +14,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
 from kvstore.v1alpha import admin_pb2
 from tests.e2e.test_partial_prefill import RECEIVER, SENDER, STEP, keep, prompt, same
+from tests.server.raw import eventually
 
 COUNT, STORED = STEP * 12 + 3, STEP * 12
 
@@ -104,3 +105,27 @@ def test_with_a_sender_nothing_is_cut(client: Client) -> None:
     found = prefilled(client, tokens, senders=[SENDER.spec])
     assert found.plan.loading is None
     assert found.plan.reused_token_count >= STORED
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_the_way_from_memory_is_measured_by_what_it_brings(client: Client, mode: str) -> None:
+    tokens = prompt(COUNT, 37)
+    keep(client, RECEIVER, tokens)
+    speeds(client, RECEIVER, 1e12, 1e-3)
+    client.planner.mode = mode
+    client.planner._link = BusyTimes()
+    found = prefilled(client, tokens)
+    client.planner.mode = "on"
+    assert found.plan.reused_token_count >= STORED
+    assert len(client.planner._link.times) == 1
+
+
+def test_what_a_plan_leaves_out_is_measured_on_the_side(client: Client) -> None:
+    tokens = prompt(COUNT, 38)
+    keep(client, RECEIVER, tokens)
+    speeds(client, RECEIVER, 1e9, 1e-9)
+    client.planner._probed_s.clear()
+    before = len(client.planner._link.times)
+    assert prefilled(client, tokens).plan.reused_token_count == 0
+    eventually(lambda: len(client.planner._link.times) == before + 1)
+    assert held(client).lease_count == 0

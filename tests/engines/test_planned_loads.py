@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel
+from kvstore_client.loading.planner import ENGINES_MAX, told_facts
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
+from kvstore.seams.jobs import begun
 from kvstore.spec import Durability, Tier
+from kvstore.v1alpha import admin_pb2
 from tests.engines.test_transformers import STEP, logits, model_of, prompt
 from tests.server.raw import eventually
 
@@ -151,7 +155,52 @@ def test_a_tier_that_plans_leave_out_is_measured_on_the_side(sidecar: Sidecar) -
         eventually(lambda: client.stats().rates[0].sample_count > 0)
         held = client.lookup(model.spec, ids[0])
         assert [chunk.tier for chunk in held.chunks[:3]] == [Tier.DRAM, Tier.NVME, Tier.NVME], "one chunk, no more"
-        assert client.planner.probe_stop(model.spec, held.chunks, 0) == 0, "the next one has time"
+        assert client.planner.probe(model.spec, held.chunks[1:], 0) is None, "the next one has time"
+
+
+def test_a_way_from_memory_that_was_slow_for_a_while_is_found_to_be_fast_again(client: Client) -> None:
+    """Nothing is loaded any more, and nothing would be measured: a chunk is, on the side."""
+    model, ids = cached(client, seed=8), prompt(COUNT, 9)
+    cold, first = logits(model, ids)
+    first.wait_stored(10.0)
+    for size in (1 << 20, 1 << 20):
+        client.planner._link = BusyTimes((*client.planner._link.times, BusyTime(size, 60.0)))
+    is_engine(client, model, 1e-3)
+    chosen = []
+    for _ in range(8):
+        again, report = logits(model, ids)
+        assert torch.equal(cold, again)
+        assert report.plan is not None
+        chosen.append(report.plan.chosen.way)
+        begun(model._background, lambda: None).result(10.0)  # what went before it, the probe, has ended
+        client.planner._probed_s.clear()  # as if an hour had passed
+        is_engine(client, model, 1e-3)
+    assert chosen[0] is Way.PREFILL
+    assert Way.LOAD in chosen
+
+
+def test_specs_that_come_and_go_leave_no_heap_behind(client: Client) -> None:
+    """A model in training has other weights at each call."""
+    spec = cached(client).spec
+    for number in range(200):
+        other = replace(spec, weights_digest=f"{number:064x}")
+        client.planner.computed(other, STEP, Prefill(100, 0, 0.1))
+    assert len(client.planner._prefills) == ENGINES_MAX
+    assert (other, STEP) in client.planner._prefills
+
+
+def test_what_a_sidecar_tells_of_its_tiers_may_be_absurd() -> None:
+    told = {"kind": int(Tier.NVME), "bytes_per_second": 1e8, "latency_seconds": 0.01, "caution": 1.5}
+    (sound,) = told_facts([admin_pb2.TierRate(**told)]).values()
+    assert (sound.rate.byte_s, sound.rate.latency_s, sound.rate.caution) == (1e-8, 0.01, 1.5)
+    for name in ("bytes_per_second", "latency_seconds", "caution"):
+        for value in (math.nan, math.inf, -math.inf, -1.0, 1e300, *((0.0,) if name != "latency_seconds" else ())):
+            assert not told_facts([admin_pb2.TierRate(**{**told, name: value})]), (name, value)
+    slow = {**told, "bytes_per_second": 1e6}
+    for rates in ([told, slow], [slow, told]):
+        assert told_facts([admin_pb2.TierRate(**each) for each in rates])[Tier.NVME].rate.byte_s == 1e-6
+    later = admin_pb2.TierRate(**{**told, "kind": 77})
+    assert list(told_facts([later])) == [Tier.NONE], "a tier that only a later release knows"
 
 
 def test_absurd_durations_teach_nothing(client: Client) -> None:

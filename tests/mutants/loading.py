@@ -8,6 +8,9 @@ KEPT = "kvstore/planning/loading/kept.py"
 METERS = "kvstore/movement/meters.py"
 PLANNER = "kvstore/planning/loading/planner.py"
 RATES = "kvstore/planning/loading/rates.py"
+COMPUTE = "kvstore/planning/loading/compute.py"
+CLIENT = "clients/kvstore_client/loading/planner.py"
+T_PLANNED = "tests/engines/test_planned_loads.py"
 T_LOADING = "tests/planning/test_loading.py"
 T_METERS = "tests/tiers/test_meters.py"
 T_RATES = "tests/planning/test_rates.py"
@@ -44,6 +47,38 @@ MUTANTS = [
         ":\n",
         "a damaged file decides what is loaded",
         (f"{T_METERS}::test_every_changed_byte_is_seen",),
+    ),
+    Mutant(
+        "reads-given-up-take-the-time-of-others",
+        METERS,
+        "        if meter.reads and (not counted or now",
+        "        if meter.reads and (now",
+        "a client that begins and cancels makes a tier look faster than it is",
+        (f"{T_METERS}::test_reads_that_are_given_up_do_not_make_a_tier_look_faster",),
+    ),
+    Mutant(
+        "an-engine-stays-the-one-it-was",
+        COMPUTE,
+        "            if min(ratios) > LOAD_MAX or max(ratios) < 1 / LOAD_MAX:\n",
+        "            if False:\n",
+        "plans are wrong by far for sixteen requests",
+        (f"{T_RATES}::test_an_engine_that_became_another_one_is_known_after_three_requests",),
+    ),
+    Mutant(
+        "rates-of-a-sidecar-are-believed",
+        CLIENT,
+        "        if rate.is_sound and (kind",
+        "        if (kind",
+        "a rate that is no number makes every load look good",
+        (f"{T_PLANNED}::test_what_a_sidecar_tells_of_its_tiers_may_be_absurd",),
+    ),
+    Mutant(
+        "the-way-from-memory-is-never-tried-again",
+        CLIENT,
+        "            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) or tier in tried:\n",
+        "            if chunk.token_start < loaded_tokens or tier is Tier.DRAM or tier in tried:\n",
+        "one bad minute, and nothing is loaded for good",
+        (f"{T_PLANNED}::test_a_way_from_memory_that_was_slow_for_a_while_is_found_to_be_fast_again",),
     ),
     Mutant(
         "every-read-by-itself",

@@ -89,6 +89,12 @@ def test_a_rate_that_cannot_be_read_is_named(sidecar: Sidecar, prompt: Path, rat
         said(sidecar, prompt, "--rate", rate)
 
 
+@pytest.mark.parametrize("speed", ["nan", "inf", "1e-300", "1e300"])
+def test_a_speed_that_no_engine_has_is_named(sidecar: Sidecar, prompt: Path, speed: str) -> None:
+    with pytest.raises(InvalidRequest, match="--prefill-tokens-per-s"):
+        said(sidecar, prompt, "--prefill-tokens-per-s", speed)
+
+
 def test_one_context_at_a_time(sidecar: Sidecar, tmp_path: Path) -> None:
     (tmp_path / "two.json").write_text("[[1, 2], [3]]")
     with pytest.raises(InvalidRequest, match="one context"):

@@ -89,7 +89,7 @@ def test_what_was_cut_counts_as_at_least_this_slow() -> None:
     assert slower.rate.seconds(MIB) >= 0.5
 
 
-@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 1e9])
+@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 1e9, 1e18, 5e-324, 1e-200])
 def test_absurd_times_are_left_out(busy_s: float) -> None:
     steady = times((MIB, 0.1))
     assert steady.observed(BusyTime(MIB, busy_s)) is steady
@@ -150,6 +150,17 @@ def test_one_request_that_waited_raises_nothing_and_a_busy_machine_does_at_once(
     for _ in range(2):
         again = again.observed(Prefill(1000, 0, 0.1))
     assert again.rate.seconds(1000) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-2, 30.0, 1e3])
+def test_an_engine_that_became_another_one_is_known_after_three_requests(factor: float) -> None:
+    """Beyond what a load can be: another device, or a first prefill that was compiled for."""
+    model = learned((0.0, 1e-4, 0.0), [(1000, 0)] * 32, 0.0)
+    for _ in range(3):
+        model = model.observed(Prefill(1000, 0, 0.1 * factor))
+    assert model.rate.seconds(1000) == pytest.approx(0.1 * factor)
+    once = learned((0.0, 1e-4, 0.0), [(1000, 0)] * 32, 0.0).observed(Prefill(1000, 0, 0.1 * factor))
+    assert len(once.prefills) == 32, "one may be chance"
 
 
 def test_steps_take_a_pass_each() -> None:

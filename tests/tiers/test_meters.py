@@ -75,6 +75,19 @@ def test_what_came_too_late_makes_a_rate_slower_and_what_was_damaged_does_not(
     assert read(0.5, has_come=False, is_late=True) > 0.2
 
 
+def test_reads_that_are_given_up_do_not_make_a_tier_look_faster(clock: ManualClock, meters: TierMeters) -> None:
+    """A client that begins and cancels again and again, beside a read of ten seconds."""
+    meters.began("nvme", Tier.NVME, 10 * MIB)
+    for _ in range(9):
+        meters.began("nvme", Tier.NVME, MIB)
+        clock.advance(1.1)
+        meters.ended("nvme", MIB, has_come=False)
+    clock.advance(0.1)
+    meters.ended("nvme", 10 * MIB, has_come=True)
+    (tier,) = meters.tiers
+    assert (tier.rate.sample_count, tier.rate.bytes_per_s) == (1, pytest.approx(MIB))
+
+
 def test_a_device_is_measured_as_it_is_read() -> None:
     service = DeviceService(arena_chunks=32)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from kvstore.errors import KVStoreError
 from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec
 from kvstore_client.client import Client
+from kvstore_client.loading.probe import probe
 from kvstore_client.lookup.match import Match
-
-_log = logging.getLogger("kvstore.client")
 
 
 class PromptPlan:
@@ -34,16 +31,10 @@ class PromptPlan:
             self.token_count = self.plan.chosen.load_stop
 
     def probe(self) -> None:
-        """Measure a tier that the plan left out, if it is time: fetch up to its first chunk, on the side, and throw it
-        away. Blocks; never raises."""
+        """Measure what the plan left out, if it is time. Blocks; never raises."""
         if self.plan is None or self._client.planner.mode != "on" or self.token_count >= self._match.prefix_token_count:
             return
-        stop = self._client.planner.probe_stop(self._spec, self._match.chunks, self.token_count)
-        if stop:
-            try:
-                self._client.fetch(self._spec, self._tokens[:stop], layers=self._spec.slab_layers[:1])
-            except KVStoreError as error:
-                _log.info("kvstore: a tier was not measured: %s", error.message)
+        probe(self._client, self._spec, self._tokens, self.token_count, self._match)
 
 
 class Stopwatch:

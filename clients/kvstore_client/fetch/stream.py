@@ -20,7 +20,7 @@ class LayerStream:
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
     ``exactness``: what it may be stored as.
-    ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
+    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there; ``good_token_count``: what is left of it when chunks were lost.
     """
 
     def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
@@ -30,7 +30,7 @@ class LayerStream:
         self._context = context
         self.reason = prefix.reason
         self.hidden: dict[int, Tensor] = {}
-        self.landed_s = 0.0
+        self.began_s = self.landed_s = 0.0
         self.token_count = self.good_token_count = prefix.token_count
         self.exactness = prefix.exactness
         self.tier = prefix.tier if self.token_count else Tier.NONE
@@ -41,6 +41,7 @@ class LayerStream:
         if target is None:
             self.close()
             return
+        self.began_s = context.clock.monotonic()
         layers = prefix.wanted.layers
         bad: set[int] = set()
         began = before(prefix, target)

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
+from kvstore.planning.loading import BusyTime
 from kvstore.seams.scheduler import start_thread
-from kvstore.spec import Exactness, MissReason
+from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.fetch.stream import LayerStream
 
@@ -58,6 +59,14 @@ class Transfer:
     def error(self) -> KVStoreError | None:
         """Why it ended before its last layer, or None."""
         return self._bringing.error
+
+    @property
+    def measured(self) -> BusyTime | None:
+        """What came, and how long it took, where all of it lay in the sidecar's memory and has landed by now."""
+        stream = self._bringing.stream
+        if stream is None or stream.tier is not Tier.DRAM or self.failed or self.poll() < len(self.layers):
+            return None
+        return BusyTime(stream.byte_count, stream.landed_s - stream.began_s)
 
     @property
     def good_token_count(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning.loading import (
@@ -24,7 +25,7 @@ from kvstore.planning.loading import (
     merged_runs,
     plan_loading,
 )
-from kvstore.planning.loading.rates import is_probe_due
+from kvstore.planning.loading.rates import SLOWEST, is_probe_due
 from kvstore.seams import Clock
 from kvstore.spec import ChunkState, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
@@ -38,6 +39,16 @@ ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 RATES_AGE_S_MAX = 1.0
 """How long the sidecar's word on its tiers is good for."""
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
+ENGINES_MAX = 64
+"""Engines whose prefills are known, those that computed last."""
+
+
+class Probe(NamedTuple):
+    """What is to be fetched on the side: a prompt's first ``token_stop`` tokens, to measure a tier; ``Tier.DRAM``: the
+    way from memory."""
+
+    token_stop: int
+    tier: Tier
 
 
 class Planner:
@@ -47,7 +58,7 @@ class Planner:
     def __init__(self, connection: Connection, clock: Clock, timeout_s: float) -> None:
         self._connection = connection
         self._clock = clock
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._mode = "off"
         self._lock = threading.Lock()
         self._link = BusyTimes()
@@ -78,8 +89,10 @@ class Planner:
         takes is left out."""
         key = spec, step_tokens
         with self._lock:
-            known = self._prefills.get(key) or Prefills(Operations.of(spec).pair_share)
+            known = self._prefills.pop(key, None) or Prefills(Operations.of(spec).pair_share)
             self._prefills[key] = known.observed(prefill)
+            if len(self._prefills) > ENGINES_MAX:  # a model in training has other weights each time
+                del self._prefills[next(iter(self._prefills))]
 
     # ------------------------------------------------------------ plans
 
@@ -105,7 +118,7 @@ class Planner:
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
         for run in runs:
             if run.tier not in IN_MEMORY:
-                tiers.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, ASSUMED[Tier.S3])))
+                tiers.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, SLOWEST)))
         share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
         stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
         return LoadFacts(
@@ -114,23 +127,32 @@ class Planner:
             step_tokens=step_tokens, ways=ways,
         )  # fmt: skip
 
-    def probe_stop(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> int:
-        """Up to which token a prompt is to be fetched on the side, so that the first chunk of a tier that its plan left
-        out is measured; 0: not now."""
+    def probe(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> Probe | None:
+        """What is to be fetched so that a tier is measured of which a prompt's plan left chunks out, or the way from
+        memory where it loads nothing: else nobody would learn that they are fast again. None: nothing, for now."""
+        tried: set[Tier] = set()
         for chunk in chunks:
             if chunk.state is not ChunkState.HIT:
                 break
-            if chunk.token_start < loaded_tokens or chunk.tier in IN_MEMORY:
+            tier = Tier.DRAM if chunk.tier in IN_MEMORY else chunk.tier
+            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) or tier in tried:
                 continue
-            with self._lock:
-                found, now = self._tiers.get(chunk.tier), self._clock.monotonic()
-                rate = found.rate if found is not None else ASSUMED.get(chunk.tier, ASSUMED[Tier.S3])
-                size = Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)
-                if not is_probe_due(rate, size, now - self._probed_s.get(chunk.tier, -math.inf)):
-                    return 0
-                self._probed_s[chunk.tier] = now
-            return chunk.token_stop
-        return 0
+            tried.add(tier)
+            if self._is_due(tier, Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)):
+                return Probe(chunk.token_stop, tier)
+        return None
+
+    def _is_due(self, tier: Tier, byte_count: int) -> bool:
+        """Whether a tier is measured now; it has its time anew then."""
+        with self._lock:
+            now = self._clock.monotonic()
+            told = self._tiers.get(tier)
+            known = self._link.rate if tier is Tier.DRAM else told.rate if told is not None else None
+            rate = known or ASSUMED.get(tier, SLOWEST)
+            is_due = is_probe_due(rate, byte_count, now - self._probed_s.get(tier, -math.inf))
+            if is_due:
+                self._probed_s[tier] = now
+        return is_due
 
     def _runs(self, spec: ModelSpec, match: Match) -> list[HeldRun]:
         token_bytes = Wanted.of(spec, None, None, (), False).byte_count(1)
@@ -151,14 +173,19 @@ class Planner:
             self._asked_s = now
         with self._connection.or_miss():
             session = self._connection.session()
-            stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), self._timeout_s)
+            stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), self.timeout_s)
             with self._lock:
-                self._tiers = {Tier(each.kind): _facts(each) for each in stats.rates}
+                self._tiers = told_facts(stats.rates)
 
 
-def _facts(told: admin_pb2.TierRate) -> TierFacts:
-    rate = TierRate(
-        told.latency_seconds, 1.0 / max(told.bytes_per_second, 1.0), max(told.caution, 1.0), told.sample_count,
-        told.least_bytes,
-    )  # fmt: skip
-    return TierFacts(rate, float(told.queued_bytes))
+def told_facts(rates: Iterable[admin_pb2.TierRate]) -> dict[Tier, TierFacts]:
+    """What a sidecar told of its tiers. Of two of one kind the slower one counts, for a chunk's place does not say which
+    has it. What no tier has, like a rate that is no number, is left out: that tier's is assumed."""
+    found: dict[Tier, TierFacts] = {}
+    for told in rates:
+        byte_s = 1.0 / told.bytes_per_second if told.bytes_per_second else math.inf
+        rate = TierRate(told.latency_seconds, byte_s, told.caution, told.sample_count, told.least_bytes)
+        kind, facts = Tier(told.kind), TierFacts(rate, float(told.queued_bytes))
+        if rate.is_sound and (kind not in found or byte_s > found[kind].rate.byte_s):
+            found[kind] = facts
+    return found

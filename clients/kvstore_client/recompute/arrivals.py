@@ -8,6 +8,7 @@ import torch
 
 from kvstore.errors import DataLoss
 from kvstore.planning import Plan, PlannedRun, StoredCache, StoredE
+from kvstore.planning.loading import BusyTime
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
@@ -56,6 +57,10 @@ class Arrivals:
         self._release()
         self._ahead.clear()  # the runs have it, until each took its E
         return runs, planes
+
+    def measured(self) -> list[BusyTime]:
+        """How long what lay in the sidecar's memory took to come, of what has come."""
+        return [each.measured for each in self._transfers.values() if each.measured is not None]
 
     def close(self) -> None:
         """Stop what is on its way, and hold nothing. Idempotent."""

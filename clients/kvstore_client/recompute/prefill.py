@@ -20,6 +20,7 @@ from kvstore.planning.loading import Prefill
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.fetch.transfer import without_frames
+from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
@@ -81,7 +82,19 @@ def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock)
     except BaseException:
         arrivals.close()
         raise
+    for took in arrivals.measured():
+        client.planner.landed(took.byte_count, took.busy_s)
+    _probe(client, request, plan)
     return plan, result, prepared_s
+
+
+def _probe(client: Client, request: Request, plan: Plan) -> None:
+    """Have measured, beside the caller, what a plan left in the sidecar."""
+    loading = plan.loading
+    if client.planner.mode == "on" and loading is not None:
+        stored = max(each.load_stop for each in loading.candidates)
+        if loading.chosen.load_stop < stored:
+            begin_probe(client, request.runner.spec, request.tokens, loading.chosen.load_stop)
 
 
 def _computed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,8 @@ SPREAD = 4.0
 """How many times the smallest the largest must be for two coefficients to be told apart."""
 VISIBLE = 0.1
 """The share of a prefill's time that attention over the context must make up before its coefficient is fitted."""
-PREFILL_S_MAX = 3600.0
+PREFILL_S_MIN, PREFILL_S_MAX = 1e-9, 3600.0
+"""What a clock can tell, and what no prefill takes."""
 TOKENS_MAX = 1 << 30
 
 
@@ -40,7 +40,7 @@ class Prefill:
     def is_sound(self) -> bool:
         """False for what no engine does."""
         counts = 0 < self.new_tokens <= TOKENS_MAX and 0 <= self.context_tokens <= TOKENS_MAX
-        seconds = math.isfinite(self.seconds) and 0 < self.seconds <= PREFILL_S_MAX
+        seconds = PREFILL_S_MIN <= self.seconds <= PREFILL_S_MAX
         return counts and seconds and 0 < self.passes <= self.new_tokens
 
 
@@ -84,8 +84,18 @@ class Prefills:
     prefills: tuple[Prefill, ...] = ()
 
     def observed(self, prefill: Prefill) -> Prefills:
-        """With one more; what is not sound is left out."""
-        return replace(self, prefills=(*self.prefills, prefill)[-WINDOW:]) if prefill.is_sound else self
+        """With one more; what is not sound is left out. Where the last few are off by more than a load can be, the
+        engine is another one now, and what was measured before them is dropped."""
+        if not prefill.is_sound:
+            return self
+        after = replace(self, prefills=(*self.prefills, prefill)[-WINDOW:])
+        recent = after.prefills[-RECENT:]
+        if len(after.prefills) > RECENT == len(recent):
+            slow = replace(self.rate, load=1.0)
+            ratios = [each.seconds / _expected(slow, each) for each in recent]
+            if min(ratios) > LOAD_MAX or max(ratios) < 1 / LOAD_MAX:
+                return replace(self, prefills=recent)
+        return after
 
     @cached_property
     def rate(self) -> ComputeRate:

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,8 +15,10 @@ SURPRISE = 2.0
 """How far a measurement may lie from what was expected before it counts as a surprise."""
 SIZES_DIFFER = 4.0
 """How many times the smallest the largest must be for latency and bandwidth to be told apart."""
-BUSY_S_MAX = 3600.0
+BUSY_S_MIN, BUSY_S_MAX = 1e-9, 3600.0
+"""What a clock can tell, and what no read takes."""
 BYTES_MAX = 1 << 50
+CAUTION_MAX = 1e6
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class BusyTime:
     @property
     def is_sound(self) -> bool:
         """False for what no tier does: a clock that jumped, a client that lies."""
-        sound = math.isfinite(self.busy_s) and 0 < self.busy_s <= BUSY_S_MAX
+        sound = BUSY_S_MIN <= self.busy_s <= BUSY_S_MAX
         return sound and 0 < self.byte_count <= BYTES_MAX
 
 
@@ -55,6 +56,16 @@ class TierRate:
     @property
     def bytes_per_s(self) -> float:
         return 1.0 / self.byte_s
+
+    @property
+    def is_sound(self) -> bool:
+        """False for what no tier has: another process told it."""
+        return (
+            0 <= self.latency_s <= BUSY_S_MAX
+            and 1 / BYTES_MAX <= self.byte_s <= BUSY_S_MAX
+            and 1 <= self.caution <= CAUTION_MAX
+            and 0 <= self.least_bytes <= BYTES_MAX
+        )
 
     @property
     def confidence(self) -> float:
