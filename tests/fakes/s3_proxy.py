@@ -53,6 +53,12 @@ class S3Proxy:
         self.denied: frozenset[str] = frozenset()
         self.owner = self.region = self.expired = ""
         self.abort_count = 0
+        self._held, self._heard = "", threading.Event()
+
+    def hears(self, method: str) -> threading.Event:
+        """From the next request of this kind on it is stalled; set once that has come."""
+        self._held, self._heard = method, threading.Event()
+        return self._heard
 
     async def _listen(self) -> int:
         self._session = aiohttp.ClientSession(auto_decompress=False)
@@ -66,6 +72,9 @@ class S3Proxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.method, request.path_qs, dict(request.headers)))
+        if request.method == self._held:
+            self._switches |= {Switch.STALLED}
+            self._heard.set()
         while Switch.STALLED in self._switches:  # noqa: ASYNC110 - another thread ends it
             await asyncio.sleep(POLL_S)
         if Switch.AWAY in self._switches or self.abort_count:

@@ -22,6 +22,7 @@ from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, KVStoreError, PermissionDenied, Unavailable
 from kvstore.seams import SystemClock
 from kvstore.spec import CacheKind, Encoding, LayerSpec
+from kvstore.tiers.s3 import tier as tier_module
 from kvstore.tiers.s3 import writing
 from kvstore.tiers.s3.allowance import DAY_S, Allowance
 from kvstore.tiers.s3.connection import RetryBudget
@@ -492,6 +493,25 @@ async def test_an_account_that_cannot_be_kept_is_told_and_limits_hold(
         assert allowance.reached == "day_request_count_max"
     assert "is not kept" in caplog.text
     assert Allowance(settings, Hand(), tmp_path / "odd").reached
+
+
+def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tier, that others go on asking; one of the same size that was to be sent long ago is."""
+
+    async def scenario() -> None:
+        for rate, is_stalled in ((1.0, False), (1e12, True)):
+            monkeypatch.setattr(tier_module, "SLOW_BYTES_PER_S", rate)
+            stand.switches.turn_off()
+            await stand.tier.remove([chunk(1).header.storage_key])
+            looked = stand.switches.hears("PUT")
+            sending = asyncio.ensure_future(write(stand.tier, chunk(1)))
+            await asyncio.to_thread(looked.wait, 10.0)
+            assert bool(stand.tier.stalled_s()) == is_stalled
+            stand.switches.turn_off()
+            await sending
+        assert stand.tier.stalled_s() == 0.0
+
+    stand.run(scenario)
 
 
 def test_small_chunks_are_none_of_its(stand: S3Stand) -> None:

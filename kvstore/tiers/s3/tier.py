@@ -54,6 +54,9 @@ DAMAGED_COUNT_MAX = 1024
 SAID_AGAIN_S = 600.0
 CLOSE_S_MAX = 3.0
 """What is under way is waited for so long, then for the lanes."""
+SLOW_BYTES_PER_S = 10e6
+"""A line that takes no less is slow, and does not stall: what is sent side by side on it takes its time, meanwhile the
+tier is asked."""
 ANSWER_BYTES_MAX = 96 << 10
 """A lane's answer carries a header of this size; a larger one is read by a thread of this process."""
 _log = logging.getLogger("kvstore.s3")
@@ -110,10 +113,12 @@ class S3Tier:
             for _ in range(count):
                 begun(workers, warm_up, self._settings)
 
-    async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
+    async def _run(
+        self, workers: Workers, function: Callable[..., Result], *args: object, grace_s: float = 0.0
+    ) -> Result:
         """A caller that is cancelled is let go when the job has ended: until then its memory is in use."""
         job = asyncio.wrap_future(begun(workers, function, *args))
-        self._pace[workers].began(job, self._clock)
+        self._pace[workers].began(job, self._clock, grace_s)
         return await to_its_end(job)
 
     def _say(self, what: str, **fields: object) -> None:
@@ -277,11 +282,12 @@ class S3Tier:
         """The bytes that are there by now; 0: somebody else's are."""
         making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
         place, writers = (self._settings, header.storage_key), self._lanes.writers
+        grace_s = self._settings.writer_count * layout.total_bytes / SLOW_BYTES_PER_S
         try:
             if making.is_plain:
-                done = await self._run(writers, write_object, *place, source, condition)
+                done = await self._run(writers, write_object, *place, source, condition, grace_s=grace_s)
             else:
-                done = await self._run(writers, write_copy_object, *place, making, source, condition)
+                done = await self._run(writers, write_copy_object, *place, making, source, condition, grace_s=grace_s)
         except PermissionDenied:
             self._is_read_only = True
             raise
