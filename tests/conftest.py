@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from kvstore_ops.sidecar import Sidecar
+
+from tests.warm import Warm
 
 settings.register_profile(
     "kvstore",
@@ -29,7 +32,26 @@ LONG_FILES = (
 )  # fmt: skip
 """A minute each or so. They come first: one that began last would have a process to itself while the others rest."""
 
+TRUE_STARTS = (
+    "tests/server/test_life.py", "tests/server/test_descriptors.py", "tests/security/test_process.py",
+    "tests/crash/test_crash.py", "tests/ops/test_sidecar.py", "tests/e2e/test_leaks.py",
+)  # fmt: skip
+"""The process itself is what these look at: their sidecars start as an operator's do. At full scale, all do."""
+
 ROOT = Path(__file__).resolve().parents[1]
+WARM = Warm("kvstore.server", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Sidecars start warm, but for the files that look at the process."""
+    is_true = os.environ.get("OMP_NUM_THREADS") != "1" or str(item.path.relative_to(ROOT)) in TRUE_STARTS
+    Sidecar.launch = subprocess.Popen if is_true else WARM.popen
+    return (yield)
+
+
+def pytest_unconfigure() -> None:
+    WARM.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

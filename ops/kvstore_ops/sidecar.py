@@ -29,6 +29,9 @@ class Sidecar:
     program: tuple[str, ...] = ("kvstore_ops.cli", "serve")
     """The module that is run, and its first arguments."""
 
+    launch: type[subprocess.Popen[str]] = subprocess.Popen
+    """What starts its process: tests have one that spares the imports."""
+
     def __init__(
         self, *arguments: str, environment: dict[str, str] | None = None, nvme: str = "0", plane: str = "local"
     ) -> None:
@@ -70,7 +73,7 @@ class Sidecar:
         command = [sys.executable, "-m", *self.program, "--state-directory", str(self.directory)]
         command += ["--socket-directory", str(self.directory / "run"), *self._arguments]
         with log.open("a") as stream:
-            self.process = subprocess.Popen(
+            self.process = self.launch(
                 command, stdout=subprocess.PIPE, stderr=stream, text=True, env=self._environment()
             )
         self._open_account()

@@ -1,0 +1,148 @@
+"""Warm starts of Python processes: a child of a process that has imported already, instead of a second of imports.
+
+``Warm(*modules).popen`` is a ``subprocess.Popen`` for commands like ``[sys.executable, "-m", MODULE, ...]`` and
+``[sys.executable, "-c", CODE, ...]``. A template process imports ``modules`` once, and forks a child for each command.
+The child takes the command's arguments, environment, directory, standard streams and limit of open files, and then runs
+what Python would run. It becomes a child of this process: to wait for it, and to kill it, works as ever.
+
+What the environment decides at imports was decided in the template. A command whose environment differs from the
+template's in more than variables that are read when they are needed gets an ordinary process. So does a command with an
+option that a fork cannot follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.warm.template import ORDER_BYTES_MAX
+
+ANSWER_BYTES_MAX = 64
+END_TIMEOUT_S = 20.0
+READ_WHEN_NEEDED = ("KVSTORE", "PYTEST_CURRENT_TEST")
+"""Variables that begin so are not read at imports."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+_ORDINARY = {
+    "executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None, "uid": None,
+    "umask": -1, "start_new_session": False, "process_group": -1,
+}  # fmt: skip
+"""A fork cannot follow any other value of these."""
+
+
+class Warm:
+    """Starts Python processes that have imported ``modules``. The template starts with the first of them."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._lock = threading.Lock()
+        self._end: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self._owner = 0
+        self.popen: type[subprocess.Popen[Any]] = type("WarmPopen", (_WarmPopen,), {"warm": self})
+
+    def run(self, command: list[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        """As ``subprocess.run``, with its words captured as text."""
+        with self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def can_follow(self, environment: dict[str, str]) -> bool:
+        """Whether a process with this environment imports as the template did, and would be a child of this one."""
+        with self._lock:
+            self._start()
+        return self._owner == os.getpid() and _at_imports(environment) == _at_imports(self._environment)
+
+    def order(self, order: bytes, streams: list[int]) -> int:
+        """The process id of a new child. Raises RuntimeError when the template has ended."""
+        with self._lock:
+            end = self._start()
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(end, [order], streams)
+                child, adopted = end.recv(ANSWER_BYTES_MAX), end.recv(ANSWER_BYTES_MAX)
+            finally:
+                _adopt_orphans(False)
+        if not adopted:
+            raise RuntimeError(f"the template of {', '.join(self._modules)} ended")
+        return int(child)
+
+    def _start(self) -> socket.socket:
+        if self._end is None:
+            self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._owner, self._environment = os.getpid(), dict(os.environ)
+            template = Path(__file__).with_name("template.py")
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(template), str(theirs.fileno()), *self._modules], cwd=template.parents[2],
+                    pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
+        return self._end
+
+    def close(self) -> None:
+        """End the template. Idempotent. Another start makes a new one."""
+        with self._lock:
+            end, process, self._end, self._process = self._end, self._process, None, None
+        if end is not None and process is not None:
+            end.close()
+            process.wait(END_TIMEOUT_S)
+
+
+class _WarmPopen(subprocess.Popen[Any]):
+    warm: Warm
+
+    def _execute_child(self, *given: Any) -> None:
+        options = dict(zip(_OPTIONS, given, strict=True))
+        order = self._order(options)
+        if order is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        streams = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
+        self.pid = self.warm.order(order, [number if each == -1 else each for number, each in enumerate(streams)])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(options[name] for name in pipes))  # type: ignore[attr-defined]
+
+    def _order(self, options: dict[str, Any]) -> bytes | None:
+        """What the template is told. None for what it cannot do."""
+        program, *arguments = options["args"]
+        environment = dict(os.environ if options["env"] is None else options["env"])
+        is_python = program == sys.executable and len(arguments) > 1 and arguments[0] in ("-m", "-c")
+        is_ordinary = all(options.get(name, value) == value for name, value in _ORDINARY.items())
+        if not (is_python and is_ordinary and self.warm.can_follow(environment)):
+            return None
+        os.umask(umask := os.umask(0o077))
+        order = {
+            "arguments": [str(each) for each in arguments],
+            "directory": os.path.abspath(options["cwd"] or "."),
+            "environment": environment,
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "umask": umask,
+        }
+        packet = json.dumps(order).encode()
+        return packet if len(packet) <= ORDER_BYTES_MAX else None
+
+
+def _at_imports(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(READ_WHEN_NEEDED)}
+
+
+def _adopt_orphans(is_on: bool) -> None:
+    """Whether orphans among this process's descendants become its children. Only while one is ordered: all others are
+    for init to wait for."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
