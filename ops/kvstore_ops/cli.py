@@ -30,11 +30,28 @@ app = typer.Typer(
     cls=Commands,
     help="Keep KV caches of LLM engines: run the sidecar, and ask it what it has.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 MESSAGE_CHARACTERS_MAX = 4096
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep KV caches of LLM engines: run the sidecar, and ask it what it has.
+
+    `kvstore --install-completion` has the shell complete commands and options.
+    """
 
 
 @app.command()
@@ -48,7 +65,10 @@ def serve(
     metrics_port: Annotated[int | None, typer.Option(help="Port of the metrics page.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or text.")] = None,
 ) -> None:
-    """Run the sidecar until it is told to stop."""
+    """Run the sidecar until it is told to stop.
+
+    Example: kvstore serve --capacity '8 GiB' --nvme '64 GiB'
+    """
     from kvstore.server import serve as run
 
     flags: dict[str, object] = {
@@ -70,7 +90,10 @@ def serve(
 
 @app.command("config")
 def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Print every setting, its value and where it came from."""
+    """Print every setting, its value and where it came from.
+
+    Example: kvstore config --config kvstore.toml
+    """
     rows = load_settings(config).rows()
     if as_json:
         print(json.dumps({name: {"value": str(value), "origin": origin} for name, value, origin in rows}, indent=2))
@@ -85,7 +108,10 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 def status(
     address: AddressOption = None, tenant: TenantOption = "", tls: TlsOption = "", as_json: JsonOption = False
 ) -> None:
-    """Show what the sidecar holds and has done: the default tenant, with a line for each other, or one of them."""
+    """Show what the sidecar holds and has done: the default tenant, with a line for each other, or one of them.
+
+    Example: kvstore status --json
+    """
     from kvstore_ops import tenants
     from kvstore_ops.door import door_of
     from kvstore_ops.status import as_dict, render
@@ -111,7 +137,10 @@ def watch(
     count: Annotated[int, typer.Option(help="End after so many events; 0: go on until interrupted.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Print chunks as they are stored, removed and moved."""
+    """Print chunks as they are stored, removed and moved.
+
+    Example: kvstore watch --count 10
+    """
     from kvstore_ops.door import door_of
     from kvstore_ops.watch import follow
 
@@ -166,7 +195,10 @@ def bench(
         Path | None, typer.Option("--json", help="Also write the results here, with commit and machine.")
     ] = None,
 ) -> None:
-    """Measure a figure beside its limit, in the same run. The last line is JSON."""
+    """Measure a figure beside its limit, in the same run. The last line is JSON.
+
+    Example: kvstore bench fetch --quick
+    """
     from kvstore_ops.bench import BESIDE
     from kvstore_ops.bench.alone import import_costly, in_own_process
     from kvstore_ops.bench.origin import origin
@@ -216,7 +248,10 @@ def profile(
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever was measured.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what each setting of recompute is worth for a pair of models. A killed run goes on where it was."""
+    """Measure what each setting of recompute is worth for a pair of models. A killed run goes on where it was.
+
+    Example: kvstore profile l6-s2
+    """
     from kvstore_ops.profiling.command import Own, run
 
     if (receiver is None) == (model is None) or (model is None) != (prompts is None):
@@ -240,7 +275,10 @@ def scan(
     dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Whether --delete only says what it would.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what lies in the bucket of tiers.s3: whose it is, how old, and how much is damaged. Delete it on demand."""
+    """Show what lies in the bucket of tiers.s3: whose it is, how old, and how much is damaged. Delete it on demand.
+
+    Example: kvstore scan --config kvstore.toml --older-than '30 d' --delete
+    """
     from kvstore.seams import SystemClock
     from kvstore.units import parse_duration
     from kvstore_ops import scan as scanning
@@ -266,7 +304,10 @@ def scan(
 
 @app.command()
 def demo() -> None:
-    """Show a repeated prompt in front of a real model, cold and warm."""
+    """Show a repeated prompt in front of a real model, cold and warm.
+
+    Example: kvstore demo
+    """
     from kvstore_ops.demo import main as run
 
     raise typer.Exit(run())
@@ -274,7 +315,10 @@ def demo() -> None:
 
 @app.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version.
+
+    Example: kvstore version
+    """
     print(__version__)
 
 

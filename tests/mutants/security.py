@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "any-password-will-do",
         LISTENER,
-        "        if self.tokens and not self._is_known(request.headers.get(\"authorization\", \"\")):\n",
+        '        if self.tokens and not self._is_known(request.headers.get("authorization", "")):\n',
         "        if False:\n",
         "a token file guards nothing",
         (f"{T_WEB}::test_the_page_needs_a_token_where_others_could_read_it",),
@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "another-sites-name-for-loopback",
         LISTENER,
-        "        if self.is_local and not _is_own_name(request.headers.get(\"host\", \"\")):\n",
+        '        if self.is_local and not _is_own_name(request.headers.get("host", "")):\n',
         "        if False:\n",
         "a site whose name becomes 127.0.0.1 reads the page of whoever visits it",
         (f"{T_WEB}::test_other_sites_names_for_this_address_are_refused",),

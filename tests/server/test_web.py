@@ -32,16 +32,22 @@ from tests.specs import random_cache, small_spec, tokens_of
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e" + "x" * 400
 
 
+def port_of(sidecar: Sidecar) -> int:
+    """Of its pages."""
+    log = sidecar.directory / "log"
+    eventually(lambda: '"ready"' in log.read_text())  # it is written behind what the start waits for
+    url = next(json.loads(line)["metrics"] for line in log.read_text().splitlines() if '"ready"' in line)
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     with Sidecar("--capacity", "16 MiB", "--metrics-port", "0") as sidecar:
-        log = (sidecar.directory / "log").read_text().splitlines()
-        url = next(json.loads(line)["metrics"] for line in log if '"ready"' in line)
         with connect(sidecar.address) as client:
             spec = small_spec(model_id=HOSTILE)
             client.store(spec, tokens_of(32), random_cache(spec, 32)).wait(10)
             client.fetch(spec, tokens_of(64))
-            yield int(re.search(r":(\d+)/", url)[1])  # type: ignore[index]
+            yield port_of(sidecar)
 
 
 def ask(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore_ops.pages import benchmarks, configuration
+from kvstore_ops.pages import benchmarks, configuration, metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
 MADE: dict[str, Callable[[str], str]] = {
     "docs/configuration.md": lambda _: configuration.render(),
+    "docs/metrics.md": lambda _: metrics.render_metrics(),
     "docs/benchmarks.md": lambda _: benchmarks.render(benchmarks.read(ROOT)),
     "README.md": lambda text: benchmarks.with_headlines(text, benchmarks.read(ROOT)),
 }

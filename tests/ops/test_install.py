@@ -1,0 +1,94 @@
+"""A wheel that is built from the tree: all that the service reads at run time is in it, and its command starts.
+
+It is installed beside the dependencies of this environment; `docs/upgrade.md` has the check in an empty one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import typer
+from kvstore_ops.cli import app
+
+from kvstore import __version__
+from kvstore.server.web.site import FILES
+from tests.conftest import ROOT
+from tests.ops.command import run
+
+READ = [
+    *(f"kvstore/server/web/{name}" for name, _ in FILES.values()), "kvstore/py.typed", "kvstore/v1/cache_pb2.py",
+    "kvstore_client/client.py", "kvstore_kernels/__init__.py", "kvstore_ops/testbed/seeds.toml",
+    "kvstore_ops/testbed/weights/l6-s2/model.safetensors",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel was unpacked, as an installation does."""
+    pytest.importorskip("setuptools", "77", reason="building takes setuptools 77")
+    made = tmp_path_factory.mktemp("wheel")
+    source, place = made / "source", made / "installed"
+    source.mkdir()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not listed:
+        pytest.skip("the tree is no git repository: what belongs to it is not known")
+    for name in listed:
+        if not name.startswith("tests/") and (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(ROOT / name, source / name) if _is_same_device(source) else _copied(name, source)
+    build = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-c", build, str(made)]
+    subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100, check=True)
+    (wheel,) = made.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(place)
+    return place
+
+
+def _is_same_device(place: Path) -> bool:
+    return place.stat().st_dev == ROOT.stat().st_dev
+
+
+def _copied(name: str, target: Path) -> None:
+    (target / name).write_bytes((ROOT / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_at_run_time_is_in_the_wheel(place: Path, name: str) -> None:
+    assert (place / name).stat().st_size or name.endswith("py.typed")
+
+
+def test_the_command_of_the_wheel_says_its_version(place: Path) -> None:
+    program = "import kvstore, kvstore_ops.cli as c; print(kvstore.__file__); c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--version"], cwd=place.parent, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(place)}, check=True,
+    )  # fmt: skip
+    file, version = done.stdout.splitlines()
+    assert Path(file).is_relative_to(place)
+    assert version == __version__
+    assert list(place.glob(f"kvstore-{__version__}.dist-info/entry_points.txt"))
+
+
+def commands() -> list[str]:
+    """Of ``kvstore``, by name."""
+    group = typer.main.get_command(app)
+    return group.list_commands(None)  # type: ignore[attr-defined, no-any-return, arg-type]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_has_an_example(name: str) -> None:
+    done = run(name, "--help")
+    assert done.code == 0
+    assert f"Example: kvstore {name}" in " ".join(done.out.split())
+
+
+def test_shells_can_complete() -> None:
+    shown = run("--show-completion", "bash")
+    assert (shown.code, "complete" in shown.out) == (0, True)
+    assert run("--version").out.strip() == __version__
+    assert run("version").out.strip() == __version__
