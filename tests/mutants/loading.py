@@ -75,7 +75,8 @@ MUTANTS = [
     Mutant(
         "the-way-from-memory-is-never-tried-again",
         CLIENT,
-        "            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) or tier in tried:\n",
+        "            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) "
+        "or tier in tried:\n",
         "            if chunk.token_start < loaded_tokens or tier is Tier.DRAM or tier in tried:\n",
         "one bad minute, and nothing is loaded for good",
         (f"{T_PLANNED}::test_a_way_from_memory_that_was_slow_for_a_while_is_found_to_be_fast_again",),

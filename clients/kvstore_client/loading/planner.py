@@ -179,8 +179,8 @@ class Planner:
 
 
 def told_facts(rates: Iterable[admin_pb2.TierRate]) -> dict[Tier, TierFacts]:
-    """What a sidecar told of its tiers. Of two of one kind the slower one counts, for a chunk's place does not say which
-    has it. What no tier has, like a rate that is no number, is left out: that tier's is assumed."""
+    """What a sidecar told of its tiers. Of two of one kind the slower one counts, for a chunk's place does not say
+    which has it. What no tier has, like a rate that is no number, is left out: that tier's is assumed."""
     found: dict[Tier, TierFacts] = {}
     for told in rates:
         byte_s = 1.0 / told.bytes_per_second if told.bytes_per_second else math.inf

@@ -18,8 +18,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None) -> None:
-    """Fetch a chunk, if it is time, of what a plan that loads ``loaded_tokens`` of a prompt left out, and throw it away.
-    ``match``: what is stored of it, where that is known. Blocks; never raises."""
+    """Fetch a chunk, if it is time, of what a plan that loads ``loaded_tokens`` of a prompt left out, and throw it
+    away. ``match``: what is stored of it, where that is known. Blocks; never raises."""
     try:
         found = match or client.peek(spec, tokens) or client.lookup(spec, tokens)
         due = client.planner.probe(spec, found.chunks, loaded_tokens)
