@@ -20,8 +20,8 @@ class LayerStream:
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
     ``exactness``: what it may be stored as.
-    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there; ``good_token_count``: what is
-    left of it when chunks were lost.
+    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there; ``good_token_count``: what
+    is left of it when chunks were lost.
     """
 
     def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
