@@ -88,9 +88,9 @@ MUTANTS = [
     Mutant(
         "a-strip-that-failed-stays-so",
         f"{ROOM}/tier.py",
-        "            if found.finding is Finding.OURS and not is_damaged:\n",
-        "            if found.finding is Finding.OURS:\n",
-        "a chunk whose body is damaged is never stored again",
+        "                if await self._is_whole(found.header, layout, found.etag):\n",
+        "                if True:\n",
+        "OBJECT is promised on a chunk of which nobody has looked at more than the header, and it is never put right",
         (f"{TESTS}::test_a_strip_that_failed_its_check_is_put_right_by_the_node_that_read_it",),
     ),
     Mutant(

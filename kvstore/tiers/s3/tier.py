@@ -1,6 +1,7 @@
 """The S3 tier: a chunk is an object, put there once and read in ranges.
 
-Writing: what lies there is looked at first. This chunk, in a format we know: it is adopted, and nothing is sent.
+Writing: what lies there is looked at first. This chunk, in a format we know: where all its strips are right it is
+adopted, and nothing is sent.
 Damaged: replaced. A newer release's: left alone. Else the object is put on the condition that there is still none,
 which some stores ignore: nothing rests on it. Reading: the header and the first range in one request, then ranges of
 the same ETag, each strip verified.
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
 from kvstore.config import S3Settings
-from kvstore.errors import DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
+from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, Workers
 from kvstore.seams.jobs import begun, to_its_end
 from kvstore.seams.memory import Bytes, joined
@@ -258,8 +259,10 @@ class S3Tier:
                     "this node, or its key file"
                 )
             is_damaged = found.finding is Finding.DAMAGED or self._damaged.get(header.storage_key) == found.etag
-            if found.finding is Finding.OURS and not is_damaged:
-                return
+            if found.header is not None and not is_damaged:
+                if await self._is_whole(found.header, layout, found.etag):
+                    return
+                is_damaged = True
             await self._allowance.turn(byte_count)
             self._allowance.used(byte_count, request_count_of(byte_count))
             replaced = found.etag if is_damaged else ""
@@ -275,6 +278,14 @@ class S3Tier:
                     "tiers.s3: an object is there already, and to tell what it is takes s3:GetObject"
                 )
         raise Unavailable("tiers.s3: others keep changing the object that a chunk was to go to: it is tried again")
+
+    async def _is_whole(self, header: ChunkHeader, layout: ChunkLayout, etag: str) -> bool:
+        """Of an object that is adopted: its header says nothing of its strips, and levels are promised on them."""
+        try:
+            await S3Chunk(self, self._settings, header, layout, etag).check(range(len(layout.slabs)))
+        except DataLoss:
+            return False
+        return True
 
     async def _put(
         self, header: ChunkHeader, layout: ChunkLayout, source: Sequence[Bytes], condition: Condition
