@@ -52,6 +52,20 @@ async def to_its_end(job: asyncio.Future[Result]) -> Result:
     return job.result()
 
 
+async def in_time(job: asyncio.Future[Result], timeout_s: float) -> Result:
+    """What a job found that works on nothing of the caller's, who waits no longer than this for it. Raises what the job
+    raised; TimeoutError; NotBegun for one that was cancelled by others."""
+    try:
+        await asyncio.wait([job], timeout=timeout_s)
+        if not job.done():
+            raise TimeoutError
+    finally:
+        job.cancel()
+    if job.cancelled():
+        raise _not_begun(None)
+    return job.result()
+
+
 async def given_up(jobs: Iterable[Future[Any]]) -> None:
     """Return when none of these jobs runs, and none will: those that no mover has begun are cancelled."""
     running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]

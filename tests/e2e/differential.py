@@ -12,6 +12,7 @@ import torch
 from kvstore_client import Client, Extra, Paged, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
+from kvstore.errors import DataLoss
 from kvstore.spec import DTYPES, Durability, LayerKind, LayerSpec, ModelSpec
 from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
 
@@ -301,7 +302,11 @@ class World:
     def _layer_by_layer(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:
         client = self.client
         stream = (client.fetch_segment_layers if kept.is_segment else client.fetch_layers)(kept.spec, tokens, **options)
-        found = dict(stream)
+        try:
+            found = dict(stream)
+        except DataLoss:  # what is damaged shows when it comes from the device
+            assert not self.is_roomy
+            found, stream.token_count = {}, 0
         assert list(found) == (options["layers"] if stream.token_count else [])
         empty = [tuple(plane[:0] if kept.spec.keeps_e else plane[slice(*options.get("heads", (None,))), :0]
                        for plane in kept.planes[layer]) for layer in options["layers"]]  # fmt: skip
@@ -341,7 +346,11 @@ class World:
         into = self._memory(kept, count, options)
         if match.ticket is not None:
             client = self.client
-            client.start_fetch(match.ticket, into=self._lent(kept, into), **options).wait(WAIT_S)
+            try:
+                client.start_fetch(match.ticket, into=self._lent(kept, into), **options).wait(WAIT_S)
+            except DataLoss:
+                assert not self.is_roomy
+                count = 0
         return [(each[:count],) for each in into] if kept.spec.keeps_e else into, count
 
     def _into_pages(self, kept: Kept, tokens: Any, options: dict[str, Any]) -> tuple[Any, int]:

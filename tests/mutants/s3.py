@@ -14,6 +14,14 @@ SHARED = "kvstore/movement/shared.py"
 
 MUTANTS = [
     Mutant(
+        "cancelled-by-others",
+        "kvstore/seams/jobs.py",
+        "        job.cancel()\n    if job.cancelled():\n",
+        "        job.cancel()\n    if False:\n",
+        "a question that no thread took cancels the lookup that asked it",
+        ("tests/seams/test_in_time.py::test_a_job_that_others_cancelled_does_not_cancel_who_waits",),
+    ),
+    Mutant(
         "strips-of-an-object-are-believed",
         f"{ROOM}/reading.py",
         "    good = are_right(runs, expected)\n",

@@ -35,6 +35,7 @@ def sidecar() -> Iterator[Sidecar]:
         own = {f"KVSTORE__TENANTS__{name}__NVME_CAPACITY_BYTES": "32 MiB" for name in ("RED", "BLUE")}
         shared = {"URL": redis.url, "WRITE": "never", "LOOKUP_S_MAX": "1 s"}
         own |= {f"KVSTORE__TIERS__REDIS__{name}": value for name, value in shared.items()}
+        own["KVSTORE__POLICY__SCRUB_BYTES_PER_S"] = "0"  # what is just being looked at is held
         with tenants_sidecar("--capacity", "16 MiB", names=("red", "blue"), **own) as running:
             yield running
 

@@ -22,7 +22,7 @@ from kvstore.chunk import ChunkHeader, ChunkLayout, Making, Trust
 from kvstore.config import S3Settings
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, PermissionDenied, Unavailable
 from kvstore.seams import Clock, Workers
-from kvstore.seams.jobs import begun, to_its_end
+from kvstore.seams.jobs import begun, in_time, to_its_end
 from kvstore.seams.memory import Bytes, joined
 from kvstore.spec import Durability, Tier, encoding_of
 from kvstore.tiers.contract import (
@@ -146,8 +146,7 @@ class S3Tier:
         asked = (list(storage_keys), list(chains))
         job = asyncio.wrap_future(begun(self._lanes.askers, probe, self._settings, *asked, timeout_s))
         try:
-            async with asyncio.timeout(timeout_s):
-                answers, count, is_denied = await job
+            answers, count, is_denied = await in_time(job, timeout_s)
         except (TimeoutError, DeadlineExceeded) as error:
             raise DeadlineExceeded(f"tiers.s3 has not answered within {timeout_s:g} s") from error
         self._allowance.used(0, count)
