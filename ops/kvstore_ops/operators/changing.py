@@ -49,7 +49,15 @@ from kvstore_ops.options import (
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: say what it would come to.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
-TODO = {"held", "kept for what hangs on it", "failed", "no room", "no tier answers", "has nowhere slower to go"}
+TODO = {
+    "held",
+    "kept for what hangs on it",
+    "failed",
+    "no room",
+    "no tier answers",
+    "has nowhere slower to go",
+    "model not registered",
+}
 """What became of chunks that were meant to become something else."""
 
 
