@@ -104,6 +104,7 @@ def test_no_altered_object_gives_a_wrong_byte(
     """``found`` fails on any other byte. What is right all the same was altered where no strip lies."""
 
     monkeypatch.setattr(making, "SAVES_MIN", -1.0)
+    tier = tier_of(replace(stand.settings, timeout_s=30.0))  # ten thousand take their time
 
     async def one(number: int, limit: asyncio.Semaphore) -> str:
         random = np.random.default_rng((5, number))
@@ -112,7 +113,7 @@ def test_no_altered_object_gives_a_wrong_byte(
             data = altered(bytes_of(what, encoding), bytes_of(chunk(number + 1), encoding), random)
             await asyncio.to_thread(put_bytes, stand, what, data)
             try:
-                return "given" if await found(stand.tier, what) else "miss"
+                return "given" if await found(tier, what) else "miss"
             except DataLoss as error:
                 return str(error.fields["reason"])
 
@@ -123,6 +124,7 @@ def test_no_altered_object_gives_a_wrong_byte(
         assert outcomes.total() == ALTERATIONS
         assert 0 < outcomes["given"] < ALTERATIONS // 4
         assert {"checksum", "header", "truncated", "miss"} <= set(outcomes), outcomes
+        await tier.close()
 
     stand.run(scenario)
 
