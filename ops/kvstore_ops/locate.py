@@ -16,6 +16,7 @@ from rich.text import Text
 from kvstore.errors import InvalidRequest
 from kvstore.spec import ModelSpec
 from kvstore.wire import spec_from_message
+from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
 def model_named(client: Client, name: str) -> ModelSpec:
@@ -74,11 +75,11 @@ def render(locations: list[Location], token_counts: list[int]) -> Group:
             node = each.node or "(all nodes)"
             here = " (asked)" if each.node and each.node == found.asked else ""
             table.add_row(
-                node + here, each.tier.name.lower(), f"{each.token_count:,}", f"{each.token_count / count:.0%}"
+                cell(node + here), each.tier.name.lower(), f"{each.token_count:,}", f"{each.token_count / count:.0%}"
             )
         if not found.prefixes:
             table.add_row("nowhere", "", "0", "0%")
         tables.append(table)
     if locations and locations[0].reason:
-        tables.append(Text(locations[0].reason, style="yellow"))
+        tables.append(cell(locations[0].reason, "yellow", REASON_CHARACTERS_MAX))
     return Group(*tables)

@@ -8,6 +8,7 @@ from kvstore.errors import KVStoreError
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.door import Door
+from kvstore_ops.operators.harmless import REASON_CHARACTERS_MAX, cell
 
 
 def beside(door: Door) -> dict[str, Door]:
@@ -35,7 +36,7 @@ def render(found: dict[str, admin_pb2.StatsResponse | str]) -> Table:
     table = Table("tenant", "arena", "chunks", "tiers", "sessions")
     for tenant, stats in found.items():
         if isinstance(stats, str):
-            table.add_row(tenant, stats)
+            table.add_row(tenant, cell(stats, most=REASON_CHARACTERS_MAX))
             continue
         arena = stats.arena
         table.add_row(

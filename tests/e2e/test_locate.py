@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 from kvstore_client import Client, PageHashes, connect
+from kvstore_client.lookup.locate import Location, PrefixAt
+from kvstore_ops.locate import render
 from kvstore_ops.sidecar import TOKEN, Sidecar
+from rich.console import Console
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
@@ -154,3 +158,14 @@ def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(sidecar: Side
         wrong = run(*socket, *arguments, given="no tokens")
         assert wrong.returncode != 0
         assert word in wrong.stderr
+
+
+def test_what_other_nodes_are_called_is_harmless_in_the_table() -> None:
+    """Whoever writes the shared Redis chooses their names."""
+    name = "[bold]\x1b[2J\u202enode" + "x" * 300
+    found = Location((PrefixAt(name, Tier.DRAM, 16),), "asked", "[/]\x1b]0;title\x07")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render([found], [16]))
+    said = console.export_text()
+    assert "[bold]\\u001b[2J\\u202enode" in said
+    assert "[/]\\u001b]0;title\\u0007" in said

@@ -8,6 +8,7 @@ import unicodedata
 from rich.text import Text
 
 CHARACTERS_MAX = 200
+REASON_CHARACTERS_MAX = 1000
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Categories that show nothing of themselves, or change how others are shown: controls, direction marks."""
 
