@@ -25,7 +25,7 @@ from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.fetch.wanted import Heads, Wanted
 from kvstore_client.forks import in_children
 from kvstore_client.gate import DRIFT_COUNTERS, Gate
-from kvstore_client.loading import Planner
+from kvstore_client.loading import GIVEN_UP, Planner
 from kvstore_client.lookup import calls as lookups
 from kvstore_client.lookup.locate import Location, locate
 from kvstore_client.lookup.match import Match
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvstore_client.recompute import ModelRunner, PartialPrefill
 
 DEFAULT_TIMEOUT_S = 10.0
-_COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes", *DRIFT_COUNTERS)
+_COUNTERS = ("sessions", "unavailable", "stores_refused", "fetched_bytes", GIVEN_UP, *DRIFT_COUNTERS)
 
 
 class Client:
@@ -384,7 +384,7 @@ class Client:
         return reply
 
     def statistics(self) -> dict[str, int]:
-        """This client's own counters: sessions, unavailable, stores_refused, fetched_bytes, and the gate's."""
+        """This client's counters: sessions, unavailable, stores_refused, fetched_bytes, loads_given_up, the gate's."""
         return {name: self._context.connection.counters[name] for name in _COUNTERS}
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ PLANNER = "kvstore/planning/loading/planner.py"
 RATES = "kvstore/planning/loading/rates.py"
 COMPUTE = "kvstore/planning/loading/compute.py"
 CLIENT = "clients/kvstore_client/loading/planner.py"
+PATIENCE = "clients/kvstore_client/loading/patience.py"
+T_PATIENCE = "tests/engines/test_patience.py"
 T_PLANNED = "tests/engines/test_planned_loads.py"
 T_LOADING = "tests/planning/test_loading.py"
 T_METERS = "tests/tiers/test_meters.py"
@@ -75,11 +77,18 @@ MUTANTS = [
     Mutant(
         "the-way-from-memory-is-never-tried-again",
         CLIENT,
-        "            if chunk.token_start < loaded_tokens or (tier is Tier.DRAM and chunk.token_start) "
-        "or tier in tried:\n",
-        "            if chunk.token_start < loaded_tokens or tier is Tier.DRAM or tier in tried:\n",
+        "or (tier is Tier.DRAM and chunk.token_start) or",
+        "or tier is Tier.DRAM or",
         "one bad minute, and nothing is loaded for good",
         (f"{T_PLANNED}::test_a_way_from_memory_that_was_slow_for_a_while_is_found_to_be_fast_again",),
+    ),
+    Mutant(
+        "patience-without-end",
+        PATIENCE,
+        "                self._give_up()\n",
+        "                pass\n",
+        "a tier that stops in the middle of a plan is waited for until a call's deadline",
+        (f"{T_PATIENCE}::test_a_partial_prefill_does_so_too",),
     ),
     Mutant(
         "every-read-by-itself",

@@ -89,7 +89,7 @@ def test_a_rate_that_cannot_be_read_is_named(sidecar: Sidecar, prompt: Path, rat
         said(sidecar, prompt, "--rate", rate)
 
 
-@pytest.mark.parametrize("speed", ["nan", "inf", "1e-300", "1e300"])
+@pytest.mark.parametrize("speed", ["inf", "1e-300", "1e300"])
 def test_a_speed_that_no_engine_has_is_named(sidecar: Sidecar, prompt: Path, speed: str) -> None:
     with pytest.raises(InvalidRequest, match="--prefill-tokens-per-s"):
         said(sidecar, prompt, "--prefill-tokens-per-s", speed)

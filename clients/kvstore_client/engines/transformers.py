@@ -33,6 +33,7 @@ from kvstore_client.engines.transformers_options import why_left
 from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
+from kvstore_client.loading.patience import Patience
 from kvstore_client.recompute import dense_planes
 from kvstore_client.store.receipt import Receipt
 
@@ -231,6 +232,7 @@ class CachedModel:
         watch = Stopwatch(self.client, whose.spec, self.step_tokens, self._clock)
         if may_reuse and last_step:
             planned = PromptPlan(self.client, whose.spec, tokens, last_step, self.step_tokens)
+            report.reason = planned.reason
             report.plan, wanted = planned.plan, tokens[: planned.token_count]
             reused = self._reuse(whose.spec, wanted, layers, prompt_e, arrivals, report, started_s)
         cache = DynamicCache(config=self.model.config)
@@ -240,11 +242,13 @@ class CachedModel:
             self._stamp(report, started_s)
             watch.ended(count)
             arrivals.finish()
+            patience.end()
             report.receipt = self._keep(whose.spec, tokens, layers, prompt_e, reused)
             if planned is not None and planned.plan is not None:
                 begun(self._background, planned.probe)
 
-        with prompt_e.captured(cache) if prompt_e else nullcontext():
+        patience = Patience(self.client, report.plan, started_s, lambda: arrivals.is_blocked, arrivals.give_up)
+        with patience, prompt_e.captured(cache) if prompt_e else nullcontext():
             for start in range(reused, last_step, self.step_tokens):
                 watch.computes(start, waits=arrivals.is_waiting)
                 self.model.base_model(
@@ -305,6 +309,11 @@ class CachedModel:
             if stream.tier is Tier.DRAM:
                 self.client.planner.landed(stream.byte_count, report.fetch_s)
 
+        def given_up() -> None:
+            if stream.tier is Tier.DRAM:
+                self.client.planner.late(stream.byte_count, self._clock.monotonic() - opened_s)
+            stream.cancel()
+
         def project(layer: int) -> None:
             if prompt_e is not None:
                 prompt_e.arrive(layer, reused, layers[layer].first(reused), self.step_tokens)
@@ -314,6 +323,7 @@ class CachedModel:
         arrivals.on_layer = project
         arrivals.on_last = landed
         arrivals.attach(stream)
+        arrivals.give_up = given_up
         for layer in layers:
             layer.show(reused)
         return reused

@@ -95,6 +95,10 @@ class Arrivals:
         self._next = 0
         self.on_layer: Callable[[int], None] = lambda _: None
         self.on_last: Callable[[], None] = lambda: None
+        self.give_up: Callable[[], None] = lambda: None
+        """From another thread: wait no longer."""
+        self.is_blocked = False
+        """Whether a layer is waited for now."""
 
     def attach(self, stream: LayerStream) -> None:
         self._stream = iter(stream)
@@ -106,7 +110,11 @@ class Arrivals:
 
     def until(self, layer: int) -> None:
         while self._stream is not None and self._next <= layer:
-            item = next(self._stream, None)
+            self.is_blocked = True
+            try:
+                item = next(self._stream, None)
+            finally:
+                self.is_blocked = False
             if item is None:
                 self._end()
                 return

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstore.planning.loading import LoadPlan, Prefill
 from kvstore.seams import Clock
-from kvstore.spec import ModelSpec
+from kvstore.spec import MissReason, ModelSpec
 from kvstore_client.client import Client
 from kvstore_client.loading.probe import probe
 from kvstore_client.lookup.match import Match
@@ -20,12 +20,16 @@ class PromptPlan:
         self._client, self._spec, self._tokens = client, spec, tokens
         self.plan: LoadPlan | None = None
         self.token_count = most_tokens
+        self.reason = MissReason.NONE
         self._match = Match(0, ())
         planner = client.planner
         if planner.mode == "off" or not most_tokens:
             return
         match = client.peek(spec, tokens[:most_tokens])
         self._match = client.lookup(spec, tokens[:most_tokens]) if match is None else match
+        if planner.mode == "on" and any(each.reason is MissReason.UNAVAILABLE for each in self._match.chunks[:1]):
+            self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # who did not answer is not asked again
+            return
         self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens)
         if planner.mode == "on" and self._match:
             self.token_count = self.plan.chosen.load_stop

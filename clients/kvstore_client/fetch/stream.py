@@ -20,8 +20,8 @@ class LayerStream:
     chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
     ``exactness``: what it may be stored as.
-    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there; ``good_token_count``: what
-    is left of it when chunks were lost.
+    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there.
+    ``good_token_count``: what is left of ``token_count`` when chunks were lost.
     """
 
     def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
@@ -88,6 +88,11 @@ class LayerStream:
 
     def _landed(self) -> None:
         self.landed_s = self._context.clock.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """For how long it has been on its way."""
+        return self._context.clock.monotonic() - self.began_s
 
     def cancel(self) -> None:
         """From another thread: wait no longer for what has not landed. The iteration ends soon, as when it is lost."""

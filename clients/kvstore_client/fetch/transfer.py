@@ -69,6 +69,14 @@ class Transfer:
         return BusyTime(stream.byte_count, stream.landed_s - stream.began_s)
 
     @property
+    def overdue(self) -> BusyTime | None:
+        """What of the sidecar's memory has not come yet, and for how long it has been on its way."""
+        stream = self._bringing.stream
+        if stream is None or stream.tier is not Tier.DRAM or self.is_done:
+            return None
+        return BusyTime(stream.byte_count, stream.waited_s, is_cut=True)
+
+    @property
     def good_token_count(self) -> int:
         """Leading tokens whose layers so far are good; below ``token_count`` only when chunks were lost on the way."""
         return self._bringing.good_token_count

@@ -38,6 +38,9 @@ ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 """What engines can do: none begins to load in the middle."""
 RATES_AGE_S_MAX = 1.0
 """How long the sidecar's word on its tiers is good for."""
+RATES_WAIT_S = 1.0
+"""How long it is waited for."""
+GIVEN_UP = "loads_given_up"
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
 ENGINES_MAX = 64
 """Engines whose prefills are known, those that computed last."""
@@ -57,7 +60,7 @@ class Planner:
 
     def __init__(self, connection: Connection, clock: Clock, timeout_s: float) -> None:
         self._connection = connection
-        self._clock = clock
+        self.clock = clock
         self.timeout_s = timeout_s
         self._mode = "off"
         self._lock = threading.Lock()
@@ -83,6 +86,15 @@ class Planner:
         """So many bytes that were in the sidecar's memory took so long to come."""
         with self._lock:
             self._link = self._link.observed(BusyTime(byte_count, seconds))
+
+    def late(self, byte_count: int, seconds: float) -> None:
+        """So many bytes that were in the sidecar's memory had not come after so long."""
+        with self._lock:
+            self._link = self._link.observed(BusyTime(byte_count, seconds, is_cut=True))
+
+    def given_up(self) -> None:
+        """A load took so long that the prompt is computed."""
+        self._connection.counters[GIVEN_UP] += 1
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
         """An engine that computes ``step_tokens`` at a time, 0: all at once, took so long for a prefill. What no engine
@@ -145,7 +157,7 @@ class Planner:
     def _is_due(self, tier: Tier, byte_count: int) -> bool:
         """Whether a tier is measured now; it has its time anew then."""
         with self._lock:
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             told = self._tiers.get(tier)
             known = self._link.rate if tier is Tier.DRAM else told.rate if told is not None else None
             rate = known or ASSUMED.get(tier, SLOWEST)
@@ -167,13 +179,13 @@ class Planner:
     def _ask(self) -> None:
         """The sidecar's rates. While it is gone, what it said last holds."""
         with self._lock:
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             if now - self._asked_s < RATES_AGE_S_MAX:
                 return
             self._asked_s = now
         with self._connection.or_miss():
             session = self._connection.session()
-            stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), self.timeout_s)
+            stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), min(self.timeout_s, RATES_WAIT_S))
             with self._lock:
                 self._tiers = told_facts(stats.rates)
 

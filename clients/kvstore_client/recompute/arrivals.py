@@ -58,6 +58,19 @@ class Arrivals:
         self._ahead.clear()  # the runs have it, until each took its E
         return runs, planes
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is on its way."""
+        return not all(each.is_done for each in self._transfers.values())
+
+    def stop(self) -> None:
+        """From another thread: let what is on its way end soon, as if it were lost."""
+        for transfer in list(self._transfers.values()):
+            late = transfer.overdue
+            transfer.stop()
+            if late is not None:
+                self._client.planner.late(late.byte_count, late.busy_s)
+
     def measured(self) -> list[BusyTime]:
         """How long what lay in the sidecar's memory took to come, of what has come."""
         return [each.measured for each in self._transfers.values() if each.measured is not None]

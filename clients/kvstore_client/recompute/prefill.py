@@ -20,6 +20,7 @@ from kvstore.planning.loading import Prefill
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.fetch.transfer import without_frames
+from kvstore_client.loading.patience import Patience
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
@@ -69,7 +70,7 @@ def _reused(client: Client, request: Request, timeout_s: float, clock: Clock) ->
 
 
 def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock) -> tuple[Plan, Recomputed, float]:
-    arrivals = Arrivals(client, request, timeout_s)
+    arrivals, began_s = Arrivals(client, request, timeout_s), clock.monotonic()
     try:
         facts = ask(client, request, arrivals.tickets)
         plan = decide(facts)
@@ -78,7 +79,13 @@ def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock)
             plan = decide(facts)
         runs, planes = arrivals.run(plan)
         prepared_s = clock.monotonic()
-        result = _computed(request, runs, planes, clock, plan.recompute)
+        with Patience(client, plan.loading, began_s, lambda: arrivals.is_waiting, arrivals.stop) as patience:
+            try:
+                result = _computed(request, runs, planes, clock, plan.recompute)
+            except DataLoss as error:
+                if patience.is_spent:
+                    raise DeadlineExceeded("loading took longer than a plain prefill") from error
+                raise
     except BaseException:
         arrivals.close()
         raise

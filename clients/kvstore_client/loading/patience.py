@@ -1,0 +1,67 @@
+"""Patience: a load that its plan was wrong about is given up, and the prompt computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from kvstore.errors import KVStoreError
+from kvstore.planning.loading import LoadPlan
+from kvstore.seams.scheduler import start_thread
+
+if TYPE_CHECKING:
+    from kvstore_client.client import Client
+
+BUDGET = 0.05
+"""How much longer than a plain prefill a load may take, of that prefill."""
+LOOK_S_MIN = 0.005
+_log = logging.getLogger("kvstore.client")
+
+
+class Patience:
+    """Ends a load that has not landed when a plain prefill, and a twentieth of it, would have been over: whoever waits
+    for it then computes the prompt. So a tier that stops in the middle of a plan costs one prefill more at most, and
+    no deadline of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
+
+    def __init__(
+        self, client: Client, plan: LoadPlan | None, since_s: float, is_waiting: Callable[[], bool],
+        give_up: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``since_s``: when the request began, on the client's clock. ``is_waiting``: whether somebody waits for the
+        load now; a load that nobody waits for yet is not given up. Without a plan that is carried out, and loads what a
+        measured engine could compute, patience has no end."""
+        self._client, self._is_waiting, self._give_up = client, is_waiting, give_up
+        self._has_ended = threading.Event()
+        self.is_spent = False
+        if plan is None or client.planner.mode != "on" or not plan.is_measured or not plan.loaded_tokens:
+            return
+        self._prefill_s = plan.prefill.ttft_s
+        self._left_s = since_s + (1 + BUDGET) * self._prefill_s - client.planner.clock.monotonic()
+        try:
+            start_thread(self._wait, "kvstore-patience")
+        except KVStoreError as error:
+            _log.warning("kvstore: a load is waited for until its call ends: %s", error.message)
+
+    def _wait(self) -> None:
+        left_s = max(self._left_s, 0.0)
+        while not self._has_ended.wait(left_s):
+            left_s = max(BUDGET * self._prefill_s, LOOK_S_MIN)
+            if self._is_waiting():
+                self.is_spent = True
+                self._client.planner.given_up()
+                _log.warning("kvstore: a load took longer than a prefill of %.3f s: given up", self._prefill_s)
+                self._give_up()
+                return
+
+    def end(self) -> None:
+        """Nothing is waited for any more. Idempotent."""
+        self._has_ended.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end()

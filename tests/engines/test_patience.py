@@ -1,0 +1,178 @@
+"""A tier that stops in the middle of a plan: the load is given up, the prompt is computed, and nothing stays held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kvstore_client import Client, connect
+from kvstore_client.engines.transformers import CachedModel, TransformersRunner
+from kvstore_client.loading.patience import Patience
+from kvstore_ops.sidecar import TOKEN
+
+from kvstore.planning.loading import LoadPlan, Prefill, TierFacts, TierRate, Way
+from kvstore.spec import Durability
+from tests.e2e.third_tier import KIND, ThirdTierSidecar
+from tests.engines.test_planned_loads import COUNT, is_engine, is_link
+from tests.engines.test_transformers import STEP, logits, model_of, prompt
+from tests.fakes import Switch
+from tests.server.raw import eventually
+
+OWN = {
+    "test_a_generation_computes_what_a_stalled_tier_does_not_bring": 0,
+    "test_a_partial_prefill_does_so_too": 1,
+}
+
+
+@pytest.fixture(scope="module", params=["local", "remote"])
+def sidecar(request: pytest.FixtureRequest) -> Iterator[ThirdTierSidecar]:
+    """Whose deadline is beyond what a client waits for."""
+    running = ThirdTierSidecar("files")
+    assert running.environment is not None
+    running.environment["KVSTORE__CONTROLLER__DEADLINE_S"] = "30"
+    running.plane = request.param
+    with pytest.MonkeyPatch.context() as patch, running:
+        patch.setenv("KVSTORE_TOKEN", TOKEN)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return model_of(torch.float32, 11)
+
+
+Cold = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def prompts(sidecar: ThirdTierSidecar, model: torch.nn.Module) -> list[Cold]:
+    """Prompts that only the files have, and their logits."""
+    found = []
+    with connect(sidecar.address) as writer:
+        cached = CachedModel(model, writer, chunk_tokens=STEP)
+        for seed in range(71, 74):
+            ids = prompt(COUNT, seed)
+            expected, report = logits(cached, ids)
+            assert report.wait_stored(10.0) is Durability.LOCAL
+            found.append((ids, expected))
+    sidecar.stop()
+    sidecar.start()
+    return found
+
+
+@pytest.fixture
+def cold(prompts: list[Cold], request: pytest.FixtureRequest) -> Cold:
+    """One that no test has had before: a load goes on that nobody waits for any more."""
+    return prompts[OWN.get(request.function.__name__, 2)]
+
+
+@pytest.fixture
+def client(sidecar: ThirdTierSidecar, prompts: object) -> Iterator[Client]:
+    with connect(sidecar.address, planning="on") as connected:
+        yield connected
+    sidecar.switches.turn_off()
+
+
+def is_tier(client: Client) -> None:
+    """The sidecar has told that its files are fast."""
+    client.planner._tiers = {KIND: TierFacts(TierRate(0.0, 1e-12, 1.0, 9))}
+    client.planner._asked_s = client.planner.clock.monotonic() + 3600.0
+
+
+def is_free(client: Client) -> None:
+    """No lease, ticket or stream is left."""
+
+    def held() -> int:
+        sessions = client.stats().sessions
+        return sessions.lease_count + sessions.ticket_count + sessions.stream_count
+
+    eventually(lambda: not held())
+
+
+def test_a_generation_computes_what_a_stalled_tier_does_not_bring(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    ids, expected = cold
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    is_engine(client, cached, 1e-3)
+    plan = client.plan(cached.spec, ids[0], step_tokens=STEP)
+    assert plan.chosen.way is not Way.PREFILL
+    assert client.lookup(cached.spec, ids[0]).chunks[0].tier is KIND
+    sidecar.switches.turn_on(Switch.STALLED)
+    found, report = logits(cached, ids)
+    assert torch.equal(found, expected)
+    assert report.reused_token_count == 0
+    assert client.statistics()["loads_given_up"] == 1
+    assert client.statistics()["unavailable"] == 0, "it was no call's deadline that ended it"
+    is_free(client)
+
+
+def test_a_partial_prefill_does_so_too(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    ids, expected = cold
+    runner = TransformersRunner(model, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    for _ in range(40):
+        client.planner.computed(runner.spec, 0, Prefill(1000, 0, 1.0))
+    sidecar.switches.turn_on(Switch.STALLED)
+    found = client.partial_prefill(runner, ids[0])
+    assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
+    assert "longer than a plain prefill" in found.plan.reason
+    assert client.statistics()["loads_given_up"] == 1
+    is_free(client)
+
+
+def test_it_is_loaded_once_the_tier_is_back(
+    sidecar: ThirdTierSidecar, client: Client, model: torch.nn.Module, cold: Cold
+) -> None:
+    ids, expected = cold
+    sidecar.switches.turn_off()
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    is_engine(client, cached, 1.0)
+    found, report = logits(cached, ids)
+    assert torch.equal(found, expected)
+    assert report.reused_token_count > 0
+    assert client.statistics()["loads_given_up"] == 0
+
+
+def planned(client: Client, model: torch.nn.Module, ids: torch.Tensor) -> LoadPlan:
+    cached = CachedModel(model, client, chunk_tokens=STEP)
+    is_link(client, 1e12)
+    is_tier(client)
+    is_engine(client, cached, 1e-3)
+    return client.plan(cached.spec, ids[0], step_tokens=STEP)
+
+
+def test_what_nobody_waits_for_is_not_given_up(client: Client, model: torch.nn.Module, cold: Cold) -> None:
+    plan, waits, given_up, looked = planned(client, model, cold[0]), [False], threading.Event(), threading.Event()
+
+    def is_waiting() -> bool:
+        looked.set()
+        return waits[0]
+
+    with Patience(client, plan, 0.0, is_waiting, given_up.set) as patience:
+        assert looked.wait(10.0)
+        assert not given_up.is_set()
+        waits[0] = True
+        assert given_up.wait(10.0)
+        assert patience.is_spent
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_without_a_plan_that_is_carried_out_loads_are_waited_for(
+    client: Client, model: torch.nn.Module, cold: Cold, mode: str
+) -> None:
+    plan = planned(client, model, cold[0])
+    client.planner.mode = mode
+    before = threading.active_count()
+    with Patience(client, plan, 0.0, lambda: True, lambda: None) as patience:
+        assert threading.active_count() == before
+    assert not patience.is_spent
