@@ -10,7 +10,6 @@ import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner
 from kvstore_client.loading.patience import Patience
-from kvstore_ops.sidecar import TOKEN
 
 from kvstore.planning.loading import LoadPlan, Prefill, TierFacts, TierRate, Way
 from kvstore.spec import Durability
@@ -26,15 +25,13 @@ OWN = {
 }
 
 
-@pytest.fixture(scope="module", params=["local", "remote"])
-def sidecar(request: pytest.FixtureRequest) -> Iterator[ThirdTierSidecar]:
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[ThirdTierSidecar]:
     """Whose deadline is beyond what a client waits for."""
     running = ThirdTierSidecar("files")
     assert running.environment is not None
     running.environment["KVSTORE__CONTROLLER__DEADLINE_S"] = "30"
-    running.plane = request.param
-    with pytest.MonkeyPatch.context() as patch, running:
-        patch.setenv("KVSTORE_TOKEN", TOKEN)
+    with running:
         yield running
 
 
