@@ -8,6 +8,7 @@ import pytest
 import torch
 from kvstore_client import Client, Exactness, connect
 from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.loading import patience
 from kvstore_client.recompute import PartialPrefill
 from kvstore_ops.sidecar import Sidecar
 
@@ -23,6 +24,12 @@ COUNT, STORED = STEP * 12 + 3, STEP * 12
 def client(sidecar: Sidecar) -> Iterator[Client]:
     with connect(sidecar.address, planning="on") as connected:
         yield connected
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about choices: no load is given up, however busy the machine is."""
+    monkeypatch.setattr(patience, "BUDGET", 1e4)
 
 
 def speeds(client: Client, runner: TransformersRunner, link_bytes_per_s: float, token_s: float) -> None:

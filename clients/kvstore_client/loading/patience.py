@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BUDGET = 0.05
 """How much longer than a plain prefill a load may take, of that prefill."""
 LOOK_S_MIN = 0.005
+LEFT_S_MIN, LEFT_S_MAX = 0.05, 3600.0
+"""What no load is given up before, for a scheduler may take as long, and what none outlasts."""
 _log = logging.getLogger("kvstore.client")
 
 
@@ -46,9 +48,9 @@ class Patience:
             _log.warning("kvstore: a load is waited for until its call ends: %s", error.message)
 
     def _wait(self) -> None:
-        left_s = max(self._left_s, 0.0)
+        left_s = min(max(self._left_s, LEFT_S_MIN), LEFT_S_MAX)
         while not self._has_ended.wait(left_s):
-            left_s = max(BUDGET * self._prefill_s, LOOK_S_MIN)
+            left_s = min(max(BUDGET * self._prefill_s, LOOK_S_MIN), LEFT_S_MAX)
             if self._is_waiting():
                 self.is_spent = True
                 self._client.planner.given_up()
