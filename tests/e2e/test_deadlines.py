@@ -221,6 +221,7 @@ def stream_calls() -> dict[str, Case]:
         "cancel": of(lambda s: s.cancel),
         "close": of(lambda s: s.close),
         "abandon": of(lambda s: s.abandon),
+        "waited_s": of(lambda s: lambda: s.waited_s),
     }
 
 
@@ -228,7 +229,7 @@ def transfer_calls() -> dict[str, Case]:
     def of(act: Callable[[Transfer], Act]) -> Case:
         return lambda c: act(joined(c))
 
-    facts = ("layers", "error", "good_token_count", "ending", "is_done", "failed")
+    facts = ("layers", "error", "good_token_count", "ending", "is_done", "failed", "measured", "overdue")
     return {
         "start": of(lambda t: lambda: None),  # the client has started it
         "brings": of(lambda t: lambda: t.brings(0)),

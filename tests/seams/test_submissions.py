@@ -78,6 +78,7 @@ SITES = {
             ("s3/tier.py", "S3Tier.prepare"),
             ("s3/tier.py", "S3Tier.probe"),
             ("s3/tier.py", "S3Tier.remove"),
+            ("s3/tier.py", "S3Tier.run_check"),
             ("s3/tier.py", "S3Tier.run_read"),
         )
     },
@@ -105,6 +106,10 @@ SITES = {
 MOVES_NO_BYTES = {
     ("kvstore/spec/weights.py", "digested"): "raises what a job raised; a digest of less is no digest",
     ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
+    ("kvstore/server/web/listener.py", "Web.start"): "the page: where no thread can be had the start says so",
+    ("kvstore/server/web/site.py", "Asked.get"): "a question to the service for the page: without an answer, a 503",
+    ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
+    ("clients/kvstore_client/loading/probe.py", "begin_probe"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
     ("clients/kvstore_client/aio.py", "AsyncClient.call"): "as connect_async",
     ("clients/kvstore_client/aio.py", "AsyncClient._drop"): "a ticket that is not released expires",
