@@ -22,9 +22,8 @@ settings.register_profile(
 )
 settings.load_profile("kvstore")
 
-if (
-    os.environ.get("KVSTORE_TEST_SCALE") != "full"
-):  # models this small wait longer for a second thread than they compute
+IS_FULL = os.environ.get("KVSTORE_TEST_SCALE") == "full"
+if not IS_FULL:  # models this small wait longer for a second thread than they compute
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG_FILES = (
@@ -39,19 +38,22 @@ TRUE_STARTS = (
 """The process itself is what these look at: their sidecars start as an operator's do. At full scale, all do."""
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = Warm("kvstore.server", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless")
+WARM = Warm("kvstore.server.app", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless")
+CLIENTS = Warm("kvstore_client", "tests.specs", "pytest", "hypothesis", "kvstore_ops.sidecar", "tests.server.raw")
+"""For commands of Python that are clients of a sidecar: engines of a test in processes of their own."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Sidecars start warm, but for the files that look at the process."""
-    is_true = os.environ.get("OMP_NUM_THREADS") != "1" or str(item.path.relative_to(ROOT)) in TRUE_STARTS
+    is_true = IS_FULL or str(item.path.relative_to(ROOT)) in TRUE_STARTS
     Sidecar.launch = subprocess.Popen if is_true else WARM.popen
     return (yield)
 
 
 def pytest_unconfigure() -> None:
-    WARM.close()
+    for each in (WARM, CLIENTS):
+        each.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -69,7 +69,7 @@ def serve(
 
     Example: kvstore serve --capacity '8 GiB' --nvme '64 GiB'
     """
-    from kvstore.server import serve as run
+    from kvstore.server.app import serve as run
 
     flags: dict[str, object] = {
         "server.state_directory": state_directory,

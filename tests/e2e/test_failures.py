@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, Unavailable
 from kvstore.spec import Durability, LayerSpec, MissReason, ModelSpec
+from tests.conftest import CLIENTS
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 CHUNKS = 8
@@ -204,9 +206,6 @@ def test_the_mappings_go_with_the_server(local_sidecar: Sidecar) -> None:
 
 def test_a_forked_child_connects_by_itself(own_sidecar: Sidecar) -> None:
     """In a process of its own: fork is no friend of a test runner's threads."""
-    import subprocess
-    import sys
-
     code = f"""
 import os, sys
 from kvstore_client import connect
@@ -235,7 +234,7 @@ assert os.waitpid(child, 0)[1] == 0
 assert client.fetch(spec, tokens).token_count == 40
 client.close()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = CLIENTS.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 0, done.stderr
     with connect(own_sidecar.address) as client:
         until(lambda: client.stats().sessions.session_count == 1)
@@ -302,9 +301,6 @@ def test_two_clients_store_the_same_at_once(own_sidecar: Sidecar) -> None:
 
 @pytest.mark.parametrize("point", ["store.staged", "fetch.copy.middle"])
 def test_a_client_that_dies_leaves_nothing_behind(own_sidecar: Sidecar, point: str) -> None:
-    import subprocess
-    import sys
-
     code = f"""
 import os
 from kvstore_client import connect
@@ -315,7 +311,7 @@ client.faults.arm({point!r}, lambda: os._exit(9))
 client.store(large_spec(), tokens, kv).wait()
 client.fetch(large_spec(), tokens)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = CLIENTS.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 9, done.stderr
     with connect(own_sidecar.address) as client:
         until(lambda: client.stats().sessions.session_count == 1)

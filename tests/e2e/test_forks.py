@@ -10,6 +10,7 @@ import pytest
 from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
+from tests.conftest import CLIENTS
 from tests.e2e.test_given_back import CACHE, SPEC, TOKENS
 from tests.server.raw import eventually
 
@@ -101,9 +102,7 @@ os._exit(0)
 
 
 def run(code: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = CLIENTS.run([sys.executable, "-c", code, *arguments], timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -131,7 +130,7 @@ def test_a_child_that_closes_everything_closes_nothing_of_its_parents(sidecar: S
 def test_a_session_ends_with_its_process_whatever_forks_live_on(local_sidecar: Sidecar) -> None:
     command = [sys.executable, "-c", PARENT_ENDS, local_sidecar.address]
     with connect(local_sidecar.address) as judge:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = CLIENTS.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "forked\n"
@@ -164,7 +163,5 @@ os._exit(0)
 
 def test_a_child_destroys_no_call_of_its_parents() -> None:
     """gRPC's destructors wait for locks, and who held one in the parent is not in the child."""
-    done = subprocess.run(
-        [sys.executable, "-c", OF_THE_PARENT], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = CLIENTS.run([sys.executable, "-c", OF_THE_PARENT], timeout=60)
     assert (done.returncode, done.stdout) == (0, "of the child: nothing\ndestroyed\n"), done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.handoff.messages import RegionsAnswer
 from kvstore.spec import Durability
+from tests.conftest import CLIENTS
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -290,13 +290,13 @@ def test_an_answer_that_comes_after_the_end_keeps_no_descriptor(local_sidecar: S
 def test_a_fork_that_uses_what_is_its_parents_is_told_so(stored: Sidecar) -> None:
     """It has neither the threads nor the memory: it does not wait for ever, nor end, and its parent goes on."""
     command = [sys.executable, "-c", FORK_USES, stored.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = CLIENTS.run(command, timeout=60)
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 
 
 def test_a_fork_gives_back_nothing_of_its_parents(stored: Sidecar) -> None:
     command = [sys.executable, "-c", FORK, stored.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = CLIENTS.run(command, timeout=60)
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr

@@ -14,6 +14,7 @@ from kvstore_client import Client, Paged, Transfer, connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError
+from tests.conftest import CLIENTS
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -143,7 +144,7 @@ with connect(address) as client:
 
 def test_the_writer_dies(sidecar: Sidecar, decode: Client) -> None:
     command = [sys.executable, "-c", PREFILL, sidecar.address, str(os.getpid()), str(COUNT)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = CLIENTS.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         ticket = bytes.fromhex(process.stdout.readline())

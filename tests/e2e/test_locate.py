@@ -21,7 +21,7 @@ from rich.console import Console
 from kvstore.errors import InvalidRequest
 from kvstore.keys import chain_digests
 from kvstore.spec import Durability, Exactness, Tier
-from tests.conftest import ROOT
+from tests.conftest import ROOT, WARM
 from tests.fakes.redis_server import RedisServer
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
@@ -133,7 +133,7 @@ def test_without_a_redis_only_this_node_is_known(sidecar: Sidecar) -> None:
 
 def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore_ops.cli", "locate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, input=given, check=False)
+    return WARM.run(command, cwd=ROOT, timeout=60, given=given)
 
 
 def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(sidecar: Sidecar, tmp_path: Path) -> None:

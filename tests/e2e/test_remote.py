@@ -28,6 +28,7 @@ from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
 from kvstore.wire.data import data_message, split_message
 from kvstore.wire.limits import RUNS_MAX
+from tests.conftest import CLIENTS
 from tests.e2e.test_failures import CHUNKS, large_cache, large_spec, until
 from tests.security.tenancy import write_private
 from tests.specs import bits, random_cache, small_spec, tokens_of
@@ -376,7 +377,7 @@ def test_a_client_killed_in_a_stream_leaves_nothing(own_remote: Sidecar, point: 
     before = process.num_fds()
     for _ in range(3):
         command = [sys.executable, "-c", CLIENT, own_remote.address, point]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = CLIENTS.run(command, timeout=60)
         assert done.returncode == 9, done.stderr
     until(lambda: left(own_remote) == (0,) * 7)
     until(lambda: process.num_fds() <= before)

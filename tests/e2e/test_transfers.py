@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import weakref
 from typing import Any
@@ -15,6 +14,7 @@ from kvstore_client.fetch.transfer import Transfer
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable
+from tests.conftest import CLIENTS
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -31,7 +31,7 @@ with connect(address) as client:
     for layer in range(2):
         transfer.wait_layer(layer, 10.0)
     transfer.wait(10.0)
-sys.stdout.buffer.write(b"".join(page.tobytes() for page in pages))
+print(b"".join(page.tobytes() for page in pages).hex())
 """
 
 
@@ -50,9 +50,9 @@ def test_two_ranks_redeem_what_a_scheduler_holds(plane: str, cold: bool) -> None
             assert match.ticket is not None
             for head in range(2):
                 command = [sys.executable, "-c", WORKER, sidecar.address, match.ticket.hex(), str(head)]
-                done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-                assert done.returncode == 0, done.stderr.decode()
-                planes = np.frombuffer(done.stdout, np.uint16).reshape(2, 2, 96, 8)[:, :, :COUNT]
+                done = CLIENTS.run(command, timeout=60)
+                assert done.returncode == 0, done.stderr
+                planes = np.frombuffer(bytes.fromhex(done.stdout), np.uint16).reshape(2, 2, 96, 8)[:, :, :COUNT]
                 for layer in range(2):
                     for which in range(2):
                         assert (planes[layer, which] == cache[layer][which][head]).all()

@@ -20,6 +20,7 @@ from kvstore_ops.sidecar import Sidecar
 from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
 from kvstore.spec import LayerSpec
+from tests.conftest import CLIENTS
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()
@@ -262,7 +263,7 @@ with connect(address) as client:
 
 def rank(sidecar: Sidecar, ticket: bytes, end: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", RANK, sidecar.address, ticket.hex(), str(COUNT), end]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return CLIENTS.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "die"])

@@ -12,7 +12,7 @@ import sys
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import Settings, load
-from kvstore.server import serve
+from kvstore.server.app import serve
 from kvstore.server.tiers import TIERS, Builder, Tiers
 from kvstore.server.world import TierOwner, World
 from kvstore.spec import Tier

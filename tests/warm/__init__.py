@@ -52,11 +52,14 @@ class Warm:
         self._owner = 0
         self.popen: type[subprocess.Popen[Any]] = type("WarmPopen", (_WarmPopen,), {"warm": self})
 
-    def run(self, command: list[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        """As ``subprocess.run``, with its words captured as text."""
-        with self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    def run(
+        self, command: list[str], *, timeout: float, given: str = "", **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """As ``subprocess.run``: it is ``given`` text, and its words are captured as text."""
+        pipe = subprocess.PIPE
+        with self.popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options) as process:
             try:
-                output, errors = process.communicate(timeout=timeout)
+                output, errors = process.communicate(given, timeout=timeout)
             except BaseException:
                 process.kill()
                 raise
@@ -64,6 +67,9 @@ class Warm:
 
     def can_follow(self, environment: dict[str, str]) -> bool:
         """Whether a process with this environment imports as the template did, and would be a child of this one."""
+        is_alone = environment.get("OMP_NUM_THREADS") == "1"  # else numpy's import starts threads: forks lose them
+        if not is_alone:
+            return False
         with self._lock:
             self._start()
         return self._owner == os.getpid() and _at_imports(environment) == _at_imports(self._environment)
