@@ -51,8 +51,8 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
 
 
 def kind_of(value: Any) -> tuple[object, ...] | None:
-    """All that ``checked`` looks at, of a plain tensor: one of the same kind need not be looked at again. None of
-    others."""
+    """Return all that ``checked`` looks at of a plain tensor: another one of the same kind is as right or wrong. None
+    for anything else, which has to be looked at by itself."""
     torch = torch_module()
     if torch is None or type(value) is not torch.Tensor:
         return None

@@ -40,8 +40,7 @@ def checked_layers(
     layers: Sequence[int],
     given: Sequence[Layer],
     name: str,
-    token_count: int | None = None,
-    heads: int | None = None,
+    heads: int | None,
 ) -> list[list[Tensor]]:
     """Each of these layers as its planes, as ``checked_planes`` has them. The planes of a model are alike: where one
     layer is right, so are those after it of its kind."""
@@ -52,13 +51,13 @@ def checked_layers(
         if kind is not None and kind == right:
             planes.append(list(entry))
             continue
-        planes.append(checked_planes(spec, layer, entry, f"{name}[{number}]", token_count, heads))
+        planes.append(checked_planes(spec, layer, entry, f"{name}[{number}]", None, heads))
         right = kind
     return planes
 
 
 def _kind(spec: ModelSpec, layer: int, given: Layer) -> object:
-    """What decides whether a layer is right; None where it has to be looked at."""
+    """Return everything that decides whether a layer is right; None where only a look at it tells."""
     if spec.keeps_e or type(given) not in (tuple, list) or len(given) != 2:
         return None
     first, second = kind_of(given[0]), kind_of(given[1])

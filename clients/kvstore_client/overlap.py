@@ -43,7 +43,7 @@ class Geometry(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=4096)
     def by_bytes(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> Geometry:
-        """``strides`` in bytes."""
+        """As ``of``, with ``strides`` in bytes."""
         count = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + item_size
         return Geometry(shape, strides, item_size, 0 if 0 in shape else count, _repeats(shape, strides, item_size))
 

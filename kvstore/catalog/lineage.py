@@ -42,8 +42,8 @@ async def descend(
 
 
 async def nearest(parents: NDArray[np.int32], marked: NDArray[np.bool_], pause: Pause) -> NDArray[np.int64]:
-    """Of each row, the marked row that is nearest above it, itself if it is marked; as many as there are rows where
-    none is. Cost: as ``descend``."""
+    """Return for each row the nearest marked row above it, itself if it is marked; the count of rows where none is.
+    Cost: as ``descend``."""
     count = len(parents)
     none = count
     above = np.where((parents < 0) | (parents >= count), none, parents).astype(np.int64)

@@ -10,7 +10,7 @@ from kvstore.errors import Exhausted
 from kvstore.seams import Clock
 
 EXPIRED_AT_ONCE = 64
-"""Some 1 ms."""
+"""So many pins end in one step of the loop, which takes some 1 ms."""
 STALE_COUNT_MAX = 1024
 FOR_EVER = float("inf")
 
@@ -26,7 +26,7 @@ class Pins:
         self._clock = clock
         self._until_s: dict[int, float] = {}
         self._ends: list[tuple[float, int]] = []
-        """A heap of pins that end, also of some that ended or were set anew since."""
+        """A heap of (end, row). It keeps pins that have ended or were set anew until their turn comes."""
         self._kept: dict[int, int] = {}
         """Row -> how many reasons keep it: its own pin, and each kept row that hangs on it."""
         self._above: dict[int, int] = {}
@@ -46,7 +46,7 @@ class Pins:
         return row in self._kept
 
     def rows(self) -> list[int]:
-        """Those that were pinned themselves."""
+        """The rows that were pinned by name, without those above them."""
         return list(self._until_s)
 
     def until_s(self, row: int) -> float | None:
@@ -101,12 +101,12 @@ class Pins:
             self._set(row, until_s)
 
     async def sweep(self) -> None:
-        """End all whose time is over."""
+        """End all pins whose time is over, and answer others in between."""
         while self.expire():
             await self._clock.sleep(0)
 
     def expire(self) -> bool:
-        """End some of those whose time is over. Whether there are more: others are to be answered first."""
+        """End some pins whose time is over. True when there are more, which another step ends."""
         now_s = self._clock.monotonic()
         for _ in range(EXPIRED_AT_ONCE):
             if not self._ends or self._ends[0][0] > now_s:

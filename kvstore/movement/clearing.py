@@ -53,7 +53,7 @@ class Meant:
         return len(self.rows)
 
     def at(self, place: int) -> tuple[int, Identity]:
-        """The row at a place, and which chunk it was."""
+        """Return the row at a place, and the chunk that it was."""
         return int(self.rows[place]), (int(self.spaces[place]), self.digests[place])
 
 
@@ -160,7 +160,7 @@ class Clearing:
         return fate, was_durable
 
     def _is_elsewhere(self, plan: ClearingPlan, row: int) -> bool:
-        """Whether a tier that gives nothing up has a chunk: it was written there, or read, since the plan was made."""
+        """True when a tier that gives nothing up has the chunk: one that took it after the plan was made."""
         return plan.only is not None and any(row in each for each in self._table.copies if each is not plan.only)
 
     def _drop(self, copies: Copies | None, row: int) -> tuple[Fate, bool]:
@@ -194,7 +194,7 @@ class Clearing:
 async def _marks(
     wanted: Meant, spaces: NDArray[np.uint16], digests: list[bytes], pause: Pause
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Of each row, whether it is one of these chunks."""
+    """Return for each row whether it is one of these chunks."""
     found = np.zeros(len(digests), np.bool_)
     for start in range(0, len(wanted), CLIMB_COUNT):
         part = slice(start, start + CLIMB_COUNT)

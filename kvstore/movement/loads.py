@@ -374,7 +374,7 @@ def _groups(loading: Loading) -> list[range]:
 
 
 def _ahead(loading: Loading) -> Sequence[Bytes]:
-    """The memory of what is read first of a chunk, where that is how it begins."""
+    """Return the memory that the first read of a chunk fills, where that read begins with the first slab; else none."""
     first = _groups(loading)[0]
     return () if first.start else loading.placement.pieces[1 : 1 + first.stop]
 

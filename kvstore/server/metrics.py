@@ -44,14 +44,14 @@ UNITS = ("bytes", "chunks", "seconds")
 
 
 class Scrape(NamedTuple):
-    """What the page is made of: each tenant's counts, and what each counter is."""
+    """All that one scrape tells: each tenant's counts, and what each counter counts."""
 
     stats: Mapping[str, Stats]
     counted: Mapping[str, str]
 
 
 class _Collector(Collector):
-    """Gives the samples of one scrape."""
+    """A collector of Prometheus' library: it gives the samples of one scrape."""
 
     def __init__(self, found: Scrape) -> None:
         self._found = found
@@ -86,7 +86,7 @@ class _Collector(Collector):
 
 
 def exposition(found: Scrape, accept: str) -> tuple[bytes, str]:
-    """The page in a form that its reader accepts, and the name of that form."""
+    """Return the page in a form that its reader accepts, and the form's content type."""
     registry = CollectorRegistry()
     registry.register(_Collector(found))
     encoder, kind = choose_encoder(accept)
@@ -104,7 +104,7 @@ class MetricRow(NamedTuple):
 
 
 def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
-    """Every metric there is. ``counted``: the counters, and what each is."""
+    """Return every metric. ``counted``: the counters, and what each of them counts."""
     rows = [_row(name, "gauge", "", said) for name, (_, said) in _GAUGES.items()]
     rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
     rows.append(_row("tier_up", "gauge", "tier", TIER_UP))

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 MODULES = ("planning", "operators.reading", "operators.changing", "doctor.command", "top.screen")
-"""Each has ``register``, which makes its commands known."""
+"""Each of these modules has ``register``, which adds its commands to an app."""
 
 
 class Commands(TyperGroup):

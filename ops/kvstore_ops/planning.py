@@ -155,5 +155,5 @@ def picture(found: LoadPlan) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    """Make the command known."""
+    """Add the command to an app."""
     app.command()(plan)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore_client.fetch.fused import pairs_of
 from kvstore_client.fetch.target import given_planes
 from kvstore_client.fetch.wanted import Wanted
 from kvstore_client.overlap import Span, overlapping
 
+from kvstore.chunk import layout_of
 from kvstore.errors import InvalidRequest
+from kvstore.spec import CacheKind
 from tests.e2e.odd_arrays import Odd, odd_arrays, tensor
 from tests.specs import small_spec
 
@@ -42,6 +47,17 @@ def test_a_layer_of_other_heads_is_looked_at() -> None:
     part = Wanted.of(SPEC, None, range(1), (), False)
     with pytest.raises(InvalidRequest, match=r"into\[0\]"):
         given_planes(part, into)
+
+
+def test_views_do_not_reach_beyond_their_plane() -> None:
+    """A chunk that lay behind the tokens that were asked for would be written over the next plane of its storage."""
+    layout = layout_of(SPEC, CacheKind.KV, SPEC.chunk_tokens, None)
+    home = (np.zeros(layout.total_bytes, np.uint8), 0, 0)
+    run: Any = SimpleNamespace(chunks=[SimpleNamespace(token_start=16, layout=layout, home=home)], stride=0)
+    planes = [[tensor((SHAPE[0], 32, SHAPE[2]), SPEC.cache_dtype) for _ in "KV"] for _ in range(LAYERS)]
+    heads = range(SHAPE[0])
+    assert len(pairs_of(planes, 16 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) or ()) == 2 * LAYERS
+    assert pairs_of(planes, 15 + SPEC.chunk_tokens, [run], SPEC.slab_layers, heads) is None
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=8)

@@ -152,6 +152,14 @@ MUTANTS = [
         ("tests/e2e/test_targets.py::test_tensors_lie_apart_where_no_two_of_them_meet",),
     ),
     Mutant(
+        "views-beyond-their-plane",
+        "clients/kvstore_client/fetch/fused.py",
+        "        if last.token_start + last.layout.token_count > token_count:\n",
+        "        if False:\n",
+        "a chunk that lies elsewhere in its prompt is written over the next plane",
+        ("tests/e2e/test_targets.py::test_views_do_not_reach_beyond_their_plane",),
+    ),
+    Mutant(
         "a-plane-from-its-storages-begin",
         "clients/kvstore_client/fetch/fused.py",
         "plane.storage_offset() + skipped)",

@@ -96,9 +96,9 @@ class Arrivals:
         self.on_layer: Callable[[int], None] = lambda _: None
         self.on_last: Callable[[], None] = lambda: None
         self.give_up: Callable[[], None] = lambda: None
-        """From another thread: wait no longer."""
+        """Ends the wait for what has not landed. Any thread may call it."""
         self.is_blocked = False
-        """Whether a layer is waited for now."""
+        """True while the engine waits for a layer."""
 
     def attach(self, stream: LayerStream) -> None:
         self._stream = iter(stream)

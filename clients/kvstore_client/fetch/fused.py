@@ -17,7 +17,7 @@ from kvstore_client.arrays import Tensor, torch_module
 from kvstore_client.planes.shared_memory.chunk import MappedRun
 
 Pair = tuple[Tensor, Tensor]
-"""Where something goes, and where it is: tensors of one shape and dtype."""
+"""(target, source) of one copy: two tensors of one shape and dtype."""
 
 
 class Geometry(NamedTuple):
@@ -46,13 +46,21 @@ def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None
 
 
 def pairs_of(
-    planes: Sequence[Sequence[Tensor]], runs: Sequence[MappedRun], layers: tuple[int, ...], heads: range
+    planes: Sequence[Sequence[Tensor]],
+    token_count: int,
+    runs: Sequence[MappedRun],
+    layers: tuple[int, ...],
+    heads: range,
 ) -> list[Pair] | None:
-    """All copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim], all tensors of one
-    dtype. None where they have to be made layer by layer: without torch, and where slabs or chunks do not lie
-    regularly."""
+    """Return all copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim] with at least
+    ``token_count`` tokens, all tensors of one dtype. None where they have to be made layer by layer: without torch,
+    where slabs or chunks do not lie regularly, and where a chunk ends behind ``token_count``, as a confused sidecar may
+    have it: views are made by their steps alone, and would reach beyond their plane."""
     pairs: list[Pair] = []
     for run in runs:
+        last = run.chunks[-1]
+        if last.token_start + last.layout.token_count > token_count:
+            return None
         found = _pairs(planes, run, layers, heads)
         if found is None:
             return None
@@ -85,8 +93,8 @@ def _pairs(
 
 
 def _token_runs(planes: Iterable[Tensor], shape: tuple[int, ...], start: int) -> Iterator[Tensor]:
-    """The tokens of each plane from ``start`` on as [heads, chunks, tokens, dim], in one step per plane: those that are
-    alike by the same numbers."""
+    """Yield of each plane a view of its tokens from ``start`` on, [heads, chunks, tokens, dim]. It is made in one step,
+    and planes of the same strides share their numbers, because a view costs more than a small copy."""
     strides: tuple[int, ...] = ()
     for plane in planes:
         if strides != (found := plane.stride()):

@@ -91,7 +91,7 @@ class LayerStream:
 
     @property
     def waited_s(self) -> float:
-        """For how long it has been on its way."""
+        """Seconds since the first layer was asked for."""
         return self._context.clock.monotonic() - self.began_s
 
     def cancel(self) -> None:

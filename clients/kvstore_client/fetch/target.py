@@ -38,6 +38,7 @@ class DenseTarget:
         """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one is too short."""
         spec = wanted.spec
         self._wanted = wanted
+        self._token_count = token_count
         self.is_callers = given is not None
         if given is None:
             self._layers = _owned_layers(wanted, token_count)
@@ -57,8 +58,8 @@ class DenseTarget:
         return shown(spec, planes)
 
     def places(self, token_count: int) -> tuple[Iterator[Tensor], None]:
-        """The memory of so many tokens: the caller's planes, or all of ours. Made as they are asked for: there is
-        seldom anybody who asks."""
+        """The memory of so many tokens: the caller's planes, or all of ours. They
+        are views, made one by one as they are asked for, because most fetches ask for none."""
         planes = (plane for planes in self._layers for plane in planes)
         return chain(
             (plane[:, :token_count] for plane in planes) if self.is_callers else planes, self.hidden.values()
@@ -86,7 +87,7 @@ class DenseTarget:
             return None
         heads = range(wanted.head_start, wanted.head_start + wanted.heads_of(wanted.layers[0]))
         planes = self._layers if all(map(is_tensor, chain.from_iterable(self._layers))) else self._raw
-        return plainly(pairs_of, planes, runs, wanted.layers, heads)
+        return plainly(pairs_of, planes, self._token_count, runs, wanted.layers, heads)
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
         for run in runs:
@@ -181,7 +182,7 @@ def given_planes(wanted: Wanted, into: Into) -> list[list[Tensor]] | None:
         found = len(into) if isinstance(into, Sequence) else type(into).__name__
         entry = "E" if wanted.spec.keeps_e else "(K, V)"
         raise InvalidRequest(f"into must be one {entry} per layer, {len(wanted.layers)} of them, not {found}")
-    layers = checked_layers(wanted.spec, wanted.layers, into, "into", heads=wanted.head_count)
+    layers = checked_layers(wanted.spec, wanted.layers, into, "into", wanted.head_count)
     check_targets(layers, "into")
     settle_device([plane for planes in layers for plane in planes])
     return layers

@@ -62,7 +62,7 @@ class Transfer:
 
     @property
     def measured(self) -> BusyTime | None:
-        """What came, and how long it took, where all of it lay in the sidecar's memory and has landed by now."""
+        """Bytes and seconds of a transfer that came from the sidecar's memory and has landed whole; None for others."""
         stream = self._bringing.stream
         if stream is None or stream.tier is not Tier.DRAM or self.failed or self.poll() < len(self.layers):
             return None
@@ -70,7 +70,7 @@ class Transfer:
 
     @property
     def overdue(self) -> BusyTime | None:
-        """What of the sidecar's memory has not come yet, and for how long it has been on its way."""
+        """Bytes and seconds so far of a transfer from the sidecar's memory that has not ended; None for others."""
         stream = self._bringing.stream
         if stream is None or stream.tier is not Tier.DRAM or self.is_done:
             return None

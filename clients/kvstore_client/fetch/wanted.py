@@ -48,7 +48,7 @@ class Wanted:
 
     @property
     def head_count(self) -> int | None:
-        """Of the run of heads; None: all that a layer has."""
+        """How many kv heads are wanted of each layer; None: all that it has."""
         return None if self.head_stop is None else self.head_stop - self.head_start
 
     def heads_of(self, layer: int) -> int:

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from kvstore_client.client import Client
 
 BUDGET = 0.05
-"""How much longer than a plain prefill a load may take, of that prefill."""
+"""A load may take longer than a plain prefill by this share of it."""
 LOOK_S_MIN = 0.005
 LEFT_S_MIN, LEFT_S_MAX = 0.05, 3600.0
-"""What no load is given up before, for a scheduler may take as long, and what none outlasts."""
+"""No load is given up earlier than the first, because a busy scheduler may take as long, and none goes on beyond the
+second."""
 _log = logging.getLogger("kvstore.client")
 
 
@@ -59,7 +60,7 @@ class Patience:
                 return
 
     def end(self) -> None:
-        """Nothing is waited for any more. Idempotent."""
+        """Give nothing up from now on: all has landed, or the caller is gone. Idempotent."""
         self._has_ended.set()
 
     def __enter__(self) -> Self:

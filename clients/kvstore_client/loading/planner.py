@@ -39,11 +39,11 @@ ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
 RATES_AGE_S_MAX = 1.0
 """How long the sidecar's word on its tiers is good for."""
 RATES_WAIT_S = 1.0
-"""How long it is waited for."""
+"""A plan waits no longer than this for the sidecar's rates."""
 GIVEN_UP = "loads_given_up"
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
 ENGINES_MAX = 64
-"""Engines whose prefills are known, those that computed last."""
+"""The planner remembers the prefills of so many engines: of those that computed last."""
 
 
 class Probe(NamedTuple):
@@ -88,12 +88,12 @@ class Planner:
             self._link = self._link.observed(BusyTime(byte_count, seconds))
 
     def late(self, byte_count: int, seconds: float) -> None:
-        """So many bytes that were in the sidecar's memory had not come after so long."""
+        """Learn that so many bytes of the sidecar's memory had not come after so many seconds."""
         with self._lock:
             self._link = self._link.observed(BusyTime(byte_count, seconds, is_cut=True))
 
     def given_up(self) -> None:
-        """A load took so long that the prompt is computed."""
+        """Count a load that was given up, so that the prompt is computed."""
         self._connection.counters[GIVEN_UP] += 1
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
@@ -155,7 +155,7 @@ class Planner:
         return None
 
     def _is_due(self, tier: Tier, byte_count: int) -> bool:
-        """Whether a tier is measured now; it has its time anew then."""
+        """True when it is time to measure a tier; the time until the next measurement begins then."""
         with self._lock:
             now = self.clock.monotonic()
             told = self._tiers.get(tier)

@@ -1,4 +1,5 @@
-"""Measuring on the side what plans leave out, so that a tier, or a network, that is fast again is found to be."""
+"""Probes: a fetch of one chunk on the side, of what plans leave out. Without it nobody would learn that a tier or a
+network is fast again."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, matc
 
 
 def begin_probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int) -> None:
-    """As ``probe``, on a thread of its own."""
+    """Run ``probe`` on a thread of its own."""
     try:
         start_thread(partial(probe, client, spec, tokens, loaded_tokens), "kvstore-probe")
     except KVStoreError as error:

@@ -60,11 +60,11 @@ class Arrivals:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is on its way."""
+        """True while a transfer has not ended."""
         return not all(each.is_done for each in self._transfers.values())
 
     def stop(self) -> None:
-        """From another thread: let what is on its way end soon, as if it were lost."""
+        """Have the transfers that have not ended end soon, as if their chunks were lost. Any thread may call it."""
         for transfer in list(self._transfers.values()):
             late = transfer.overdue
             transfer.stop()
@@ -72,7 +72,7 @@ class Arrivals:
                 self._client.planner.late(late.byte_count, late.busy_s)
 
     def measured(self) -> list[BusyTime]:
-        """How long what lay in the sidecar's memory took to come, of what has come."""
+        """Bytes and seconds of each transfer that came whole from the sidecar's memory."""
         return [each.measured for each in self._transfers.values() if each.measured is not None]
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock)
 
 
 def _probe(client: Client, request: Request, plan: Plan) -> None:
-    """Have measured, beside the caller, what a plan left in the sidecar."""
+    """Begin to measure, beside the caller, a tier whose chunks a plan left in the sidecar."""
     loading = plan.loading
     if client.planner.mode == "on" and loading is not None:
         stored = max(each.load_stop for each in loading.candidates)

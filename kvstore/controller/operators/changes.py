@@ -22,7 +22,7 @@ NEWS_S = 0.5
 BATCH_COUNT = 64
 """Chunks that are moved or brought at once."""
 UNDONE_AT_ONCE = 256
-"""Holds, or pins, that are given back in one step."""
+"""So many holds, or pins, are given back in one step of the loop."""
 BATCH_S_MAX = 120.0
 """A tier that takes a batch no sooner has failed to."""
 WORDS = {
@@ -80,7 +80,7 @@ class Changes:
         return Meant(np.concatenate(rows), np.concatenate(spaces), digests)
 
     def _is_it(self, row: int, identity: Identity) -> bool:
-        """Whether the row is that chunk still, and some tier of the node has it."""
+        """True when the row is still that chunk, and some tier of the node has it."""
         return self._table.identity(row) == identity and self._table.is_resident(row)
 
     def _is_visible(self, row: int, identity: Identity) -> bool:
@@ -146,8 +146,8 @@ class Changes:
         yield ChangeNews(tally, is_last=True)
 
     def _undo(self, pinned: list[tuple[int, float | None]]) -> None:
-        """Have the pins of these as they were, some at a time, whether the caller is there still or not. Each comes
-        with when its pin ended before; None: there was none."""
+        """Give these rows the pins they had before, some in each step of the loop, also where the caller has gone. Each
+        row comes with the time its pin would have ended; None: it had none."""
         for row, until_s in pinned[:UNDONE_AT_ONCE]:
             self._parts.pins.restore(row, until_s)
         del pinned[:UNDONE_AT_ONCE]
@@ -305,7 +305,7 @@ class Changes:
             held.append(row)
 
     def _let_go(self, held: list[int]) -> None:
-        """Undo the holds, some at a time, whether the caller is there still or not."""
+        """Undo the holds, some in each step of the loop, also where the caller has gone."""
         for row in held[:UNDONE_AT_ONCE]:
             self._catalog.unhold(row)
         del held[:UNDONE_AT_ONCE]

@@ -29,7 +29,7 @@ from kvstore.movement import TierAccount, Transit, Writes
 from kvstore.seams import Deadline
 
 WALKED_AT_ONCE = 1024
-"""Chunks of a prompt."""
+"""So many chunks of a prompt are looked up in one step of the loop."""
 LAND_S_MAX, LAND_STEP_S = 10.0, 0.05
 """How long a drain waits for chunks that were on their way to its tier."""
 NOT_STORED = "not stored"

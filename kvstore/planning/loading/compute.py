@@ -18,7 +18,7 @@ SPREAD = 4.0
 VISIBLE = 0.1
 """The share of a prefill's time that attention over the context must make up before its coefficient is fitted."""
 PREFILL_S_MIN, PREFILL_S_MAX = 1e-9, 3600.0
-"""What a clock can tell, and what no prefill takes."""
+"""A prefill is not shorter than a clock can tell, and none takes longer."""
 TOKENS_MAX = 1 << 30
 
 

@@ -16,7 +16,7 @@ SURPRISE = 2.0
 SIZES_DIFFER = 4.0
 """How many times the smallest the largest must be for latency and bandwidth to be told apart."""
 BUSY_S_MIN, BUSY_S_MAX = 1e-9, 3600.0
-"""What a clock can tell, and what no read takes."""
+"""A read is not shorter than a clock can tell, and none takes longer."""
 BYTES_MAX = 1 << 50
 CAUTION_MAX = 1e6
 
@@ -59,7 +59,7 @@ class TierRate:
 
     @property
     def is_sound(self) -> bool:
-        """False for what no tier has: another process told it."""
+        """False for numbers that no tier can have. Rates come from another process, so they are checked."""
         return (
             0 <= self.latency_s <= BUSY_S_MAX
             and 1 / BYTES_MAX <= self.byte_s <= BUSY_S_MAX

@@ -16,7 +16,7 @@ from kvstore.seams import Clock
 from kvstore.server.web.history import INTERVAL_S, HealthEvent, History, health_of
 
 MODEL_COUNT_MAX = 50
-"""Of a tenant, the largest."""
+"""The page lists so many models of a tenant: those that take most."""
 TENANT_COUNT_MAX = 32
 NAME_CHARACTERS_MAX = 200
 
@@ -31,11 +31,11 @@ class Watched:
         self._history = History()
 
     def note(self) -> None:
-        """An interval has ended. Cost: some 50 us."""
+        """Note what the interval that has just ended brought. Cost: some 50 us."""
         self._history.note(self._controller.stats().counters, self._operators.tiers(), self._clock.wall())
 
     def facts(self) -> dict[str, Any]:
-        """All that is told of the tenant."""
+        """Return all that the page tells of the tenant, as plain values."""
         stats = self._controller.stats()
         largest = nlargest(MODEL_COUNT_MAX, stats.models, key=lambda each: each.byte_count)
         return {
@@ -61,7 +61,7 @@ class Watched:
 
 
 class Overview:
-    """All tenants."""
+    """All tenants, as the page has them."""
 
     def __init__(self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock) -> None:
         self._clock = clock

@@ -10,17 +10,17 @@ from kvstore.movement import TierAccount
 
 INTERVAL_S = 10.0
 SAMPLE_COUNT_MAX = 360
-"""An hour."""
+"""An hour of intervals."""
 EVENT_COUNT_MAX = 64
 WORDS_MAX = 300
-"""Characters of what a tier says is wrong."""
+"""What a tier says is wrong is cut after so many characters."""
 FLOWS = ("fetch_hit_chunks", "fetch_miss_chunks", "fetch_bytes", "store_committed_bytes")
-"""Counters of which each interval's growth is kept."""
+"""The history keeps how much each of these counters grew in each interval."""
 STALLED_S = 2.0
 
 
 class HealthEvent(NamedTuple):
-    """From ``at_s`` on (seconds since 1970) this was said of a tier."""
+    """A tier's health became ``text`` at ``at_s`` (seconds since 1970)."""
 
     at_s: float
     tier: str
@@ -38,7 +38,7 @@ class History:
         self.events: deque[HealthEvent] = deque(maxlen=EVENT_COUNT_MAX)
 
     def note(self, counters: Mapping[str, int], accounts: Iterable[TierAccount], wall_s: float) -> None:
-        """An interval has ended."""
+        """Keep what the interval that has just ended brought."""
         before, self._last = self._last, counters
         if before is not None:
             self._flows.append(tuple(counters.get(name, 0) - before.get(name, 0) for name in FLOWS))
@@ -52,17 +52,17 @@ class History:
             self._said[name] = said
 
     def flows(self) -> dict[str, list[int]]:
-        """What each interval brought, the oldest first."""
+        """Return by counter how much it grew in each interval, the oldest first."""
         return {name: [each[place] for each in self._flows] for place, name in enumerate(FLOWS)}
 
     def rates(self, tier: str) -> tuple[float, float]:
-        """Bytes a second that came into a tier, and that were read from it, in the last interval."""
+        """Return the bytes per second that came into a tier, and that were read from it, in the last interval."""
         came, went = self._tiers.get(tier, (0, 0))
         return came / INTERVAL_S, went / INTERVAL_S
 
 
 def health_of(account: TierAccount) -> str:
-    """What is to be said of a tier: "up", or what is not as it should be."""
+    """Return "up", or what is wrong with the tier."""
     if account.is_draining:
         return "draining"
     if account.stalled_s > STALLED_S:
@@ -73,7 +73,8 @@ def health_of(account: TierAccount) -> str:
 
 
 def _moved(tier: str, before: Mapping[str, int], after: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes into a tier and from it. Memory's are what stores and slower tiers brought, and what fetches took."""
+    """Return the bytes that came into a tier, and that left it. Stores and slower tiers bring memory's; fetches take
+    them."""
 
     def grown(*names: str) -> int:
         return sum(after.get(name, 0) - before.get(name, 0) for name in names)

@@ -21,9 +21,9 @@ CONNECTION_COUNT_MAX = 64
 BACKLOG_COUNT = 128
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX, REPLY_S_MAX = 5.0, 10.0
-"""How long a client may take to ask, and to take its reply."""
+"""A client may take so long to send its request, and to take its reply."""
 ANSWER_S_MAX = 5.0
-"""How long the service may take to tell its counts."""
+"""A request waits no longer than this for the service's counts."""
 HEADERS = (
     "Connection: close",
     "Cache-Control: no-store",
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvstore.web")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a request gets."""
+    """One reply. ``kind``: its content type; ``headers``: whole lines beside those that every reply has."""
 
     status: int
     body: bytes
@@ -53,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for. ``headers``: by name in lower case."""
+    """One request. ``headers`` has their names in lower case."""
 
     method: str
     path: str
@@ -80,7 +80,7 @@ class Gate:
     is_local: bool
 
     def refusal(self, request: Request, route: Route) -> Reply | None:
-        """None: the request is answered."""
+        """Return why the request is refused; None: it is answered."""
         if self.is_local and not _is_own_name(request.headers.get("host", "")):
             return _said(421, "this address answers to localhost only")
         if route.is_open:
@@ -131,7 +131,7 @@ class Web:
         await server.serve_forever()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request. Whatever comes, the connection ends."""
+        """Answer one request. The connection ends, whatever comes."""
         self._open_count += 1
         try:
             is_full = self._open_count > CONNECTION_COUNT_MAX
@@ -179,7 +179,7 @@ def _said(status: int, words: str) -> Reply:
 
 
 def _parsed(data: bytes) -> Request | None:
-    """None: it is no request."""
+    """Return the request; None for bytes that are none."""
     first, *lines = data.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -212,7 +212,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def port_of(listener: socket.socket) -> int:
-    """Where it listens."""
+    """Return the port that a listener has."""
     return int(listener.getsockname()[1])
 
 

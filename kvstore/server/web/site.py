@@ -24,7 +24,7 @@ TOKEN_SETTING = "server.metrics_token_file"  # noqa: S105 - a setting's name
 TOKEN_CHARACTERS_MIN = 16
 FILE_BYTES_MAX = 1 << 16
 FACTS_AGE_S, SCRAPE_AGE_S = 1.0, 0.25
-"""For so long what was told is told again, whoever asks."""
+"""An answer of the service serves everybody who asks within so many seconds."""
 HERE = Path(__file__).parent
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -35,8 +35,8 @@ Told = TypeVar("Told")
 
 
 class Asked(Generic[Told]):
-    """What the service's loop is asked for by another thread's: once for all that wait, and not again before it is so
-    old."""
+    """A question of the web's thread to the service's loop. One answer serves all that wait for it, and all that ask
+    before it is ``age_s`` old."""
 
     def __init__(
         self, ask: Callable[[], Coroutine[Any, Any, Told]], loop: asyncio.AbstractEventLoop, clock: Clock, age_s: float
@@ -49,7 +49,7 @@ class Asked(Generic[Told]):
         self._told: tuple[float, Told] | None = None
 
     async def get(self) -> Told:
-        """Runs in the web's thread. The caller bounds how long it waits."""
+        """Return the answer. It runs in the web's thread, and whoever calls it bounds the wait."""
         async with self._gate:
             now_s = self._clock.monotonic()
             if self._told is None or now_s - self._told[0] >= self._age_s:
@@ -71,7 +71,7 @@ class Site:
         self.is_ready = False
 
     def routes(self) -> dict[str, Route]:
-        """By path."""
+        """Return the routes by path."""
         found = {path: Route(_file(*of), is_page=True) for path, of in FILES.items()}
         return found | {
             "/page.json": Route(self._json, is_page=True), "/metrics": Route(self._metrics),
@@ -136,7 +136,7 @@ def start_web(loaded: LoadedSettings, site: Site) -> str:
 
 
 def gate_of(loaded: LoadedSettings) -> Gate:
-    """Who may read what, by the settings."""
+    """Return who may read what, as the settings say."""
     settings = loaded.settings.server
     is_local = is_loopback(settings.metrics_host)
     reason = ""
@@ -148,7 +148,8 @@ def gate_of(loaded: LoadedSettings) -> Gate:
 
 
 def read_page_tokens(name: str) -> tuple[bytes, ...]:
-    """Digests of a file's tokens, one a line. Raises InvalidRequest naming the setting, and never a token."""
+    """Return the digests of a file's tokens, one on each line. Raises InvalidRequest naming the setting, and never a
+    token."""
     if not name:
         return ()
     path = Path(name).expanduser()

@@ -85,7 +85,8 @@ class RegionFile:
 
 
 def remedy_of(regions: Iterable[RegionFile], capacity_bytes: int) -> str:
-    """What an operator can do about a device that is full: chunks that nobody here can open are never evicted."""
+    """Return what an operator can do about a full device. Sealed chunks whose keys are not here are never evicted, so
+    they are named first."""
     locked_bytes = sum(len(each.locked) * each.slot_bytes for each in regions)
     larger = f"raise tiers.nvme.capacity_bytes ({capacity_bytes})"
     if not locked_bytes:

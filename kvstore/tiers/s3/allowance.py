@@ -14,7 +14,7 @@ from kvstore.seams import Clock
 _log = logging.getLogger("kvstore.s3")
 DAY_S = 86_400.0
 SHARE = 0.001
-"""Of a day's limit: what a process that is killed may forget."""
+"""A process that is killed may forget this share of a day's limit."""
 BURST_S = 1.0
 WAIT_S_MAX = 10.0
 """A move that would have to wait longer for its turn is refused."""
@@ -69,7 +69,8 @@ class Allowance:
             _log.warning("what a day's limits count is not kept", extra={"tier": "s3", "reason": reason})
 
     def _read(self) -> tuple[float, int, int]:
-        """When the day began, its bytes and requests, as an earlier process left them. What cannot be read is none."""
+        """Return when the day began, and its bytes and requests, as an earlier process left them; zeros where the file
+        cannot be read."""
         try:
             began_s, byte_count, request_count = json.loads(self._account.read_text()) if self._account else (0, 0, 0)
             return float(began_s), int(byte_count), int(request_count)

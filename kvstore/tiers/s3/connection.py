@@ -62,7 +62,7 @@ class Connection:
         self._made_s = float("-inf")
         self._stack = AsyncExitStack()
         self._left_open: deque[tuple[float, AsyncExitStack]] = deque()
-        """When clients of old credentials were left, and how they are closed."""
+        """Clients of old credentials: (when they were replaced, what closes them)."""
         self._opening = asyncio.Lock()
         self._random = SystemRandom()
         self._budget = RetryBudget()

@@ -35,7 +35,7 @@ class ObjectReader(Protocol):
         """On a lane of the tier's. Raises what the contract says."""
 
     async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
-        """As ``run_read``, of what makes no request."""
+        """Run on a lane what makes no request."""
 
     def was_read(self, byte_count: int) -> None: ...
 
@@ -84,7 +84,8 @@ class S3Chunk:
         self._check(slabs, is_good=found)
 
     def _takes_ahead(self, slabs: range, memory: Sequence[Bytes]) -> bool:
-        """Whether these lie in their memory already. Once: what is in an envelope is opened in its place."""
+        """True when these slabs were read with the header into this memory. Only once, because an envelope is opened in
+        its place: a second read fetches them anew."""
         ahead = self._ahead
         if slabs.start or len(ahead) != len(memory) or any(map(is_not, ahead, memory)):
             return False
@@ -113,7 +114,8 @@ def read_runs(
 
 
 def settle_runs(runs: Sequence[Run], expected: bytes) -> bool:
-    """Blocking. Whether all strips of runs of memory that were filled are right."""
+    """Check the strips of runs of memory that were filled, and zero the gaps between them. Blocks. True: all are
+    right."""
     good = are_right(runs, expected)
     if good:
         for data, strips in runs:

@@ -196,7 +196,8 @@ class S3Tier:
         return found
 
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
-        """``ahead`` comes with the header: a request of its own waits for its first byte as long as the header's."""
+        """Read the header, and ``ahead`` in the same request where it fits: another request would wait for its first
+        byte once more."""
         if self._is_spent():
             return None
         memory = host_memory(ahead)
@@ -279,7 +280,8 @@ class S3Tier:
         raise Unavailable("tiers.s3: others keep changing the object that a chunk was to go to: it is tried again")
 
     async def _is_whole(self, header: ChunkHeader, layout: ChunkLayout, etag: str) -> bool:
-        """Of an object that is adopted: its header says nothing of its strips, and levels are promised on them."""
+        """Read a whole object before it is adopted, because a durability level is promised on its strips. True: all of
+        them are right."""
         try:
             await S3Chunk(self, self._settings, header, layout, etag).check(range(len(layout.slabs)))
         except DataLoss:

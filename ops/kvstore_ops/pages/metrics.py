@@ -27,7 +27,7 @@ def all_counters() -> Counters:
 
 
 def render_metrics() -> str:
-    """The page."""
+    """Return the page's text."""
     rows = metric_rows(all_counters().descriptions)
     return HEAD + "".join(
         f"| `{row.name}` | {row.kind} | {row.unit} | {row.labels} | {row.description} |\n" for row in rows
