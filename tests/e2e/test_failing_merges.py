@@ -365,7 +365,8 @@ def spoil(sidecar: Sidecar, samples: list[bytes]) -> None:
 
 def test_a_merge_of_chunks_that_are_corrupt_on_the_device() -> None:
     """They are quarantined on their way, behind layers that came: what was found and does not come is computed."""
-    with Sidecar("--capacity", "16 MiB", nvme="32 MiB") as sidecar:
+    unseen = {**os.environ, "KVSTORE__POLICY__SCRUB_BYTES_PER_S": "0"}  # a scrub would find them first
+    with Sidecar("--capacity", "16 MiB", nvme="32 MiB", environment=unseen) as sidecar:
         with connect(sidecar.address) as client:
             scenes = [make(client) for make in SCENES]
             wanted = [scene.prefill(client) for scene in scenes]
