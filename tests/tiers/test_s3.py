@@ -141,8 +141,11 @@ def test_what_is_damaged_is_replaced_and_what_is_right_adopted(stand: S3Stand) -
             put_bytes(stand, what, damaged)
             with pytest.raises(DataLoss):
                 await found(stand.other, what)
+            gets(stand)
             await write(stand.other, other)
             assert there(stand, what) == bytes_of(other)
+            if len(damaged) > SMALL.header_bytes:
+                assert len(gets(stand)) == 1, "its header and its length tell: no body is read"
 
     stand.run(scenario)
 
