@@ -77,7 +77,7 @@ def test_the_command_of_the_wheel_says_its_version(place: Path) -> None:
 def commands() -> list[str]:
     """Of ``kvstore``, by name."""
     group = typer.main.get_command(app)
-    return group.list_commands(None)  # type: ignore[attr-defined, no-any-return, arg-type]
+    return group.list_commands(None)
 
 
 @pytest.mark.parametrize("name", commands())

@@ -478,12 +478,12 @@ async def test_a_days_limit_outlives_the_process(tmp_path: Path, ends: str) -> N
     if ends == "stop":
         first.keep()
     clock.now_s = 50.0  # the machine was started anew: its monotonic clock, too
-    clock.wall = lambda: 1e9 + 1e6 + 100  # type: ignore[method-assign]
+    clock.wall = lambda: 1e9 + 1e6 + 100
     second = Allowance(settings, clock, account)
     assert not second.reached
     second.used(7_000 + 5_000 * (ends == "kill"), 1)
     assert second.reached == "day_bytes_max"
-    clock.wall = lambda: 1e9 + 1e6 + DAY_S + 1  # type: ignore[method-assign]
+    clock.wall = lambda: 1e9 + 1e6 + DAY_S + 1
     assert not second.reached
 
 

@@ -32,7 +32,7 @@ READ_WHEN_NEEDED = ("KVSTORE", "PYTEST_CURRENT_TEST")
 """Variables that begin so are not read at imports."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-_OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+_OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 _ORDINARY = {
     "executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None, "uid": None,
     "umask": -1, "start_new_session": False, "process_group": -1,
@@ -116,13 +116,13 @@ class _WarmPopen(subprocess.Popen[Any]):
         options = dict(zip(_OPTIONS, given, strict=True))
         order = self._order(options)
         if order is None:
-            super()._execute_child(*given)  # type: ignore[misc]
+            super()._execute_child(*given)
             return
         streams = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
         self.pid = self.warm.order(order, [number if each == -1 else each for number, each in enumerate(streams)])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(options[name] for name in pipes))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(options[name] for name in pipes))
 
     def _order(self, options: dict[str, Any]) -> bytes | None:
         """What the template is told. None for what it cannot do."""

@@ -66,10 +66,10 @@ def become(order: dict[str, Any]) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     if kind == "-m":
         sys.path[0] = os.getcwd()
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(what)
     else:
         sys.path[0] = ""
-        runpy._run_code(compile(what, "<string>", "exec"), main.__dict__, mod_name="__main__")  # type: ignore[attr-defined]
+        runpy._run_code(compile(what, "<string>", "exec"), main.__dict__, mod_name="__main__")
 
 
 if __name__ == "__main__":

@@ -49,16 +49,11 @@ from kvstore_ops.options import (
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: say what it would come to.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
-TODO = {
-    "held",
-    "kept for what hangs on it",
-    "failed",
-    "no room",
-    "no tier answers",
-    "has nowhere slower to go",
+NOT_DONE = {
+    "held", "kept for what hangs on it", "failed", "no room", "no tier answers", "has nowhere slower to go",
     "model not registered",
-}
-"""What became of chunks that were meant to become something else."""
+}  # fmt: skip
+"""What the service says of chunks of which a command did not do what it was told to: it ends with a code of its own."""
 
 
 def evict(
@@ -270,7 +265,7 @@ def _change(
         return
     if any(each.endswith(": damaged") for each in words):
         raise typer.Exit(EXIT_CODES[DataLoss])
-    if words & TODO or any(each.endswith(": not read") for each in words):
+    if words & NOT_DONE or any(each.endswith(": not read") for each in words):
         raise typer.Exit(NOT_ALL)
 
 
