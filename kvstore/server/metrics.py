@@ -85,12 +85,16 @@ class _Collector(Collector):
             yield counter
 
 
-def exposition(found: Scrape, accept: str) -> tuple[bytes, str]:
-    """Return the page in a form that its reader accepts, and the form's content type."""
+def exposition_form(accept: str) -> str:
+    """Return the content type of the form of the page that a reader prefers: one of a few."""
+    return choose_encoder(accept)[1]
+
+
+def exposition(found: Scrape, form: str) -> bytes:
+    """Return the page in one of the forms of ``exposition_form``."""
     registry = CollectorRegistry()
     registry.register(_Collector(found))
-    encoder, kind = choose_encoder(accept)
-    return encoder(registry), kind
+    return choose_encoder(form)[0](registry)
 
 
 class MetricRow(NamedTuple):

@@ -16,6 +16,8 @@ MODULES = ("planning", "operators.reading", "operators.changing", "doctor.comman
 class Commands(TyperGroup):
     """The commands of ``cli``, then those of these modules."""
 
+    _are_imported = False
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # typer's types of these are private
         if cmd_name not in self.commands:
             self._import_all()
@@ -26,6 +28,9 @@ class Commands(TyperGroup):
         return super().list_commands(ctx)
 
     def _import_all(self) -> None:
+        if self._are_imported:
+            return
+        self._are_imported = True
         app = typer.Typer(add_completion=False)
         for name in MODULES:
             import_module(f"kvstore_ops.{name}").register(app)

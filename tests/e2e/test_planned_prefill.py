@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,7 @@ def test_what_a_plan_leaves_out_is_measured_on_the_side(client: Client) -> None:
     keep(client, RECEIVER, tokens)
     speeds(client, RECEIVER, 1e9, 1e-9)
     client.planner._probed_s.clear()
+    client.planner._looked_s = -math.inf
     before = len(client.planner._link.times)
     assert prefilled(client, tokens).plan.reused_token_count == 0
     eventually(lambda: len(client.planner._link.times) == before + 1)

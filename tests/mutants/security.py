@@ -39,6 +39,14 @@ MUTANTS = [
         (f"{T_WEB}::test_the_page_needs_a_token_where_others_could_read_it",),
     ),
     Mutant(
+        "a-token-that-is-cut",
+        "kvstore/server/web/site.py",
+        "    if len(data) > FILE_BYTES_MAX:",
+        "    if False:",
+        "the first characters of a token open the page",
+        (f"{T_WEB}::test_a_token_file_that_is_too_long_stops_the_start",),
+    ),
+    Mutant(
         "any-password-will-do",
         LISTENER,
         '        if self.tokens and not self._is_known(request.headers.get("authorization", "")):\n',

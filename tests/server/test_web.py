@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import os
 import re
 import socket
 import urllib.error
@@ -18,12 +20,13 @@ from kvstore_client import connect
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.config import load
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.movement.accounts import TierAccount
+from kvstore.seams import SystemClock
 from kvstore.server.web.facts import NAME_CHARACTERS_MAX
 from kvstore.server.web.history import EVENT_COUNT_MAX, SAMPLE_COUNT_MAX, History
 from kvstore.server.web.listener import CONNECTION_COUNT_MAX, Gate, Reply, Request, Route
-from kvstore.server.web.site import FILES, HERE, gate_of, read_page_tokens
+from kvstore.server.web.site import FILE_BYTES_MAX, FILES, HERE, Asked, gate_of, read_page_tokens
 from kvstore.spec import Durability, Tier
 from kvstore.tiers import TierStatistics
 from tests.server.raw import eventually
@@ -203,6 +206,51 @@ def test_the_page_needs_a_token_where_others_could_read_it(tmp_path: Path) -> No
 def test_other_sites_names_for_this_address_are_refused() -> None:
     assert statuses(gate(), host="evil.example") == [421, 421, 421]
     assert statuses(gate(server__metrics_host="0.0.0.0"), host="node-7:9464") == [403, 200, 200]
+
+
+@pytest.mark.parametrize("word", ["Basic \xff\xff", "Basic !", "Basic /w==", "Bearer \xff", "Basic"])
+def test_who_may_not_read_is_told_so_whatever_he_sends(word: str) -> None:
+    gate = Gate((b"x" * 32,), "", is_local=True)
+    request = Request("GET", "/metrics", {"host": "localhost", "authorization": word})
+    refusal = gate.refusal(request, Route(lambda _: asyncio.sleep(0, Reply(200, b""))))
+    assert refusal is not None
+    assert refusal.status == 401
+
+
+def test_a_token_file_that_is_too_long_stops_the_start(tmp_path: Path) -> None:
+    """Cut where it is too long, its last token would be a shorter one that lets others in."""
+    path = tmp_path / "tokens"
+    path.touch(0o600)
+    path.write_text("#" * (FILE_BYTES_MAX - 21) + "\n" + "a" * 64 + "\n")
+    with pytest.raises(InvalidRequest, match=r"metrics_token_file.*more than 65536 bytes"):
+        read_page_tokens(str(path))
+
+
+def test_an_address_that_is_not_this_machines_stops_the_start_and_is_named() -> None:
+    with pytest.raises(Unavailable, match=r"server\.metrics_host = 192\.0\.2\.1"):
+        Sidecar(
+            "--capacity", "16 MiB", environment={**os.environ, "KVSTORE__SERVER__METRICS_HOST": "192.0.2.1"}
+        ).start()
+
+
+def test_readers_share_one_answer_and_one_rendering_of_each_form() -> None:
+    asked, rendered = [], []
+
+    async def ask_service() -> int:
+        asked.append(1)
+        return len(asked)
+
+    def render(told: int, form: str) -> Reply:
+        rendered.append(form)
+        return Reply(200, f"{told} {form}".encode())
+
+    async def read() -> None:
+        question = Asked(ask_service, render, asyncio.get_running_loop(), SystemClock(), 60.0)
+        replies = await asyncio.gather(*(question.get(form) for form in ("a", "b") * 50))
+        assert {reply.body for reply in replies} == {b"1 a", b"1 b"}
+
+    asyncio.run(read())
+    assert (len(asked), sorted(rendered)) == (1, ["a", "b"])
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "short\n"])

@@ -28,6 +28,8 @@ from tests.warm.template import ORDER_BYTES_MAX
 
 ANSWER_BYTES_MAX = 64
 END_TIMEOUT_S = 20.0
+START_S_MAX = 60.0
+"""A template that has not imported, or forked, by then hangs: the test fails, and the run goes on."""
 READ_WHEN_NEEDED = ("KVSTORE", "PYTEST_CURRENT_TEST")
 """Variables that begin so are not read at imports."""
 
@@ -91,6 +93,7 @@ class Warm:
     def _start(self) -> socket.socket:
         if self._end is None:
             self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._end.settimeout(START_S_MAX)
             self._owner, self._environment = os.getpid(), dict(os.environ)
             template = Path(__file__).with_name("template.py")
             with theirs:

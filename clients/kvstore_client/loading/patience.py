@@ -38,6 +38,7 @@ class Patience:
         measured engine could compute, patience has no end."""
         self._client, self._is_waiting, self._give_up = client, is_waiting, give_up
         self._has_ended = threading.Event()
+        self._deciding = threading.Lock()
         self.is_spent = False
         if plan is None or client.planner.mode != "on" or not plan.is_measured or not plan.loaded_tokens:
             return
@@ -52,8 +53,11 @@ class Patience:
         left_s = min(max(self._left_s, LEFT_S_MIN), LEFT_S_MAX)
         while not self._has_ended.wait(left_s):
             left_s = min(max(BUDGET * self._prefill_s, LOOK_S_MIN), LEFT_S_MAX)
-            if self._is_waiting():
-                self.is_spent = True
+            with self._deciding:
+                if self._has_ended.is_set():  # it landed just now
+                    return
+                self.is_spent = self._is_waiting()
+            if self.is_spent:
                 self._client.planner.given_up()
                 _log.warning("kvstore: a load took longer than a prefill of %.3f s: given up", self._prefill_s)
                 self._give_up()
@@ -61,7 +65,8 @@ class Patience:
 
     def end(self) -> None:
         """Give nothing up from now on: all has landed, or the caller is gone. Idempotent."""
-        self._has_ended.set()
+        with self._deciding:
+            self._has_ended.set()
 
     def __enter__(self) -> Self:
         return self

@@ -40,6 +40,8 @@ RATES_AGE_S_MAX = 1.0
 """How long the sidecar's word on its tiers is good for."""
 RATES_WAIT_S = 1.0
 """A plan waits no longer than this for the sidecar's rates."""
+LOOK_S_MIN = 1.0
+"""Partial prefills look no more often for what their plans left out."""
 GIVEN_UP = "loads_given_up"
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
 ENGINES_MAX = 64
@@ -67,6 +69,7 @@ class Planner:
         self._link = BusyTimes()
         self._prefills: dict[tuple[ModelSpec, int], Prefills] = {}
         self._tiers: dict[Tier, TierFacts] = {}
+        self._looked_s = -math.inf
         self._asked_s = -math.inf
         self._probed_s: dict[Tier, float] = {}
 
@@ -94,7 +97,8 @@ class Planner:
 
     def given_up(self) -> None:
         """Count a load that was given up, so that the prompt is computed."""
-        self._connection.counters[GIVEN_UP] += 1
+        with self._lock:
+            self._connection.counters[GIVEN_UP] += 1
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
         """An engine that computes ``step_tokens`` at a time, 0: all at once, took so long for a prefill. What no engine
@@ -153,6 +157,15 @@ class Planner:
             if self._is_due(tier, Wanted.of(spec, None, None, (), False).byte_count(spec.chunk_tokens)):
                 return Probe(chunk.token_stop, tier)
         return None
+
+    def may_look(self) -> bool:
+        """True when it is time to look what plans left out; the time until the next look begins then."""
+        with self._lock:
+            now = self.clock.monotonic()
+            is_time = now - self._looked_s >= LOOK_S_MIN
+            if is_time:
+                self._looked_s = now
+        return is_time
 
     def _is_due(self, tier: Tier, byte_count: int) -> bool:
         """True when it is time to measure a tier; the time until the next measurement begins then."""

@@ -22,7 +22,9 @@ def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, matc
     """Fetch a chunk, if it is time, of what a plan that loads ``loaded_tokens`` of a prompt left out, and throw it
     away. ``match``: what is stored of it, where that is known. Blocks; never raises."""
     try:
-        found = match or client.peek(spec, tokens) or client.lookup(spec, tokens)
+        found = client.peek(spec, tokens) if match is None else match
+        if found is None:
+            found = client.lookup(spec, tokens)
         due = client.planner.probe(spec, found.chunks, loaded_tokens)
         if due is None:
             return
@@ -39,7 +41,9 @@ def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, matc
 
 
 def begin_probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int) -> None:
-    """Run ``probe`` on a thread of its own."""
+    """Run ``probe`` on a thread of its own, once a second at most."""
+    if not client.planner.may_look():
+        return
     try:
         start_thread(partial(probe, client, spec, tokens, loaded_tokens), "kvstore-probe")
     except KVStoreError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import gzip
 import hashlib
 import hmac
@@ -13,6 +12,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvstore.seams.scheduler import start_thread
 from kvstore.units import is_loopback
@@ -97,7 +97,7 @@ class Gate:
         if scheme.lower() == "basic":
             try:
                 given = base64.b64decode(given, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:  # no base64, or no text
                 return False
         elif scheme.lower() != "bearer":
             return False
@@ -161,10 +161,10 @@ class Web:
         route = self._routes.get(request.path)
         if route is None:
             return _said(404, f"there are: {' '.join(self._routes)}")
-        refusal = self._gate.refusal(request, route)
-        if refusal is not None:
-            return refusal
         try:
+            refusal = self._gate.refusal(request, route)
+            if refusal is not None:
+                return refusal
             async with asyncio.timeout(ANSWER_S_MAX):
                 return await route.answer(request)
         except TimeoutError:
@@ -194,7 +194,7 @@ def _parsed(data: bytes) -> Request | None:
 def _rendered(reply: Reply, request: Request | None) -> bytes:
     body, headers = reply.body, [*HEADERS, *reply.headers]
     if request is not None and "gzip" in request.headers.get("accept-encoding", "") and len(body) > 1024:
-        body = gzip.compress(body, 1)
+        body = _zipped(body)
         headers.append("Content-Encoding: gzip")
     head = [
         f"HTTP/1.1 {reply.status} {REASONS[reply.status]}", f"Content-Type: {reply.kind}",
@@ -202,6 +202,12 @@ def _rendered(reply: Reply, request: Request | None) -> bytes:
     ]  # fmt: skip
     is_head = request is not None and request.method == "HEAD"
     return "\r\n".join([*head, "", ""]).encode("latin-1") + (b"" if is_head else body)
+
+
+@lru_cache(maxsize=16)
+def _zipped(body: bytes) -> bytes:
+    """Kept, because one rendering is sent to all that read within a second."""
+    return gzip.compress(body, 1)
 
 
 def _is_own_name(host: str) -> bool:

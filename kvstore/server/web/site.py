@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ from kvstore.config import LoadedSettings
 from kvstore.controller import Controller
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.seams import Clock
-from kvstore.server.metrics import Scrape, exposition
+from kvstore.server.metrics import Scrape, exposition, exposition_form
 from kvstore.server.secrets import read_private
 from kvstore.server.web.facts import Overview
 from kvstore.server.web.listener import Gate, Reply, Request, Route, Web, listen, port_of
@@ -25,6 +26,8 @@ TOKEN_CHARACTERS_MIN = 16
 FILE_BYTES_MAX = 1 << 16
 FACTS_AGE_S, SCRAPE_AGE_S = 1.0, 0.25
 """An answer of the service serves everybody who asks within so many seconds."""
+FORM_COUNT_MAX = 8
+"""So many forms of an answer are kept; Prometheus' readers know four."""
 HERE = Path(__file__).parent
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -35,27 +38,36 @@ Told = TypeVar("Told")
 
 
 class Asked(Generic[Told]):
-    """A question of the web's thread to the service's loop. One answer serves all that wait for it, and all that ask
-    before it is ``age_s`` old."""
+    """A question of the web's thread to the service's loop. One answer, and one rendering of it in each form, serves
+    all that wait for it, and all that ask before it is ``age_s`` old: many readers take no more of the processor from
+    the service than one does."""
 
     def __init__(
-        self, ask: Callable[[], Coroutine[Any, Any, Told]], loop: asyncio.AbstractEventLoop, clock: Clock, age_s: float
+        self, ask: Callable[[], Coroutine[Any, Any, Told]], render: Callable[[Told, str], Reply],
+        loop: asyncio.AbstractEventLoop, clock: Clock, age_s: float,
     ) -> None:  # fmt: skip
         self._ask = ask
+        self._render = render
         self._loop = loop
         self._clock = clock
         self._age_s = age_s
         self._gate = asyncio.Lock()
         self._told: tuple[float, Told] | None = None
+        self._replies: dict[str, Reply] = {}
 
-    async def get(self) -> Told:
-        """Return the answer. It runs in the web's thread, and whoever calls it bounds the wait."""
+    async def get(self, form: str = "") -> Reply:
+        """Return the answer, rendered in a form. It runs in the web's thread, and whoever calls it bounds the wait."""
         async with self._gate:
             now_s = self._clock.monotonic()
             if self._told is None or now_s - self._told[0] >= self._age_s:
                 found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(), self._loop))
-                self._told = (now_s, found)
-            return self._told[1]
+                self._told, self._replies = (now_s, found), {}
+            reply = self._replies.get(form)
+            if reply is None:
+                reply = self._render(self._told[1], form)
+                if len(self._replies) < FORM_COUNT_MAX:
+                    self._replies[form] = reply
+            return reply
 
 
 class Site:
@@ -65,9 +77,9 @@ class Site:
         self, controllers: Mapping[str, Controller], overview: Overview, loop: asyncio.AbstractEventLoop, clock: Clock
     ) -> None:
         self._controllers = controllers
-        self._scrape = Asked(self._scraped, loop, clock, SCRAPE_AGE_S)
-        self._facts = Asked(overview.facts, loop, clock, FACTS_AGE_S)
-        self._alive = Asked(self._answers, loop, clock, SCRAPE_AGE_S)
+        self._scrape = Asked(self._scraped, _metrics_page, loop, clock, SCRAPE_AGE_S)
+        self._facts = Asked(overview.facts, _facts_page, loop, clock, FACTS_AGE_S)
+        self._alive = Asked(self._answers, lambda _, said: Reply(200, f"{said}\n".encode()), loop, clock, SCRAPE_AGE_S)
         self.is_ready = False
 
     def routes(self) -> dict[str, Route]:
@@ -92,18 +104,25 @@ class Site:
     # ------------------------------------------------------------ in the web's thread
 
     async def _json(self, request: Request) -> Reply:
-        return Reply(200, json.dumps(await self._facts.get()).encode(), "application/json")
+        return await self._facts.get()
 
     async def _metrics(self, request: Request) -> Reply:
-        return Reply(200, *exposition(await self._scrape.get(), request.headers.get("accept", "")))
+        return await self._scrape.get(exposition_form(request.headers.get("accept", "")))
 
     async def _health(self, request: Request) -> Reply:
-        await self._alive.get()
-        return Reply(200, b"ok\n")
+        return await self._alive.get("ok")
 
     async def _ready(self, request: Request) -> Reply:
-        await self._alive.get()
-        return Reply(200, b"ready\n") if self.is_ready else Reply(503, b"not ready: it starts, or stops\n")
+        alive = await self._alive.get("ready")
+        return alive if self.is_ready else Reply(503, b"not ready: it starts, or stops\n")
+
+
+def _facts_page(facts: dict[str, Any], _: str) -> Reply:
+    return Reply(200, json.dumps(facts).encode(), "application/json")
+
+
+def _metrics_page(scrape: Scrape, form: str) -> Reply:
+    return Reply(200, exposition(scrape, form), form)
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Any]:
@@ -123,6 +142,11 @@ def start_web(loaded: LoadedSettings, site: Site) -> str:
     try:
         listener = listen(settings.metrics_host, settings.metrics_port)
     except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise Unavailable(
+                f"server.metrics_host = {settings.metrics_host}, server.metrics_port = {settings.metrics_port}: nobody "
+                f"can listen there ({error.strerror}): name an address of this machine, and a port that is free to use"
+            ) from error
         if not loaded.is_default("server.metrics_port"):
             raise Unavailable(
                 f"metrics port {settings.metrics_port} on {settings.metrics_host} cannot be had ({error.strerror}): "
@@ -153,7 +177,12 @@ def read_page_tokens(name: str) -> tuple[bytes, ...]:
     if not name:
         return ()
     path = Path(name).expanduser()
-    data = read_private(path, TOKEN_SETTING, FILE_BYTES_MAX, "one token per line")
+    data = read_private(path, TOKEN_SETTING, FILE_BYTES_MAX + 1, "one token per line")
+    if len(data) > FILE_BYTES_MAX:  # the last token would be cut, and a cut token would let others in
+        raise InvalidRequest(
+            f"{TOKEN_SETTING} = {path}: it has more than {FILE_BYTES_MAX} bytes: write one token per line",
+            setting=TOKEN_SETTING,
+        )
     found = [line.partition(b"#")[0].strip() for line in data.splitlines()]
     tokens = [each for each in found if each]
     if not tokens or min(map(len, tokens)) < TOKEN_CHARACTERS_MIN:
