@@ -29,8 +29,8 @@ class ServerSettings:
     """Where the service lives and how it speaks to its operator."""
 
     state_directory: Path
-    """The lock, which chunks lay on the device before it was sealed, how fast tiers were read, and the device tier
-    unless it is elsewhere.
+    """The lock, which chunks lay on the device before it was sealed, how fast tiers were read, how many tokens were
+    fetched in the last 48 hours, and the device tier unless it is elsewhere.
     Default: `$XDG_STATE_HOME/kvstore`, else `~/.local/state/kvstore`."""
     socket_directory: Path
     """Where `kvstore.sock` (gRPC) and `data.sock` (hand-off of memory) are made. Default: `$XDG_RUNTIME_DIR/kvstore`,

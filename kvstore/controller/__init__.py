@@ -28,6 +28,7 @@ from kvstore.controller.values import (
     Stats,
     StoreResult,
     Tail,
+    UsedChain,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "Stats",
     "StoreResult",
     "Tail",
+    "UsedChain",
 ]

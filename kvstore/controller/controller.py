@@ -27,6 +27,7 @@ from kvstore.controller.values import (
     Settled,
     Stats,
     StoreResult,
+    UsedChain,
 )
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, PermissionDenied, Unavailable
 from kvstore.seams import Deadline, Mapping, Pauses
@@ -174,8 +175,7 @@ class Controller:
         return self.parts.limits.token_count_max
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
-        """Of a request that comes now, or what a method below takes where none is given. ``remaining_s``: how long the
-        caller waits, if it says so; controller.deadline_s is the most."""
+        """Of a request that comes now. Its caller waits ``remaining_s``, if it says; controller.deadline_s at most."""
         return self.parts.deadline(remaining_s)
 
     def begin_long_work(self) -> Pauses:
@@ -243,7 +243,7 @@ class Controller:
         until = deadline or self.deadline()
         return arrivals_of(result, until.later(self.parts.limits.reservation_age_s_max) if result.is_joined else until)
 
-    def used(self, queries: Iterable[ChainQuery]) -> None:
+    def used(self, queries: Iterable[UsedChain]) -> None:
         """See ``Fetches.used``."""
         self.fetches.used(queries)
 
@@ -370,7 +370,7 @@ class Controller:
             stream_count=sum(session.stream_count for session in sessions),
             watcher_count=len(spaces.events.watchers),
             staging_bytes=self.sessions.staging_bytes,
-            models=tuple(map(ModelCount.of, parts.catalog.models.values())),
+            models=tuple(ModelCount.of(each, parts.served) for each in parts.catalog.models.values()),
             loading_bytes=movement.loading_bytes,
             backlog_count=movement.backlog_count,
             tiers=movement.statistics(),

@@ -10,6 +10,7 @@ from functools import cached_property
 from kvstore.arena import Arena
 from kvstore.catalog import Catalog, Namespace
 from kvstore.config import LimitSettings, PolicySettings
+from kvstore.controller.benefit import Heat, Served
 from kvstore.controller.pins import Pins
 from kvstore.controller.sessions import Leases
 from kvstore.directory import NodeDirectory
@@ -65,6 +66,14 @@ class Parts:
     @cached_property
     def pins(self) -> Pins:
         return Pins(self.catalog, self.limits, self.clock)
+
+    @cached_property
+    def served(self) -> Served:
+        return Served(self.clock)
+
+    @cached_property
+    def heat(self) -> Heat:
+        return Heat(self.catalog, self.clock)
 
     @cached_property
     def meters(self) -> TierMeters:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from kvstore.arena import Placement
 from kvstore.catalog import Run
 from kvstore.catalog.spaces import Model
+from kvstore.controller.benefit import Served, ServedModel
 from kvstore.movement import MeasuredTier
 from kvstore.spec import Durability, Exactness, MissReason, ModelSpec, Provenance, StoreState, Tier
 from kvstore.tiers import TierStatistics
@@ -28,6 +29,15 @@ class ChainQuery(NamedTuple):
     layers: tuple[int, ...] = ()
     """Of a fetch: the layers its caller waits for, which come from the device first; empty: all."""
     provenance: Provenance = Provenance.IN_CONTEXT
+
+
+class UsedChain(NamedTuple):
+    """A chain that a client copied without a call: its last digest is all of ``query.digests``. It was fetched
+    ``fetch_count`` times, which brought ``token_count`` tokens together; 0: the client does not say."""
+
+    query: ChainQuery
+    fetch_count: int = 0
+    token_count: int = 0
 
 
 class Tail(NamedTuple):
@@ -192,20 +202,22 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """What one model occupies."""
+    """What one model occupies, and what was fetched of it."""
 
     model_id: str
     fingerprint: bytes
     chunk_count: int
     byte_count: int
     spec: ModelSpec
+    served: ServedModel
 
     @staticmethod
-    def of(model: Model) -> ModelCount:
+    def of(model: Model, served: Served) -> ModelCount:
         """As it is now."""
         spaces = model.namespaces.values()
         count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
-        return ModelCount(model.spec.model_id, model.fingerprint, count, held, model.spec)
+        fetched = served.of(model.fingerprint)
+        return ModelCount(model.spec.model_id, model.fingerprint, count, held, model.spec, fetched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ COUNTED_MAX = 1 << 32
 """Of a counter in one packet: counters are 64 bits on the wire."""
 FETCHED_BYTES_MAX = 1 << 40
 """What one packet says was copied: a second of it, at a rate that no machine has."""
+TOKENS_MAX = 1 << 40
+"""What one packet says was fetched of one chain, in tokens."""
 USED_MAX = 128
 """Chains named in one packet: each takes some 150 bytes of its 64 KiB."""
 NUMBER_MAX = (1 << 62) - 1
@@ -71,6 +73,12 @@ def _is_chain(value: object) -> bool:
     return _is_name(name) and _is_number(exactness, 2) and _is_number(provenance, 2) and _is_name(digest)
 
 
+def _is_amount(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return _is_number(value[0], COUNTED_MAX) and _is_number(value[1], TOKENS_MAX)
+
+
 def _is_version(value: object) -> bool:
     return type(value) is int and value == PROTOCOL_VERSION  # true == 1 == 1.0
 
@@ -93,6 +101,8 @@ RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of 
 """(index, bytes) of each region; their descriptors travel in the same order."""
 ChainRows = Annotated[tuple[tuple[str, int, int, str], ...], rows(USED_MAX, "names of chains", _is_chain)]
 """Of each chain: its model's fingerprint, the wire's numbers of its exactness and provenance, its last digest."""
+
+AmountRows = Annotated[tuple[tuple[int, int], ...], rows(USED_MAX, "pairs of counts", _is_amount)]
 
 # ------------------------------------------------------------ from the client
 
@@ -150,6 +160,8 @@ class LookedUp:
     fetch_bytes: FetchedBytes = 0
     used: ChainRows = ()
     """Chains that were fetched. A server that offers "uses" wants to know them: they are the last to leave."""
+    used_amounts: AmountRows = ()
+    """Of each of these: how often it was fetched, and how many tokens that brought."""
 
 
 # ------------------------------------------------------------ from the server

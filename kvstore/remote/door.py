@@ -28,7 +28,7 @@ CACHE = "kvstore.v1.CacheService"
 ADMIN = "kvstore.v1alpha.AdminService"
 FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
-    ADMIN: ("Stats", "Tiers", "ShowChunk"),
+    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest"),
 }
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"

@@ -10,9 +10,10 @@ import socket
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import repeat
 
 from kvstore.arena.region import Region
-from kvstore.controller import ChainQuery, Controller, Session
+from kvstore.controller import Controller, Session, UsedChain
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.handoff.messages import (
     MESSAGE_CHARACTERS_MAX,
@@ -197,21 +198,23 @@ class Handoff:
 
     def _count(self, done: LookedUp) -> None:
         counts = asdict(done)
-        used = counts.pop("used")
+        used, amounts = counts.pop("used"), counts.pop("used_amounts")
         for name, count in counts.items():
             self._controller.count(name, count)
         try:
-            self._controller.used(map(_chain, used))
+            self._controller.used(map(_chain, used, amounts if len(amounts) == len(used) else repeat((0, 0))))
         except KVStoreError as error:  # it is never answered: who sent it would take a refusal for another answer
             _log.warning("uses were not counted", extra={"reason": error.message})
 
 
-def _chain(used: tuple[str, int, int, str]) -> ChainQuery:
-    """A chain that a client used, by its last digest."""
+def _chain(used: tuple[str, int, int, str], amounts: tuple[int, int]) -> UsedChain:
+    """A chain that a client used, by its last digest. Counts that no fetches have are none."""
     name, exactness, provenance, digest = used
     query = pb.ChainQuery(fingerprint=bytes.fromhex(name), digests=bytes.fromhex(digest))
     query.exactness, query.provenance = exactness, provenance  # type: ignore[assignment]  # the wire's numbers
-    return parse_query(query)
+    fetch_count, token_count = amounts
+    is_sound = 0 < fetch_count <= token_count
+    return UsedChain(parse_query(query), *(amounts if is_sound else (0, 0)))
 
 
 def _rows(regions: Sequence[Region]) -> tuple[tuple[int, int], ...]:

@@ -39,8 +39,14 @@ _TIER_GAUGES = {
     "quarantined_bytes": "Bytes of slots out of use because a check failed",
     "chunk_count": "Chunks in the tier",
 }
+_MODEL_COUNTERS = {
+    "served_tokens": "Tokens that engines fetched and did not compute",
+    "saved_seconds": "What computing such tokens would have taken, once engines have told how long prefills take",
+}
+"""Of each model, by the beginning of its fingerprint: its name is for those who may read the page."""
+FINGERPRINT_DIGITS = 16
 TIER_UP = "1 while the tier is up"
-UNITS = ("bytes", "chunks", "seconds")
+UNITS = ("bytes", "chunks", "seconds", "tokens")
 
 
 class Scrape(NamedTuple):
@@ -78,6 +84,14 @@ class _Collector(Collector):
             for tenant, tier in tiers:
                 is_up.add_metric([*self._named(tenant), tier.name], tier.state == "up")
             yield is_up
+        for name, description in _MODEL_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvstore_{name}", description, labels=[*self._labels, "fingerprint"])
+            for tenant, stats in found.items():
+                for model in stats.models:
+                    total = model.served.total
+                    value = total.token_count if name == "served_tokens" else total.seconds
+                    counter.add_metric([*self._named(tenant), model.fingerprint.hex()[:FINGERPRINT_DIGITS]], value)
+            yield counter
         for name, description in self._found.counted.items():
             counter = CounterMetricFamily(f"kvstore_{name}", description, labels=self._labels)
             for tenant, stats in found.items():
@@ -112,6 +126,7 @@ def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
     rows = [_row(name, "gauge", "", said) for name, (_, said) in _GAUGES.items()]
     rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
     rows.append(_row("tier_up", "gauge", "tier", TIER_UP))
+    rows += [_row(f"{name}_total", "counter", "fingerprint", said) for name, said in _MODEL_COUNTERS.items()]
     return rows + [_row(f"{name}_total", "counter", "", said) for name, said in counted.items()]
 
 

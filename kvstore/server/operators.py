@@ -11,10 +11,12 @@ from google.protobuf.message import Message
 
 from kvstore import __version__
 from kvstore.controller import Controller, Session, Stats
+from kvstore.controller.benefit import Saving
 from kvstore.controller.operators import (
     ChangeNews,
     ChunkDetail,
     ChunkEntry,
+    HotEntry,
     ListPage,
     ModelTotal,
     Operators,
@@ -32,6 +34,7 @@ from kvstore.spec import Exactness, Provenance
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2
 from kvstore.wire import spec_to_message
+from kvstore.wire.limits import HOTTEST_MAX
 
 _log = logging.getLogger("kvstore.server")
 Rendered = TypeVar("Rendered", bound=Message)
@@ -79,6 +82,12 @@ class AdminService:
         """One chunk. One that is not here is a reply without parts."""
         session_of(self._controller, context)
         return _shown(await self._operators.chunk(request.digest, context.time_remaining()))
+
+    async def Hottest(self, request: admin_pb2.HottestRequest, context: Context) -> admin_pb2.HottestResponse:
+        """What is fetched most of late."""
+        session_of(self._controller, context)
+        found = await self._operators.hottest(min(request.limit, HOTTEST_MAX))
+        return admin_pb2.HottestResponse(prefixes=map(_hot, found))
 
     async def Change(
         self, request: admin_pb2.ChangeRequest, context: Context
@@ -146,6 +155,11 @@ def render_stats(
                 chunk_count=each.chunk_count,
                 byte_count=each.byte_count,
                 spec=spec_to_message(each.spec),
+                served=_saving(each.served.total),
+                served_hours=[
+                    admin_pb2.ServedHour(start_seconds=hour.start_s, saving=_saving(hour.saving))
+                    for hour in each.served.hours
+                ],
             )
             for each in stats.models
         ],
@@ -157,6 +171,19 @@ def render_stats(
         descriptor_count=descriptor_count,
         rates=map(_rate, stats.rates),
     )
+
+
+def _saving(saving: Saving) -> admin_pb2.Saving:
+    return admin_pb2.Saving(
+        fetch_count=saving.fetch_count, token_count=saving.token_count, saved_seconds=saving.seconds
+    )  # fmt: skip
+
+
+def _hot(entry: HotEntry) -> admin_pb2.HotPrefix:
+    return admin_pb2.HotPrefix(
+        above=entry.above + 1, digest=entry.digest, model_id=entry.model_id, fingerprint=entry.fingerprint,
+        token_count=entry.token_count, heat=entry.heat, own_heat=entry.own_heat, tier=entry.tier,
+    )  # fmt: skip
 
 
 def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:

@@ -24,9 +24,9 @@ from kvstore.seams import EnvelopeRing, TenantKeys
 from kvstore.server.announcing import Announcer
 from kvstore.server.descriptors import HELLO_COUNT_MAX
 from kvstore.server.handoff import Handoff
+from kvstore.server.kept import kept_files
 from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
-from kvstore.server.rates import RatesFile
 from kvstore.server.rpc import register
 from kvstore.server.services import CacheService
 from kvstore.server.state import SocketDirectory
@@ -62,8 +62,7 @@ class Tenant:
         self._owner = TierOwner(_owner(keys), ring)
         directory = tiers.directory(settings, world, self._owner.name)
         self._parts = _parts(settings, keys, world, directory)
-        kept = settings.server.state_directory / "rates" / f"{self.name}.json"
-        self._rates = RatesFile(kept, world.disk, self._parts.meters)
+        self._kept = kept_files(settings.server.state_directory, world.disk, self._parts)
         self.controller = Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
@@ -89,13 +88,15 @@ class Tenant:
             self._begin(group, self._handoff(uids).serve(self._listener, group))
             if self._server.add_insecure_port(f"unix:{self.sockets.grpc}") == 0:
                 raise Unavailable(f"cannot listen on {self.sockets.grpc}")
-            self._rates.load()
+            for kept in self._kept:
+                kept.load()
             await self._attach()
             await self._server.start()
             await _report_healthy(self._health)
             self.sockets.give(self.sockets.grpc)
             self._begin(group, self.controller.run())
-            self._begin(group, self._rates.follow(self._world.clock, self._world.prefaulting))
+            for kept in self._kept:
+                self._begin(group, kept.follow(self._world.clock, self._world.prefaulting))
             if self._announcer is not None:
                 self._begin(group, self._announcer.run())
             if self.settings.arena.prefault:
@@ -147,7 +148,8 @@ class Tenant:
             if self._announcer is not None:
                 await self._announcer.close()
             await self.controller.detach()
-            self._rates.save()
+            for kept in self._kept:
+                kept.save()
 
     async def abandon(self) -> None:
         """Whatever came before: nobody is served, and no socket stays. Idempotent."""

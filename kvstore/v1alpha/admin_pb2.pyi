@@ -52,18 +52,40 @@ class SessionStats(_message.Message):
     def __init__(self, session_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., stream_count: _Optional[int] = ..., ticket_count: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., watcher_count: _Optional[int] = ...) -> None: ...
 
 class ModelStats(_message.Message):
-    __slots__ = ("model_id", "fingerprint", "chunk_count", "byte_count", "spec")
+    __slots__ = ("model_id", "fingerprint", "chunk_count", "byte_count", "spec", "served", "served_hours")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    SERVED_HOURS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     fingerprint: bytes
     chunk_count: int
     byte_count: int
     spec: _cache_pb2.ModelSpec
-    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., spec: _Optional[_Union[_cache_pb2.ModelSpec, _Mapping]] = ...) -> None: ...
+    served: Saving
+    served_hours: _containers.RepeatedCompositeFieldContainer[ServedHour]
+    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., chunk_count: _Optional[int] = ..., byte_count: _Optional[int] = ..., spec: _Optional[_Union[_cache_pb2.ModelSpec, _Mapping]] = ..., served: _Optional[_Union[Saving, _Mapping]] = ..., served_hours: _Optional[_Iterable[_Union[ServedHour, _Mapping]]] = ...) -> None: ...
+
+class Saving(_message.Message):
+    __slots__ = ("fetch_count", "token_count", "saved_seconds")
+    FETCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fetch_count: int
+    token_count: int
+    saved_seconds: float
+    def __init__(self, fetch_count: _Optional[int] = ..., token_count: _Optional[int] = ..., saved_seconds: _Optional[float] = ...) -> None: ...
+
+class ServedHour(_message.Message):
+    __slots__ = ("start_seconds", "saving")
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVING_FIELD_NUMBER: _ClassVar[int]
+    start_seconds: int
+    saving: Saving
+    def __init__(self, start_seconds: _Optional[int] = ..., saving: _Optional[_Union[Saving, _Mapping]] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("name", "state", "capacity_bytes", "file_bytes", "allocated_bytes", "free_bytes", "quarantined_bytes", "overhead_bytes", "chunk_count", "read_bytes", "written_bytes", "verified_bytes", "is_shared", "envelope")
@@ -357,6 +379,38 @@ class ShowChunkResponse(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
     reason: _cache_pb2.MissReason
     def __init__(self, parts: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., reason: _Optional[_Union[_cache_pb2.MissReason, str]] = ...) -> None: ...
+
+class HottestRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class HotPrefix(_message.Message):
+    __slots__ = ("above", "digest", "model_id", "fingerprint", "token_count", "heat", "own_heat", "tier")
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HEAT_FIELD_NUMBER: _ClassVar[int]
+    OWN_HEAT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    above: int
+    digest: bytes
+    model_id: str
+    fingerprint: bytes
+    token_count: int
+    heat: float
+    own_heat: float
+    tier: str
+    def __init__(self, above: _Optional[int] = ..., digest: _Optional[bytes] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., token_count: _Optional[int] = ..., heat: _Optional[float] = ..., own_heat: _Optional[float] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class HottestResponse(_message.Message):
+    __slots__ = ("prefixes",)
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
 
 class Evict(_message.Message):
     __slots__ = ()

@@ -54,6 +54,11 @@ class AdminServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
                 _registered_method=True)
+        self.Hottest = channel.unary_unary(
+                '/kvstore.v1alpha.AdminService/Hottest',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.FromString,
+                _registered_method=True)
         self.Change = channel.unary_stream(
                 '/kvstore.v1alpha.AdminService/Change',
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
@@ -93,6 +98,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hottest(self, request, context):
+        """The prefixes that are fetched most of late, as a tree.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Change(self, request, context):
         """Change what is where, or say what that would come to. How far it is, about every half second; at last what became
         of every chunk that was meant. A caller that goes ends it where it is.
@@ -123,6 +135,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ShowChunk,
                     request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.SerializeToString,
+            ),
+            'Hottest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hottest,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.SerializeToString,
             ),
             'Change': grpc.unary_stream_rpc_method_handler(
                     servicer.Change,
@@ -238,6 +255,33 @@ class AdminService:
             '/kvstore.v1alpha.AdminService/ShowChunk',
             kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_admin__pb2.ShowChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hottest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/Hottest',
+            kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.FromString,
             options,
             channel_credentials,
             insecure,

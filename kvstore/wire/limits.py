@@ -35,6 +35,7 @@ IDS_MAX = 1 << 14
 NODE_NAME_MAX = 128
 SELECTED_CHUNKS_MAX = 1 << 14
 """Of a prompt that an operator names: 2 M tokens in chunks of 128."""
+HOTTEST_MAX = 256
 REPLY_BYTES_MAX = 64 * MIB
 
 
@@ -154,6 +155,12 @@ _OPERATORS: Mapping[str, Limit] = {
     "StatsResponse.tier_problem": Limit(size=4096),
     "StatsResponse.rates": Limit(count=64),
     "TierRate.tier": Limit(size=64),
+    "ModelStats.served_hours": Limit(count=64),
+    "HottestResponse.prefixes": Limit(count=HOTTEST_MAX),
+    "HotPrefix.digest": _digests(1),
+    "HotPrefix.model_id": Limit(size=512),
+    "HotPrefix.fingerprint": Limit(size=64),
+    "HotPrefix.tier": Limit(size=64),
     "Selection.model": Limit(size=512),
     "Selection.digest": Limit(size=2 * DIGEST_BYTES),
     "Selection.tier": Limit(size=64),
@@ -217,5 +224,6 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1alpha.ListChunksRequest": MIB,
     "kvstore.v1alpha.ChangeRequest": 6 * MIB,
     "kvstore.v1alpha.ShowChunkRequest": 4096,
+    "kvstore.v1alpha.HottestRequest": 4096,
 }
 """Of a whole message, before it is decoded: what its fields may carry together. Of one with data: what comes before."""

@@ -37,7 +37,10 @@ SPEC = small_spec()
 SERVICE = "/kvstore.v1.RemoteService/"
 METHODS = [
     *(f"/kvstore.v1.CacheService/{name}" for name in ("RegisterModel", "Lookup", "Store", "Release")),
-    *(f"/kvstore.v1alpha.AdminService/{name}" for name in ("Stats", "Tiers", "ShowChunk", "ListChunks", "Change")),
+    *(
+        f"/kvstore.v1alpha.AdminService/{name}"
+        for name in ("Stats", "Tiers", "ShowChunk", "Hottest", "ListChunks", "Change")
+    ),
     SERVICE + "Connect", SERVICE + "FetchBytes", SERVICE + "StoreBytes",
 ]  # fmt: skip
 

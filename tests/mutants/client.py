@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "warm-and-never-told",
         SESSION,
-        "            self.presence.use(name, digests[hits - 1])\n",
+        "            self.presence.use(name, digests[hits - 1], token_count)\n",
         "",
         "what is used without a call leaves first",
         (f"{T_WARM}::test_what_is_used_without_a_call_stays",),

@@ -25,6 +25,7 @@ from tests.conftest import ROOT
 from tests.ops.command import run
 from tests.specs import random_cache, small_spec, tokens_of
 
+WALL_S = 1_800_000_000
 WIDTHS = (1, 20, 59, 60, 80, 200)
 
 
@@ -33,11 +34,21 @@ def sample(at_s: float, uptime_s: float = 100.0, **counters: int) -> Sample:
     stats.models.add(model_id="[red]\x1b[2Jmodel" + "x" * 500, chunk_count=10**9, byte_count=1 << 50)
     dram = admin_pb2.TierStats(name="dram", state="up", capacity_bytes=100, allocated_bytes=50, chunk_count=10**9)
     shared = admin_pb2.TierStats(name="s3", state="failing", is_shared=True)
+    hours = [(WALL_S - 1800, 7, 0.0), (WALL_S - 7200, 1000, 90.0), (WALL_S - 90_000, 10**6, 0.0)]
+    for start_s, token_count, seconds in hours:
+        saving = admin_pb2.Saving(fetch_count=1, token_count=token_count, saved_seconds=seconds)
+        stats.models[0].served_hours.add(start_seconds=start_s, saving=saving)
+    stats.models[0].served.token_count = int(10 * at_s)
+    prefixes = [
+        admin_pb2.HotPrefix(above=above, digest=bytes([above] * 32), model_id="m\x1b" + "x" * 500, token_count=1 << 20,
+                            heat=3.25, tier="dram" if above else "")
+        for above in (0, 1, 2, 99)
+    ]  # fmt: skip
     tiers = [
         admin_pb2.TierReport(stats=dram),
         admin_pb2.TierReport(stats=shared, problem="access denied " * 50, backlog_chunk_count=10**8),
     ]
-    return Sample(at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]))
+    return Sample(at_s, stats, admin_pb2.TiersResponse(tiers=tiers, absent=["the nvme tier is off"]), prefixes, WALL_S)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -55,6 +66,11 @@ def test_what_is_said_needs_no_colour() -> None:
     assert "! the nvme tier is off" in said
     assert "! no answer: it is gone" in said
     assert "! 3 chunks failed their checks" in said
+    assert "10 tokens/s not computed; this hour 7; 24 h 1,007, 2 min of prefill" in said
+    assert re.search(r"^1,048,576 +3\.2  gone +0000", said, re.MULTILINE)
+    assert re.search(
+        r"^  1,048,576 +3\.2  dram +0101.*\n    1,048,576 .* 0202.*\n1,048,576 .* 6363", said, re.MULTILINE
+    )
 
 
 def test_rates_are_those_between_two_looks_and_over_a_restart_those_since_the_start() -> None:

@@ -31,7 +31,7 @@ class Told:
         return not self.is_full
 
     def fetched(self, number: int) -> None:
-        self.presence.use(NAME, number.to_bytes(32, "big"))
+        self.presence.use(NAME, number.to_bytes(32, "big"), 16)
         self.presence.count(fetch_calls=1, fetch_bytes=10 << 30)
 
     def told(self) -> list[int]:
@@ -60,6 +60,15 @@ def test_of_what_could_not_be_told_the_last_ones_are_kept() -> None:
     told.is_full = False
     told.presence.tell()
     assert told.told() == list(range(USED_MAX, 2 * USED_MAX))
+
+
+def test_fetches_and_tokens_of_a_chain_are_told_together() -> None:
+    told = Told()
+    for _ in range(3):
+        told.fetched(7)
+    told.fetched(8)
+    told.presence.tell()
+    assert [(packet.used_amounts, len(packet.used)) for packet in told.packets] == [(((3, 48), (1, 16)), 2)]
 
 
 def test_few_uses_wait_for_the_interval() -> None:

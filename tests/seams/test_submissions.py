@@ -54,7 +54,7 @@ SITES = {
     ("kvstore/arena/prefault.py", "prefault"): PREFAULT,
     ("kvstore/controller/stores/fill.py", "Fills.start"): STORES,
     ("kvstore/movement/loads.py", "Loads._finish"): DEVICE,
-    ("kvstore/server/rates.py", "RatesFile.follow"): RATES,
+    ("kvstore/server/kept.py", "KeptFile.follow"): RATES,
     **{("kvstore/tiers/dram/tier.py", name): DRAM for name in ("DramTier.write", "DramChunk.read", "DramChunk.check")},
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.read"): DEVICE,
     ("kvstore/tiers/nvme/reading.py", "NvmeChunk.check"): DEVICE,

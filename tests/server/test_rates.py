@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvstore.movement import TierMeters
 from kvstore.seams import SystemDisk
-from kvstore.server.rates import RatesFile
+from kvstore.server.kept import KeptFile, KeptRates
 from kvstore.simulated import InlineWorkers
 from kvstore.simulated.clock import ManualClock
 from kvstore.spec import Durability, Tier
@@ -39,7 +39,7 @@ class Refusing:
 async def test_a_write_that_nobody_makes_ends_nothing(tmp_path: Path) -> None:
     clock = ManualClock()
     meters = TierMeters(clock)
-    kept = RatesFile(tmp_path / "rates" / "default.json", SystemDisk(), meters)
+    kept = KeptFile(tmp_path / "rates" / "default.json", SystemDisk(), KeptRates(meters), "rates of tiers")
     for workers, is_there in ((Refusing(), False), (InlineWorkers(), True)):
         meters.began("nvme", Tier.NVME, 1 << 20)
         clock.advance(0.1)
@@ -77,8 +77,14 @@ def test_rates_are_measured_shown_and_kept() -> None:
             assert measured.confidence > 0
             assert measured.bytes_per_second == float(f"{measured.bytes_per_second:.1e}"), "two digits, for tenants"
             assert f"{measured.sample_count} measured" in shown(client.stats())
+            (hour,) = client.stats().models[0].served_hours
+            assert (hour.saving.fetch_count, hour.saving.token_count) == (1, 512)
         sidecar.stop()
         sidecar.start()
+        with connect(sidecar.address) as client:
+            client.lookup(SPEC, tokens_of(512))
+            (model,) = client.stats().models
+            assert (model.served.token_count, list(model.served_hours)) == (0, [hour]), "hours are kept"
         (again,) = stats_of(sidecar).rates
         assert again.sample_count == measured.sample_count
         assert again.bytes_per_second == measured.bytes_per_second

@@ -99,7 +99,12 @@ def test_what_it_shows_is_what_the_service_has(port: int) -> None:
     assert tenant["tiers"][0]["health"] == "up"
     assert (tenant["chunk_count"], tenant["models"][0]["chunk_count"]) == (2, 2)
     assert tenant["models"][0]["model_id"] == HOSTILE[:NAME_CHARACTERS_MAX]
-    assert "<" not in text.replace("<script>", "", 1).replace("</script>", "", 1)
+    (hour,) = tenant["served_hours"]
+    assert (hour[1:], tenant["models"][0]["served_tokens"]) == ([1, 32, 0.0], 32)
+    (hot,) = tenant["hot"]
+    assert (hot["above"], hot["token_count"], hot["heat"], hot["tier"]) == (-1, 32, pytest.approx(1, rel=0.1), "dram")
+    assert hot["digest"] == "", "whoever guesses a prompt would learn that it was fetched"
+    assert len(re.findall("<(?!/?script>)", text)) == 0
 
 
 def test_probes_and_metrics_have_their_paths(port: int) -> None:

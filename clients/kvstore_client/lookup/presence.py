@@ -18,6 +18,7 @@ from kvstore.errors import Unavailable
 from kvstore.handoff.messages import (
     COUNTED_MAX,
     FETCHED_BYTES_MAX,
+    TOKENS_MAX,
     USED_MAX,
     LookedUp,
     PresenceAnswer,
@@ -109,7 +110,8 @@ class Presence:
         self._words: Words | None = None
         self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()
-        self._used: dict[tuple[str, int, int, str], None] = {}
+        self._used: dict[tuple[str, int, int, str], tuple[int, int]] = {}
+        """How often each chain was fetched, and how many tokens that brought."""
         self._told_s = self._asked_s = -math.inf
         self._is_closed = False
 
@@ -218,12 +220,13 @@ class Presence:
         held = self._held(salt, digests)
         return None if held is None else held.index(True) + 1 if True in held else 0
 
-    def use(self, name: ChainName, last: bytes) -> None:
-        """Have the sidecar know that the chain up to this digest was fetched, when it is told what was counted."""
+    def use(self, name: ChainName, last: bytes, token_count: int) -> None:
+        """Have the sidecar know that the chain up to this digest, of so many tokens, was fetched, when it is told what
+        was counted."""
         used = name.fingerprint.hex(), name.exactness, name.provenance, last.hex()
         with self._counting:
-            self._used.pop(used, None)
-            self._used[used] = None
+            fetch_count, before = self._used.pop(used, (0, 0))
+            self._used[used] = min(fetch_count + 1, COUNTED_MAX), min(before + token_count, TOKENS_MAX)
             if len(self._used) > USED_MAX:  # the sidecar took no packet
                 del self._used[next(iter(self._used))]
 
@@ -241,7 +244,8 @@ class Presence:
             self._told_s = self._clock.monotonic()
             most = {"fetch_bytes": FETCHED_BYTES_MAX}
             told = {name: min(count, most.get(name, COUNTED_MAX)) for name, count in self._counts.items()}
-            if told and self._send(LookedUp(**told, used=tuple(self._used))):
+            amounts = tuple(self._used.values())
+            if told and self._send(LookedUp(**told, used=tuple(self._used), used_amounts=amounts)):
                 self._counts -= Counter(told)
                 self._used.clear()
 

@@ -9,7 +9,7 @@ from kvstore.controller.fetches.lookup import namespaces_of, tails_after
 from kvstore.controller.fetches.tickets import Tickets
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
-from kvstore.controller.values import ChainQuery, FetchResult, Resident
+from kvstore.controller.values import ChainQuery, FetchResult, Resident, UsedChain
 from kvstore.errors import DataLoss, Exhausted, InvalidRequest, Unavailable
 from kvstore.movement import Loading
 from kvstore.seams import Deadline
@@ -91,25 +91,34 @@ class Fetches:
         lease = self._parts.leases.grant(session, tuple(row for chain in chains for row in chain), byte_count)
         for chain in chains:
             self._movement.used(chain)
+        self._note(spaces[0], chains[0])
         self._parts.counters.add("fetch_hit_chunks", count)
         self._parts.counters.add("fetch_bytes", lease.byte_count)
         slowest = max((each.source for each in loadings.values()), key=lambda source: source.rank, default=None)
         tier = slowest.kind if slowest else self._movement.memory.kind
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
 
-    def used(self, queries: Iterable[ChainQuery]) -> None:
-        """Chains that were copied without a call count as used, the last one last. Of each query the last digest says
-        which; what is not there any more counts for nothing, nor do the first ones where all are too long to be told
-        at once."""
+    def _note(self, space: Namespace, chain: Sequence[int]) -> None:
+        """A prefix was handed out. All of its chunks but the last are full."""
+        table, last = self._catalog.table, chain[-1]
+        self._parts.heat.add(space, table.digests[last])
+        self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
+
+    def used(self, queries: Iterable[UsedChain]) -> None:
+        """Chains that were copied without a call count as used, the last one last. What is not there any more counts
+        for nothing. Where all are too long to be told at once, policies hear nothing of the first ones."""
         left, parents = TOLD_CHUNKS_MAX, self._catalog.table.parents
         chains: dict[int, list[int]] = {}
-        for query in reversed(list(queries)):
+        for used in reversed(list(queries)):
             try:
-                (space,) = namespaces_of(self._catalog, query)
+                (space,) = namespaces_of(self._catalog, used.query)
             except InvalidRequest:  # a model that this server does not know any more
                 continue
-            last = row = space.index.get(query.digests[-1], ROOT_ROW)
-            if last in chains:
+            last = row = space.index.get(used.query.digests[-1], ROOT_ROW)
+            if row != ROOT_ROW and used.fetch_count:
+                self._parts.heat.add(space, used.query.digests[-1], used.fetch_count)
+                self._parts.served.add(space, used.token_count, used.fetch_count)
+            if last in chains or not left:
                 continue
             chain: list[int] = []
             while row != ROOT_ROW and left:  # what is walked counts, whatever comes of it
@@ -117,8 +126,6 @@ class Fetches:
                 row, left = parents[row], left - 1
             if row == ROOT_ROW:
                 chains[last] = chain[::-1]
-            if not left:
-                break
         for chain in reversed(chains.values()):
             if chain:
                 self._movement.used(chain)

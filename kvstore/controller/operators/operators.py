@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from kvstore.catalog import Copies
+from kvstore.controller.benefit import HotPrefix
 from kvstore.controller.controller import Controller
 from kvstore.controller.fetches.lookup import namespaces_of
 from kvstore.controller.operators.changes import (
@@ -16,11 +17,11 @@ from kvstore.controller.operators.changes import (
     Changes,
     slower_than,
 )
-from kvstore.controller.operators.listing import Listing
+from kvstore.controller.operators.listing import Listing, model_id_of
 from kvstore.controller.operators.selection import MEMORY_NAMES, Chosen, no_such_tier, tier_names
 from kvstore.controller.operators.showing import Showing
 from kvstore.controller.operators.turns import Turns
-from kvstore.controller.operators.values import ChangeNews, ListPage, Selection, ShownChunk, Tally
+from kvstore.controller.operators.values import ChangeNews, HotEntry, ListPage, Selection, ShownChunk, Tally
 from kvstore.controller.parts import Parts
 from kvstore.controller.sessions import Session
 from kvstore.controller.values import ChainQuery
@@ -71,6 +72,21 @@ class Operators:
         header, which is read from a tier."""
         deadline: Deadline = self._parts.deadline(remaining_s)
         return await self._showing.chunk(digest, deadline)
+
+    async def hottest(self, count: int) -> list[HotEntry]:
+        """The prefixes that were fetched most of late, as ``Heat.hottest`` has them."""
+        turn = self._turns.begin()
+        await turn.next()
+        found = [self._hot(each) for each in self._parts.heat.hottest(count)]
+        turn.end()
+        return found
+
+    def _hot(self, prefix: HotPrefix) -> HotEntry:
+        space, fastest = self._parts.catalog.space_of(prefix.row), self._table.fastest(prefix.row)
+        return HotEntry(
+            prefix.above, self._table.digests[prefix.row], model_id_of(space), space.fingerprint, prefix.token_count,
+            prefix.heat, prefix.own_heat, "" if fastest is None else fastest.tier.name,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ what changes something
 

@@ -115,6 +115,21 @@ class ShownChunk:
     reason: MissReason = MissReason.NONE
 
 
+@dataclass(frozen=True, slots=True)
+class HotEntry:
+    """A prefix that is fetched much, as ``HotPrefix`` has it. ``tier``: the name of the fastest that has its last
+    chunk; empty where none has."""
+
+    above: int
+    digest: bytes
+    model_id: str
+    fingerprint: bytes
+    token_count: int
+    heat: float
+    own_heat: float
+    tier: str
+
+
 @dataclass(slots=True)
 class Tally:
     """How many chunks, and bytes of them as in memory, became what, by word; how many of ``total_count`` were looked

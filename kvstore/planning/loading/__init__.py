@@ -5,8 +5,9 @@
 
 Frozen values and pure functions, as all of planning: client, service, command, simulator and tests run the same code.
 ``rates`` learns from moves how long a tier takes for bytes, ``compute`` learns from prefills how long a model takes for
-tokens, and both say how sure they are. ``operations`` counts what a spec's layers do. ``facts`` is what a plan rests
-on, ``timeline`` what one way to the first token takes, ``candidates`` lists the ways, ``planner`` chooses.
+tokens, and both say how sure they are; ``savings`` says what fetched tokens would have taken. ``operations`` counts
+what a spec's layers do. ``facts`` is what a plan rests on, ``timeline`` what one way to the first token takes,
+``candidates`` lists the ways, ``planner`` chooses.
 ``papers`` has the controllers that were published, as they were, to be measured against. ``simulator`` runs requests
 over tiers of any speed in virtual time.
 
@@ -19,6 +20,7 @@ from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Prices, St
 from kvstore.planning.loading.operations import Operations
 from kvstore.planning.loading.planner import LoadPlan, plan_loading
 from kvstore.planning.loading.rates import ASSUMED, BusyTime, BusyTimes, TierRate
+from kvstore.planning.loading.savings import saved_seconds
 from kvstore.planning.loading.timeline import Candidate, Way
 
 __all__ = [
@@ -41,4 +43,5 @@ __all__ = [
     "Way",
     "merged_runs",
     "plan_loading",
+    "saved_seconds",
 ]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from heapq import nlargest
 from typing import Any
 
 from kvstore import __version__
 from kvstore.controller import Controller
-from kvstore.controller.operators import Operators
+from kvstore.controller.benefit import Saving
+from kvstore.controller.operators import HotEntry, Operators
 from kvstore.controller.values import ModelCount
 from kvstore.movement import TierAccount
 from kvstore.seams import Clock
 from kvstore.server.web.history import INTERVAL_S, HealthEvent, History, health_of
 
+HOT_COUNT = 32
+HOT_AGE_S = 10.0
+"""The tree of the hottest prefixes is made anew when it is so old and somebody asks."""
+DIGEST_DIGITS = 16
 MODEL_COUNT_MAX = 50
 """The page lists so many models of a tenant: those that take most."""
 TENANT_COUNT_MAX = 32
@@ -24,18 +30,25 @@ NAME_CHARACTERS_MAX = 200
 class Watched:
     """One tenant, as the page has it. Runs on the event loop's thread."""
 
-    def __init__(self, controller: Controller, operators: Operators, clock: Clock) -> None:
+    def __init__(self, controller: Controller, operators: Operators, clock: Clock, *, shows_digests: bool) -> None:
+        """``shows_digests``: whoever reads them can tell whether a prompt that he guesses was fetched."""
         self._controller = controller
         self._operators = operators
         self._clock = clock
+        self._shows_digests = shows_digests
         self._history = History()
+        self._hot: list[dict[str, Any]] = []
+        self._hot_since_s = -math.inf
 
     def note(self) -> None:
         """Note what the interval that has just ended brought. Cost: some 50 us."""
         self._history.note(self._controller.stats().counters, self._operators.tiers(), self._clock.wall())
 
-    def facts(self) -> dict[str, Any]:
+    async def facts(self) -> dict[str, Any]:
         """Return all that the page tells of the tenant, as plain values."""
+        if self._clock.monotonic() - self._hot_since_s >= HOT_AGE_S:
+            self._hot_since_s = self._clock.monotonic()
+            self._hot = [self._prefix(each) for each in await self._operators.hottest(HOT_COUNT)]
         stats = self._controller.stats()
         largest = nlargest(MODEL_COUNT_MAX, stats.models, key=lambda each: each.byte_count)
         return {
@@ -46,7 +59,15 @@ class Watched:
             "tiers": [self._tier(each) for each in self._operators.tiers()],
             "absent": [each[:NAME_CHARACTERS_MAX] for each in self._operators.absent],
             "models": [_model(each) for each in largest], "model_count": len(stats.models),
+            "served_hours": _together(stats.models), "hot": self._hot,
             "flows": self._history.flows(), "events": [_event(each) for each in self._history.events],
+        }  # fmt: skip
+
+    def _prefix(self, entry: HotEntry) -> dict[str, Any]:
+        return {
+            "above": entry.above, "digest": entry.digest.hex()[:DIGEST_DIGITS] if self._shows_digests else "",
+            "model_id": entry.model_id[:NAME_CHARACTERS_MAX], "token_count": entry.token_count,
+            "heat": entry.heat, "own_heat": entry.own_heat, "tier": entry.tier,
         }  # fmt: skip
 
     def _tier(self, account: TierAccount) -> dict[str, Any]:
@@ -63,10 +84,13 @@ class Watched:
 class Overview:
     """All tenants, as the page has them."""
 
-    def __init__(self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock) -> None:
+    def __init__(
+        self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock, *, shows_digests: bool = False
+    ) -> None:
         self._clock = clock
         self._started_s = clock.monotonic()
-        self._tenants = [Watched(*each, clock) for each in tenants]
+        self._shows_digests = shows_digests
+        self._tenants = [Watched(*each, clock, shows_digests=shows_digests) for each in tenants]
 
     async def run(self) -> None:
         """Note what each interval brought, for ever."""
@@ -80,16 +104,28 @@ class Overview:
         """What the page shows now. Others are answered between two tenants."""
         tenants = []
         for tenant in self._tenants[:TENANT_COUNT_MAX]:
-            tenants.append(tenant.facts())
+            tenants.append(await tenant.facts())
             await asyncio.sleep(0)
         return {
             "version": __version__, "now_s": self._clock.wall(), "up_s": self._clock.monotonic() - self._started_s,
             "interval_s": INTERVAL_S, "tenant_count": len(self._tenants), "tenants": tenants,
+            "shows_digests": self._shows_digests,
         }  # fmt: skip
+
+
+def _together(models: Iterable[ModelCount]) -> list[tuple[int, int, int, float]]:
+    """Of each hour: when it began, fetches, tokens, and the seconds that computing these would have taken."""
+    hours: dict[int, Saving] = {}
+    for model in models:
+        for hour in model.served.hours:
+            hours[hour.start_s] = hours.get(hour.start_s, Saving()).plus(hour.saving)
+    return [(start_s, *hours[start_s]) for start_s in sorted(hours)]
 
 
 def _model(model: ModelCount) -> dict[str, Any]:
     return {
+        "served_tokens": sum(hour.saving.token_count for hour in model.served.hours),
+        "saved_seconds": sum(hour.saving.seconds for hour in model.served.hours),
         "model_id": model.model_id[:NAME_CHARACTERS_MAX], "fingerprint": model.fingerprint.hex()[:16],
         "chunk_count": model.chunk_count, "byte_count": model.byte_count,
     }  # fmt: skip

@@ -123,12 +123,71 @@ function hour(tenant, interval, id) {
   return found;
 }
 
+function saved(seconds) { return seconds ? span(seconds) : "not known"; }
+
+function served(tenant, now, id) {
+  // Hours in which nothing was fetched are not told.
+  const told = new Map(tenant.served_hours.map((each) => [each[0], each])), hours = [];
+  const last = Math.floor(now / 3600) * 3600;
+  for (let start = last - 23 * 3600; start <= last; start += 3600) hours.push(told.get(start) || [start, 0, 0, 0]);
+  const sum = (place) => hours.reduce((one, each) => one + each[place], 0);
+  if (!sum(2)) return el("p", { class: "note" }, "Nothing was fetched in the last 24 hours.");
+  const found = el("div", {}, el("p", {}, `In 24 hours ${whole(sum(2))} tokens were fetched and not computed`
+    + (sum(3) ? `, which saved ${span(sum(3))} of prefill.`
+      : ". How much prefill that saved is not known: no engine has told how long its prefills take.")));
+  const most = Math.max(...hours.map((each) => each[2]));
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "hour"); svg.setAttribute("viewBox", "0 0 24 100");
+  svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `Tokens of ${id} that were not computed, by hour. The table below has the numbers.`);
+  hours.forEach((each, place) => {
+    const bar = document.createElementNS(SVG, "rect"), height = (94 * each[2]) / most;
+    for (const [key, value] of [["x", place + 0.1], ["width", 0.8], ["y", 97 - height], ["height", height]])
+      bar.setAttribute(key, value);
+    svg.append(bar);
+  });
+  found.append(svg, el("div", { class: "axis", "aria-hidden": "true" }, el("span", {}, "23 hours ago"),
+    el("span", {}, `tokens by hour, at most ${whole(most)}`), el("span", {}, "this hour")));
+  const rows = hours.filter((each) => each[2]).reverse().map((each) => [span(Math.max(0, now - each[0])) + " ago",
+    whole(each[1]), whole(each[2]), saved(each[3])]);
+  found.append(el("details", { "data-key": id + " served" }, el("summary", {}, "Numbers by hour"),
+    table(`What ${id} did not compute`, [["Hour began"], ["Fetches", "n"], ["Tokens", "n"], ["Prefill saved", "n"]],
+      rows, "")));
+  return found;
+}
+
+function heat(tenant, id, digests) {
+  if (!tenant.hot.length) return el("p", { class: "note" }, "No prefix that is stored was fetched of late.");
+  const most = tenant.hot[0].heat, top = el("ul", { class: "tree", "aria-label": `Hottest prefixes of ${id}` });
+  const items = tenant.hot.map((each) => {
+    const ends = each.own_heat >= 0.05 && each.own_heat < each.heat - 0.05
+      ? `, of which ${each.own_heat.toFixed(1)} ended here` : "";
+    const line = el("span", { class: "hot" },
+      el("meter", { min: 0, max: most, value: each.heat, "aria-hidden": "true" }),
+      ` heat ${each.heat.toFixed(1)}${ends}: the first ${whole(each.token_count)} tokens, `
+      + (each.tier ? `in ${plain(each.tier)}` : "not stored any more")
+      + (each.above < 0 ? `, ${plain(each.model_id || "a model that nobody registered")}` : ""));
+    if (each.digest) line.append(" ", el("code", {}, each.digest));
+    return el("li", {}, line);
+  });
+  tenant.hot.forEach((each, place) => {
+    if (each.above < 0) { top.append(items[place]); return; }
+    const above = items[each.above];
+    if (!above.querySelector(":scope > ul")) above.append(el("ul", {}));
+    above.querySelector(":scope > ul").append(items[place]);
+  });
+  const how = "Each fetch adds 1 to the heat of its prefix and of what that goes on from; after an hour it counts half. ";
+  return el("div", {}, el("p", { class: "note" }, how + (digests ? "kvstore show has the chunk of each digest."
+    : "Digests are shown to those who have a token of server.metrics_token_file; kvstore top has them, too.")), top);
+}
+
 function models(tenant, id) {
   const rows = tenant.models.map((model) => [plain(model.model_id), model.fingerprint, whole(model.chunk_count),
-    bytes(model.byte_count)]);
+    bytes(model.byte_count), whole(model.served_tokens), model.served_tokens ? saved(model.saved_seconds) : "-"]);
   const label = tenant.model_count > rows.length ? `The ${rows.length} largest of ${tenant.model_count} models of ${id}`
     : `Models of ${id}`;
-  return table(label, [["Model"], ["Fingerprint"], ["Chunks", "n"], ["Bytes", "n"]], rows,
+  return table(label, [["Model"], ["Fingerprint"], ["Chunks", "n"], ["Bytes", "n"], ["Not computed, 48 h", "n"],
+    ["Prefill saved", "n"]], rows,
     "No engine has registered a model.");
 }
 
@@ -157,6 +216,8 @@ function section(tenant, facts) {
     el("h3", {}, "Health"), health(tenant, id, facts.now_s),
     el("h3", {}, "Tiers"), tiers(tenant, id),
     el("h3", {}, "Hits over the last hour"), hour(tenant, facts.interval_s, id),
+    el("h3", {}, "Tokens that were not computed"), served(tenant, facts.now_s, id),
+    el("h3", {}, "Hottest prefixes"), heat(tenant, id, facts.shows_digests),
     el("h3", {}, "Models"), models(tenant, id));
 }
 

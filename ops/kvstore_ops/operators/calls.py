@@ -19,6 +19,10 @@ ANSWER_S_MAX = 20.0
 """How long the sidecar may say nothing."""
 
 
+class OtherRelease(InvalidRequest):
+    """The sidecar has no such call."""
+
+
 class Operator:
     """Asks by a client's session. Raises, in every call: Unavailable when the sidecar is gone; DeadlineExceeded when it
     says nothing for ``ANSWER_S_MAX``; PermissionDenied for a token without the right; InvalidRequest for a model, tier
@@ -47,6 +51,14 @@ class Operator:
         """The chunk whose digest begins with these hexadecimal digits; without parts where there is none."""
         found: admin_pb2.ShowChunkResponse = self._call("ShowChunk", admin_pb2.ShowChunkRequest(digest=digest))
         return found
+
+    def hottest(self, count: int) -> list[admin_pb2.HotPrefix]:
+        """The prefixes that are fetched most of late; none from a sidecar that does not tell."""
+        try:
+            found: admin_pb2.HottestResponse = self._call("Hottest", admin_pb2.HottestRequest(limit=count))
+        except OtherRelease:
+            return []
+        return list(found.prefixes)
 
     def chunks(self, selection: admin_pb2.Selection, limit: int) -> Iterator[admin_pb2.ListChunksResponse]:
         """Pages of chunks; the last one has the totals."""
@@ -93,6 +105,6 @@ def _of_another_release(error: InvalidRequest, method: str) -> InvalidRequest:
     """The error as it is, or in words for a sidecar that does not know the method: gRPC itself says that."""
     if error.message != UNKNOWN_METHOD:
         return error
-    return InvalidRequest(
+    return OtherRelease(
         f"the sidecar is of another release, which has no {method}: kvstore status says which; install the same here"
     )

@@ -10,13 +10,15 @@ from rich.text import Text
 from kvstore.units import format_bytes
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.harmless import plain
-from kvstore_ops.operators.tables import duration
+from kvstore_ops.operators.tables import DIGITS, duration
 from kvstore_ops.top.sample import Rates, Sample
 
 NARROW = 60
 """Below this width a tier has a few short lines in the place of a row."""
 BAR_WIDTH = 12
 MODEL_COUNT = 5
+DEPTH_MAX = 4
+HOUR_S = 3600
 _ALARM, _TITLE = "red", "bold"
 
 
@@ -28,6 +30,8 @@ def lines_of(first: Sample | None, last: Sample, width: int, problem: str = "") 
         *_alarms(rates, problem),
         *_tiers(rates, width),
         *_flows(rates, width),
+        *_benefit(rates, width),
+        *_hottest(last, width),
         *_models(last, width),
     ]
     return [_cut(each, width) for each in found]
@@ -124,6 +128,33 @@ def _flows(rates: Rates, width: int) -> Iterator[Text]:
     ]
     yield Text("per second" if width >= NARROW else "", _TITLE)
     yield from map(Text, said)
+
+
+def _benefit(rates: Rates, width: int) -> Iterator[Text]:
+    """What was not computed because it was fetched: now, and in the hours that the sidecar knows of."""
+    hours = [hour for model in rates.last.stats.models for hour in model.served_hours]
+    said = f"{rates.served_tokens:,.0f} tokens/s not computed"
+    for name, hour_count in (("this hour", 1), ("24 h", 24)):
+        told = [each.saving for each in hours if each.start_seconds > rates.last.wall_s - hour_count * HOUR_S]
+        said += f"; {name} {sum(each.token_count for each in told):,}"
+        if seconds := sum(each.saved_seconds for each in told):
+            said += f", {duration(seconds)} of prefill"
+    parts = [said] if width >= NARROW else said.split("; ")
+    yield from map(Text, parts)
+
+
+def _hottest(last: Sample, width: int) -> Iterator[Text]:
+    """A line per prefix, indented behind the one that it goes on from."""
+    if last.hottest:
+        yield Text("hottest prefixes: tokens, heat, tier, last chunk" if width >= NARROW else "hottest", _TITLE)
+    depths: list[int] = []
+    for prefix in last.hottest:
+        depths.append(depths[prefix.above - 1] + 1 if 0 < prefix.above <= len(depths) else 0)
+        indent, tier = "  " * min(depths[-1], DEPTH_MAX), plain(prefix.tier, 8) or "gone"
+        yield Text(
+            f"{f'{indent}{prefix.token_count:,}':<18} {prefix.heat:>8.1f}  {tier:<8} "
+            f"{prefix.digest.hex()[:DIGITS]}  {plain(prefix.model_id)}"
+        )
 
 
 def _models(last: Sample, width: int) -> Iterator[Text]:

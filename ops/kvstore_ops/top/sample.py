@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvstore.v1alpha import admin_pb2
 from kvstore_ops.operators.calls import Operator
 
+HOT_COUNT = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look, at ``at_s`` of a clock that does not go back."""
+    """One look, at ``at_s`` of a clock that does not go back, and ``wall_s`` since 1970."""
 
     at_s: float
     stats: admin_pb2.StatsResponse
     tiers: admin_pb2.TiersResponse
+    hottest: list[admin_pb2.HotPrefix] = field(default_factory=list)
+    wall_s: float = 0.0
 
     def count(self, name: str) -> int:
         """A counter since the service's start; 0 for one that this release does not have."""
         return self.stats.counters.get(name, 0)
 
+    @property
+    def served_tokens(self) -> int:
+        """Tokens that were fetched since the service's start."""
+        return sum(each.served.token_count for each in self.stats.models)
+
 
 def take_sample(asked: Operator, at_s: float) -> Sample:
     """Raises as the operator's calls do."""
-    return Sample(at_s, asked.stats(), asked.tiers())
+    return Sample(at_s, asked.stats(), asked.tiers(), asked.hottest(HOT_COUNT), time.time())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +46,18 @@ class Rates:
 
     def of(self, name: str) -> float:
         """A counter's."""
-        before = self.first
-        if before is None or before.count(name) > self.last.count(name) or before.at_s >= self.last.at_s:
-            return self.last.count(name) / max(1.0, self.last.stats.uptime_seconds)
-        return (self.last.count(name) - before.count(name)) / (self.last.at_s - before.at_s)
+        return self._grown(lambda sample: sample.count(name))
+
+    @property
+    def served_tokens(self) -> float:
+        """Tokens that were fetched and not computed."""
+        return self._grown(lambda sample: sample.served_tokens)
+
+    def _grown(self, count: Callable[[Sample], int]) -> float:
+        before, now = self.first, count(self.last)
+        if before is None or count(before) > now or before.at_s >= self.last.at_s:
+            return now / max(1.0, self.last.stats.uptime_seconds)
+        return (now - count(before)) / (self.last.at_s - before.at_s)
 
     def of_tier(self, tier: str, name: str) -> float:
         """A tier's counter's. Memory's have no prefix."""

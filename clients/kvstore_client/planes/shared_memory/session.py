@@ -246,7 +246,8 @@ class MappedSession(Session):
         if self.presence is not None:
             byte_count = sum(chunk.layout.total_bytes for chunk in chunks)
             hits, misses = len(chunks), len(digests) - len(chunks)
-            self.presence.use(name, digests[hits - 1])
+            token_count = chunks[-1].token_start + chunks[-1].layout.token_count
+            self.presence.use(name, digests[hits - 1], token_count)
             self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:

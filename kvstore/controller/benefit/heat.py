@@ -1,0 +1,157 @@
+"""Which prefixes were fetched most of late: a bounded account by the last chunk of each fetch.
+
+Where there are too many to be told apart, those with the least heat give it to the branch that they hang on: a system
+prompt is as hot as all the conversations that go on from it, however many they are and however short-lived.
+Space saving by hierarchy, after "Finding Hierarchical Heavy Hitters in Data Streams" (Cormode et al., 2003), with two
+departures: what is folded is never told apart again, and heat is halved every hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstore.catalog import ROOT_ROW, Catalog, Namespace
+from kvstore.seams import Clock
+
+PREFIX_COUNT_MAX = 512
+"""Prefixes that are told apart; up to twice as many between two foldings."""
+HALVED_S = 3600.0
+HEAT_MIN = 0.01
+"""A prefix that was fetched once is forgotten after some seven hours."""
+FOLDED_CHUNKS_MAX = 4096
+"""Chunks that one folding walks over: a millisecond. What is left then is forgotten."""
+WALKED_CHUNKS_MAX = 8192
+"""Chunks that a tree is made of: some 3 ms. The hottest prefixes come first."""
+Ending = tuple[int, bytes]
+"""Where fetches ended: the number of a namespace, and the last chunk's digest."""
+
+
+class HotPrefix(NamedTuple):
+    """A run of chunks from which fetched prefixes part, or at which they end. ``above``: the number of the run in front
+    of it, in the same list; -1: there is none. ``row`` is its last chunk's; ``token_count`` are those of the whole
+    prefix. ``heat``: fetches of it and of all that goes on from it, each of which counts half as much every hour;
+    ``own_heat``: those that ended with it."""
+
+    above: int
+    row: int
+    token_count: int
+    heat: float
+    own_heat: float
+
+
+class Heat:
+    """One tenant's. Runs on the event loop's thread. Cost: a fraction of a microsecond per fetch, and a millisecond
+    every ``PREFIX_COUNT_MAX`` fetches of prefixes that are not among the hot ones."""
+
+    def __init__(self, catalog: Catalog, clock: Clock) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self._heat: dict[Ending, float] = {}
+        self._as_of_s = clock.monotonic()
+
+    def add(self, space: Namespace, last: bytes, fetch_count: int = 1) -> None:
+        """A prefix that ends with this chunk was fetched so often."""
+        ending = space.number, last
+        self._heat[ending] = self._heat.get(ending, 0.0) + fetch_count
+        if len(self._heat) > 2 * PREFIX_COUNT_MAX:
+            self._cool()
+            self._fold()
+
+    def _cool(self) -> None:
+        """Halve what is an hour old, and forget what is cold."""
+        now_s = self._clock.monotonic()
+        share = 0.5 ** ((now_s - self._as_of_s) / HALVED_S)
+        self._as_of_s = now_s
+        self._heat = {ending: heat * share for ending, heat in self._heat.items() if heat * share >= HEAT_MIN}
+
+    def _fold(self) -> None:
+        """Give the heat of all but the hottest to the branches that they hang on."""
+        ordered = sorted(self._heat, key=self._heat.__getitem__)
+        walked = 0
+        for ending in ordered[:-PREFIX_COUNT_MAX]:
+            heat = self._heat.pop(ending)
+            for row in self._ancestors(ending):
+                walked += 1
+                if walked > FOLDED_CHUNKS_MAX:
+                    break
+                if self._catalog.table.child_counts[row] > 1:
+                    branch = ending[0], self._catalog.table.digests[row]
+                    self._heat[branch] = self._heat.get(branch, 0.0) + heat
+                    break
+
+    def _ancestors(self, ending: Ending) -> Iterator[int]:
+        """The rows above a chunk, its parent's first; none where it is not stored any more."""
+        row = self._row(ending)
+        while row != ROOT_ROW and (row := self._catalog.table.parents[row]) != ROOT_ROW:
+            yield row
+
+    def _row(self, ending: Ending) -> int:
+        number, digest = ending
+        return self._catalog.spaces.numbered[number].index.get(digest, ROOT_ROW)
+
+    def hottest(self, count: int) -> list[HotPrefix]:
+        """Return the ``count`` hottest prefixes that are stored, as a tree: each stands behind the one that it goes on
+        from."""
+        self._cool()
+        tree = _Tree(self._catalog)
+        for ending in sorted(self._heat, key=self._heat.__getitem__, reverse=True):
+            row = self._row(ending)
+            if row != ROOT_ROW and not tree.add(row, self._heat[ending]):
+                break
+        return tree.hottest(count)
+
+
+class _Tree:
+    """The chunks of some prefixes, and how hot each is."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._table = catalog.table
+        self._own: dict[int, float] = {}
+        self._heat: dict[int, float] = {}
+        self._paths: list[list[int]] = []
+        """What each prefix added: its last chunk first."""
+
+    def add(self, row: int, heat: float) -> bool:
+        """Add a prefix. False where there is no room for its chunks: it is left out."""
+        path, parents = [], self._table.parents
+        above = row
+        while above != ROOT_ROW and above not in self._heat:
+            path.append(above)
+            above = parents[above]
+            if len(self._heat) + len(path) > WALKED_CHUNKS_MAX:
+                return False
+        self._own[row] = self._own.get(row, 0.0) + heat
+        self._heat |= dict.fromkeys(path, 0.0)
+        self._paths.append(path)
+        return True
+
+    def hottest(self, count: int) -> list[HotPrefix]:
+        """See ``Heat.hottest``."""
+        heat, parents = self._heat, self._table.parents
+        for row, own in self._own.items():
+            heat[row] += own
+        branches: dict[int, int] = {}
+        for path in reversed(self._paths):  # a path hangs on an earlier one
+            for row in path:
+                above = parents[row]
+                if above != ROOT_ROW:
+                    heat[above] += heat[row]
+                    branches[above] = branches.get(above, 0) + 1
+        ends = {row for row in heat if row in self._own or branches.get(row, 0) > 1}
+        places: dict[int, int] = {}
+        found: list[HotPrefix] = []
+        tokens: dict[int, int] = {}
+        fronts: dict[int, int] = {}
+        for path in self._paths:
+            for row in reversed(path):
+                above = parents[row]
+                tokens[row] = tokens.get(above, 0) + self._table.token_counts[row]
+                fronts[row] = above if above in ends else fronts.get(above, ROOT_ROW)
+        # A run is at least as hot as what goes on from it; where it is not hotter, it has fewer tokens.
+        for row in sorted(ends, key=lambda each: (-heat[each], tokens[each]))[:count]:
+            places[row] = len(found)
+            above = places.get(fronts[row], -1)
+            found.append(HotPrefix(above, row, tokens[row], heat[row], self._own.get(row, 0.0)))
+        return found

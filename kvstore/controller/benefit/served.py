@@ -1,0 +1,155 @@
+"""What one tenant's engines did not compute because it was fetched, by model and hour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from kvstore.catalog import Namespace
+from kvstore.errors import InvalidRequest
+from kvstore.keys import DIGEST_BYTES
+from kvstore.planning.loading import ComputeRate, saved_seconds
+from kvstore.planning.profile import parsed
+from kvstore.seams import Clock
+from kvstore.spec import CacheKind
+
+HOUR_S = 3600
+HOUR_COUNT_MAX = 48
+"""So many hours of a model are kept, the one that runs among them."""
+MODEL_COUNT_MAX = 64
+"""Models whose hours are kept: those that were fetched last."""
+COUNT_MAX = 1 << 53
+"""Of what one hour counts: a JSON number is exact up to here."""
+FORMAT, VERSION = "kvstore-served", 1
+UNKNOWN = ComputeRate()
+NOT_COMPUTED = (CacheKind.OPAQUE, CacheKind.ENCODER)
+"""Caches of these kinds stand for no tokens of a prefill."""
+
+
+class Saving(NamedTuple):
+    """``fetch_count`` fetches brought ``token_count`` tokens. ``seconds`` is what computing these would have taken; 0
+    for what was fetched while nobody knew how long this model's prefills take."""
+
+    fetch_count: int = 0
+    token_count: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: Saving) -> Saving:
+        """Return both together."""
+        return Saving(
+            self.fetch_count + other.fetch_count, self.token_count + other.token_count, self.seconds + other.seconds
+        )
+
+
+NOTHING = Saving()
+
+
+class ServedHour(NamedTuple):
+    """What was fetched of a model in the hour that began at ``start_s`` (seconds since 1970)."""
+
+    start_s: int
+    saving: Saving
+
+
+class ServedModel(NamedTuple):
+    """What was fetched of a model: since the service's start, and by hour, the oldest first, hours before the start
+    among them."""
+
+    total: Saving = NOTHING
+    hours: tuple[ServedHour, ...] = ()
+
+
+class Served:
+    """Runs on the event loop's thread. Bounded: ``MODEL_COUNT_MAX`` models of ``HOUR_COUNT_MAX`` hours. Cost: about
+    a microsecond per fetch."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._totals: dict[bytes, Saving] = {}
+        self._hours: dict[bytes, dict[int, Saving]] = {}
+        self._rates: dict[bytes, ComputeRate] = {}
+        self.is_changed = False
+        """Whether something was fetched since ``pack`` was last called."""
+
+    def add(self, space: Namespace, token_count: int, fetch_count: int = 1) -> None:
+        """Count fetches of one prefix, ``token_count`` tokens together. E beside a cache, and values that no prefill
+        makes, count for nothing."""
+        if space.layer is not None or space.kind in NOT_COMPUTED or not token_count:
+            return
+        name = space.fingerprint
+        seconds = fetch_count * saved_seconds(token_count / fetch_count, self._rates.get(name, UNKNOWN))
+        saving = Saving(fetch_count, token_count, seconds)
+        self._totals[name] = self._totals.get(name, NOTHING).plus(saving)
+        hours = self._hours.pop(name, {})
+        self._hours[name] = hours  # it was fetched last
+        hour = int(self._clock.wall() // HOUR_S)
+        if hour not in hours:
+            self._forget(hours, hour)
+        hours[hour] = hours.get(hour, NOTHING).plus(saving)
+        self.is_changed = True
+
+    def learn(self, fingerprint: bytes, rate: ComputeRate) -> None:
+        """Know from now on what computing tokens of a model takes, as its engines measured it."""
+        self._rates[fingerprint] = rate
+
+    def of(self, fingerprint: bytes) -> ServedModel:
+        """Return what was fetched of a model."""
+        hours, first = self._hours.get(fingerprint, {}), int(self._clock.wall() // HOUR_S) - HOUR_COUNT_MAX + 1
+        told = tuple(ServedHour(hour * HOUR_S, hours[hour]) for hour in sorted(hours) if hour >= first)
+        return ServedModel(self._totals.get(fingerprint, NOTHING), told)
+
+    def _forget(self, hours: dict[int, Saving], hour: int) -> None:
+        """Make room for an hour: those that are too long ago go, and those of a clock that ran ahead."""
+        for each in [each for each in hours if not hour - HOUR_COUNT_MAX < each <= hour]:
+            del hours[each]
+        while len(self._hours) > MODEL_COUNT_MAX:
+            del self._hours[next(iter(self._hours))]
+
+    # ------------------------------------------------------------ over restarts
+
+    def pack(self) -> bytes:
+        """Return the hours as ``unpack`` reads them."""
+        self.is_changed = False
+        models = {
+            name.hex(): [[hour, *each] for hour, each in sorted(hours.items())] for name, hours in self._hours.items()
+        }
+        whole = {"format": FORMAT, "version": VERSION, "models": models, "digest": digest_of(models)}
+        return json.dumps(whole).encode() + b"\n"
+
+    def unpack(self, data: bytes) -> None:
+        """Begin with the hours of earlier starts. Raises InvalidRequest saying what is wrong, and then begins with
+        none."""
+        try:
+            found = parsed(data.decode(), "the file of hours")
+        except UnicodeDecodeError as error:
+            raise InvalidRequest("it is no text") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
+            raise InvalidRequest(f"it is no {FORMAT} of version {VERSION}")
+        models = found.get("models")
+        if not isinstance(models, dict) or found.get("digest") != digest_of(models):
+            raise InvalidRequest("its digest is not that of its hours")
+        if len(models) > MODEL_COUNT_MAX:
+            raise InvalidRequest(f"it has more than {MODEL_COUNT_MAX} models")
+        self._hours = dict(_hours_of(name, rows) for name, rows in models.items())
+
+
+def _hours_of(name: str, rows: Any) -> tuple[bytes, dict[int, Saving]]:
+    try:
+        fingerprint = bytes.fromhex(name)
+        hours = {
+            int(hour): Saving(int(fetches), int(tokens), float(seconds)) for hour, fetches, tokens, seconds in rows
+        }
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"a model's hours cannot be read: {error!r}") from error
+    sound = all(0 < each.fetch_count <= each.token_count <= COUNT_MAX and each.seconds >= 0 for each in hours.values())
+    if len(fingerprint) != DIGEST_BYTES or len(hours) > HOUR_COUNT_MAX or not sound:
+        raise InvalidRequest("a model's hours are not what fetches bring")
+    return fingerprint, hours
+
+
+def digest_of(models: Mapping[str, Any]) -> str:
+    """Return what the file says of its hours, which shows a byte that changed."""
+    return blake3(json.dumps(models, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
