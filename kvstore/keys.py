@@ -5,8 +5,9 @@ tests hold golden vectors.
 
 - *chain digest* of a chunk = H(parent digest, its tokens as u32 little-endian, the extras inside it). The client
   computes it; the memory catalog is indexed by it.
-- *content digest* = H(tokens, extras), of a segment's first chunk: for caches computed alone, from position 0. The
-  segment's further chunks follow it as in any chain, so that each digest stands for all tokens up to its end.
+- *content digest* = H(tokens, extras), of a segment's first chunk: for caches computed alone, from position 0; of one
+  that was computed behind a preamble, H(the preamble's digest, tokens, extras). The segment's further chunks follow it
+  as in any chain, so that each digest stands for all tokens up to its end.
 - *fingerprint* = H(spec, kind, layer of E, format version): the namespace a chunk lives in.
 - *storage key* = keyed by the tenant's secret, H(fingerprint, provenance, exactness, chain digest): the name of a
   chunk outside this process. No client can compute another tenant's.
@@ -36,6 +37,7 @@ Tokens = NDArray[np.uint32]
 
 _PREFIX = b"kvstore/prefix/1\0"
 _CONTENT = b"kvstore/content/1\0"
+_BEHIND = b"kvstore/content-behind/1\0"
 _TOKENS = b"kvstore/tokens/1\0"
 _FINGERPRINT = b"kvstore/fingerprint/1\0"
 _STORAGE = b"kvstore/storage/1\0"
@@ -126,18 +128,24 @@ def token_digest(tokens: Tokens) -> bytes:
     return blake3(_TOKENS + tokens.tobytes()).digest()
 
 
-def content_digest(tokens: Tokens, extras: Sequence[Extra] = ()) -> bytes:
-    """The key of a segment whose cache was computed alone, from position 0."""
-    data = _CONTENT + struct.pack("<I", tokens.size) + tokens.tobytes()
+def content_digest(tokens: Tokens, extras: Sequence[Extra] = (), behind: bytes = b"") -> bytes:
+    """The key of a segment whose cache was computed alone, from position 0, or ``behind`` the preamble of this token
+    digest."""
+    assert len(behind) in (0, DIGEST_BYTES)
+    domain = _BEHIND + behind if behind else _CONTENT
+    data = domain + struct.pack("<I", tokens.size) + tokens.tobytes()
     return blake3(data + _extras(sorted(extras), 0)).digest()
 
 
-def segment_digests(tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = ()) -> list[bytes]:
-    """One digest per chunk of a segment, its ragged tail included. ``extras``: positions count from its first token."""
+def segment_digests(
+    tokens: Tokens, chunk_tokens: int, extras: Sequence[Extra] = (), behind: bytes = b""
+) -> list[bytes]:
+    """One digest per chunk of a segment, its ragged tail included. ``extras``: positions count from its first token.
+    ``behind``: as in ``content_digest``."""
     if not tokens.size:
         return []
     ordered = sorted(extras)
-    first = content_digest(tokens[:chunk_tokens], [extra for extra in ordered if extra.position < chunk_tokens])
+    first = content_digest(tokens[:chunk_tokens], [extra for extra in ordered if extra.position < chunk_tokens], behind)
     return [first, *_chained(first, tokens, chunk_tokens, chunk_tokens, ordered)]
 
 

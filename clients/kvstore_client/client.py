@@ -34,7 +34,7 @@ from kvstore_client.opaque import calls as opaque
 from kvstore_client.opaque.encoder import namespace_of, packed, unpacked
 from kvstore_client.planes.place import Place
 from kvstore_client.planes.session import Session
-from kvstore_client.prompt import GivenTokens, Prompt, check_count
+from kvstore_client.prompt import GivenTokens, Prompt, check_count, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
 from kvstore_client.segments.runs import cut
 from kvstore_client.store import calls as stores
@@ -75,18 +75,18 @@ class Client:
     # ------------------------------------------------------------ lookup
     def lookup(
         self, spec: ModelSpec, tokens: GivenTokens, *, segments: Sequence[range | tuple[int, int]] | None = None,
-        hold: bool = False, readers: int = 1, extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT,
+        preamble: GivenTokens = (), hold: bool = False, readers: int = 1, extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT,
     ) -> Match:  # fmt: skip
         """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, and holds nothing unless asked to:
         with ``hold`` the match has a ticket, and what hit stays for ``readers`` fetches by it, from any process of
         the user, until the ticket expires (limits.ticket_age_s_max). ``tokens``: here and elsewhere also PageHashes.
-        ``segments``: the runs (start, stop) of the prompt that are documents; the match tells what is stored of each.
-        Raises: InvalidRequest, Exhausted."""
+        ``segments``: the runs (start, stop) of the prompt that are documents; the match tells what is stored of each,
+        behind the ``preamble`` that the prompt begins with, or alone. Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         check_count(readers, "readers")
-        return lookups.look_up(
-            self._context, prompt, readers if hold else 0, cut(prompt, segments, exactness), self._known
-        )
+        found = cut(prompt, segments, exactness, preamble)
+        return lookups.look_up(self._context, prompt, readers if hold else 0, found, self._known)
 
     def peek(
         self, spec: ModelSpec, tokens: GivenTokens, *, hold: bool = False, extras: Sequence[Extra] = (),
@@ -172,8 +172,7 @@ class Client:
         return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
 
     def release_ticket(self, ticket: bytes | None) -> None:
-        """Let go of what a ticket holds, when nobody will redeem it. Takes the match's ticket; unknown ones are
-        fine."""
+        """Let go of what a match's ticket holds, when nobody will redeem it. None, and unknown ones, are fine."""
         tickets.release(self._context, ticket)
 
     # ------------------------------------------------------------ store
@@ -210,24 +209,26 @@ class Client:
 
     def store_segment(
         self, spec: ModelSpec, tokens: GivenTokens, kv: Sequence[Layer], *, hidden: Mapping[int, Tensor] | None = None,
-        durability: Durability | None = None, extras: Sequence[Extra] = (), exactness: Exactness | None = None,
+        preamble: GivenTokens = (), durability: Durability | None = None, extras: Sequence[Extra] = (),
+        exactness: Exactness | None = None,
     ) -> Receipt:  # fmt: skip
-        """Keep a document's cache that was computed alone: nothing before it, K rotated from position 0 on. It is found
-        under its tokens wherever they stand, and never as the prefix of a prompt. Shapes as in ``store``; ``extras``:
-        positions count from the document's first token. Raises: InvalidRequest."""
-        prompt = Prompt.segment(spec, tokens, extras, exactness)
+        """Keep a document's cache that was computed alone, or behind a ``preamble`` (a chat template's beginning, say):
+        K rotated from 0, or from the preamble's end. It is found under its tokens and the preamble's wherever they
+        stand, never as a prompt's prefix. Shapes as in ``store``, of the document's tokens; ``extras``: positions count
+        from its first token. Raises: InvalidRequest."""
+        prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         receipt = stores.keep(self._context, prompt, kv, hidden, durability)
         self._known.learn(prompt)
         return receipt
 
     def fetch_segment(
         self, spec: ModelSpec, tokens: GivenTokens, *, layers: Sequence[int] | None = None, heads: Heads | None = None,
-        hidden_layers: Sequence[int] = (), into: Into = None, extras: Sequence[Extra] = (),
+        hidden_layers: Sequence[int] = (), into: Into = None, preamble: GivenTokens = (), extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> FetchedKV:  # fmt: skip
-        """A document's cache as it was computed, alone: K is rotated for positions 0, 1, ... As much of its beginning
-        as is stored; everything else as in ``fetch``."""
-        prompt = Prompt.segment(spec, tokens, extras, exactness)
+        """A document's cache as it was computed, alone or behind the ``preamble``: K is rotated for the positions it
+        stood at. As much of its beginning as is stored; everything else as in ``fetch``."""
+        prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
         found = fetches.fetch(self._context, prompt, wanted, into)
         if prompt.digests and found.token_count == prompt.token_count:
@@ -236,27 +237,27 @@ class Client:
 
     def fetch_segment_layers(
         self, spec: ModelSpec, tokens: GivenTokens, *, layers: Sequence[int] | None = None, heads: Heads | None = None,
-        into: Into = None, extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT, verify: bool = False,
+        into: Into = None, preamble: GivenTokens = (), extras: Sequence[Extra] = (),
+        exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> LayerStream:  # fmt: skip
-        """Like ``fetch_segment``, layer by layer, as ``fetch_layers`` does. Its ``token_count`` says at once how much
-        of the document is there."""
-        prompt = Prompt.segment(spec, tokens, extras, exactness)
+        """Like ``fetch_segment``, layer by layer; ``token_count`` says at once how much of the document is there."""
+        prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         return fetches.stream(self._context, prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
 
     def start_fetch_segment(
         self, spec: ModelSpec, tokens: GivenTokens, *, into: Into = None, layers: Sequence[int] | None = None,
-        heads: Heads | None = None, hidden_layers: Sequence[int] = (), extras: Sequence[Extra] = (),
-        exactness: Exactness = Exactness.EXACT, verify: bool = False,
+        heads: Heads | None = None, hidden_layers: Sequence[int] = (), preamble: GivenTokens = (),
+        extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> Transfer:  # fmt: skip
-        """Like ``start_fetch_prefix``, of a document that was computed alone, as ``fetch_segment`` does."""
-        prompt = Prompt.segment(spec, tokens, extras, exactness)
+        """Like ``start_fetch_prefix``, of a document, as ``fetch_segment`` does."""
+        prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
 
-    def find_segments(self, spec: ModelSpec, tokens: GivenTokens) -> list[range]:
-        """Where documents that this client stored, fetched or looked up stand in a text, for ``lookup(segments=)``.
-        Each is confirmed by the digest of all its tokens. Documents of fewer than 32 tokens, and those with extras, are
-        not found; nothing is asked of the sidecar. Raises: InvalidRequest."""
-        return self._known.find_in(Prompt.of(spec, tokens, (), Exactness.EXACT))
+    def find_segments(self, spec: ModelSpec, tokens: GivenTokens, *, preamble: GivenTokens = ()) -> list[range]:
+        """Where documents that this client stored, fetched or looked up, alone or behind this ``preamble``, stand in a
+        text, confirmed by the digest of all their tokens. Those of fewer than 32 tokens, or with extras, are not found;
+        nothing is asked of the sidecar. Raises: InvalidRequest."""
+        return self._known.find_in(Prompt.of(spec, tokens, (), Exactness.EXACT), preamble_tokens(preamble, spec))
 
     def put_bytes(
         self, namespace: str, key: str | bytes, data: Buffer, *, durability: Durability | None = None
@@ -356,25 +357,24 @@ class Client:
 
     def partial_prefill(
         self, runner: ModelRunner, tokens: GivenTokens, *, segments: Sequence[Any] | None = None,
-        senders: Sequence[ModelSpec] = (), recompute: Recompute | None = None, extras: Sequence[Extra] = (),
-        logit_count: int = 1,
+        preamble: GivenTokens = (), senders: Sequence[ModelSpec] = (), recompute: Recompute | None = None,
+        extras: Sequence[Extra] = (), logit_count: int = 1,
     ) -> PartialPrefill:  # fmt: skip
         """A prompt's cache and the logits of its last ``logit_count`` tokens, from what the sidecar has and what the
         runner computes: the model's own exact prefix, and behind it, as ``recompute`` says, its ``segments`` (runs
-        (start, stop) of the prompt) that were stored with ``store_segment``, and where there are none of these, what a
-        sibling model left of the same tokens, the one of those named in ``senders`` that has the most. None: decided
-        for you: the cheapest setting that a profile of these weights has at the ``gate``'s floor; without one, exact
-        reuse or a plain prefill. Segments and a sibling's cache are then mixed when one profile's setting computes all
-        that the other's does. Some of these requests are checked: prefilled in full as well, which is then the answer.
-
-        What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says what the
-        cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in full.
-        Needs torch. Raises: InvalidRequest naming the argument, the setting, or what differs in a sender's model.
+        (start, stop) of the prompt) that ``store_segment`` kept, alone or behind the prompt's ``preamble``, and where
+        there are none of these, what a sibling model left of the same tokens, the one of ``senders`` that has the most.
+        None: decided for you: the cheapest setting that a profile of these weights has at the ``gate``'s floor; without
+        one, exact reuse or a plain prefill. Segments and a sibling's cache are then mixed when one profile's setting
+        computes all that the other's does. Some of these requests are checked: prefilled in full as well, which is then
+        the answer. What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says
+        what the cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in
+        full. Needs torch. Raises: InvalidRequest naming the argument, the setting, or what differs in a sender's model.
         """
         from kvstore_client.recompute.prefill import partial_prefill
         from kvstore_client.recompute.request import Request
 
-        request = Request.of(runner, tokens, segments, senders, recompute, extras, logit_count)
+        request = Request.of(runner, tokens, segments, senders, recompute, extras, logit_count, preamble)
         return partial_prefill(self, request, self._context.timeout_s, self._context.clock)
 
     def stats(self) -> admin_pb2.StatsResponse:

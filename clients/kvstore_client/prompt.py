@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvstore.errors import InvalidRequest
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -33,6 +35,7 @@ EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
 COUNT_MAX = 1024
 """Of readers of a ticket, and of writers of a store."""
+NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -95,16 +98,28 @@ class Prompt:
     """The wire's number."""
     is_claimed: bool = False
     """Whether the caller said how exact it is."""
+    behind: bytes = b""
+    """The digest of the preamble that a segment was computed behind; empty: it was computed alone."""
+    first_position: int = 0
+    """Where its first token stood when it was computed."""
 
     @staticmethod
-    def segment(spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
-        """A document by itself; positions of ``extras`` count from its first token. Raises InvalidRequest."""
+    def segment(
+        spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None,
+        preamble: GivenTokens = (),
+    ) -> Prompt:  # fmt: skip
+        """A document by itself, or behind a ``preamble``; positions of ``extras`` count from the document's first
+        token. Raises InvalidRequest."""
         if isinstance(tokens, PageHashes):
             raise InvalidRequest("a segment needs its tokens: PageHashes depend on what comes before it")
         whole = Prompt.of(spec, tokens, extras, exactness)
         assert whole.tokens is not None
-        digests = segment_digests(whole.tokens, spec.chunk_tokens, whole.extras)
-        return replace(whole, digests=digests, provenance=STANDALONE)
+        before = preamble_tokens(preamble, spec)
+        behind = token_digest(before) if before.size else b""
+        digests = segment_digests(whole.tokens, spec.chunk_tokens, whole.extras, behind)
+        return replace(
+            whole, digests=digests, provenance=STANDALONE, behind=behind, first_position=int(before.size)
+        )  # fmt: skip
 
     def chain(self, name: bytes, digests: Sequence[bytes]) -> Chain:
         """Chunks of it in the presence table."""
@@ -178,6 +193,26 @@ def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exa
     tokens = None if hashes.tokens is None else checked_tokens(hashes.tokens, spec.vocab_size)
     stops = [*range(spec.chunk_tokens, hashes.size, spec.chunk_tokens), *([hashes.size] if hashes.size else [])]
     return Prompt(named, tokens, [hashes.digest(stop) for stop in stops], (), _EXACTNESS[exactness], hashes)
+
+
+def preamble_tokens(preamble: GivenTokens, spec: ModelSpec) -> Tokens:
+    """What documents were computed behind; empty: nothing. Raises: InvalidRequest."""
+    if isinstance(preamble, PageHashes):
+        raise InvalidRequest("a preamble is given by its tokens: PageHashes cannot be compared with a prompt")
+    try:
+        return checked_tokens(preamble, spec.vocab_size)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"preamble: {error.message}") from error
+
+
+def check_preamble(tokens: Tokens, preamble: Tokens) -> None:
+    """Raises: InvalidRequest unless the prompt begins with the preamble: what is known of documents that were computed
+    behind it holds for such prompts."""
+    if not np.array_equal(tokens[: preamble.size], preamble):
+        raise InvalidRequest(
+            f"preamble: the prompt does not begin with its {preamble.size} tokens; give the one that the documents "
+            "were computed behind, and a prompt that begins with it"
+        )
 
 
 def checked_tokens(tokens: Any, vocab_size: int) -> Tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvstore.planning.facts import Facts
-from kvstore.planning.offers import Choice, OfferedRun, choices_of, offers_of
+from kvstore.planning.offers import Choice, OfferedRun, choices_of, exact_runs, offers_of
 from kvstore.planning.plan import Plan, PlannedRun, StoredCache
 from kvstore.planning.setting import Recompute
 
@@ -13,16 +13,16 @@ NOTHING = "nobody has anything behind the exact prefix"
 
 
 def decide(facts: Facts) -> Plan:
-    """First the model's exact prefix, of which nothing is computed again. Behind it the best choice that the caller or
-    a profile allows and of which something is stored. Tokens whose logits are wanted are always computed.
+    """First what is exact: the model's prefix, and a segment that stands where it was computed; nothing of these is
+    computed again. Behind them the best choice that the caller or a profile allows and of which something is stored.
+    Tokens whose logits are wanted are always computed.
 
     A plan may rest on E of which the facts say nothing (``Plan.hidden``): whoever runs it asks for that E first, and
     when it is not there adds what it learned to the facts and decides again.
     """
-    exact = min(facts.own.prefix_token_count, facts.reusable_token_count)
-    cache = StoredCache(0, facts.own.prefix_token_count)
-    prefix = (PlannedRun(0, exact, facts.receiver.slab_layers, cache),) if exact else ()
-    plan = Plan(facts.token_count, prefix, loading=facts.loading)
+    layers = facts.receiver.slab_layers
+    exact = tuple(PlannedRun(run.start, run.stop - run.start, layers, run.cache) for run in exact_runs(facts))
+    plan = Plan(facts.token_count, exact, loading=facts.loading)
     if facts.is_unavailable:
         return replace(plan, reason="the sidecar is unavailable")
     if not facts.allows_lossy or not (facts.senders or facts.own.segments):

@@ -13,11 +13,18 @@ from kvstore.spec import MissReason, ModelSpec
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A document of the prompt, of which the first ``stored_token_count`` tokens are stored, computed alone."""
+    """A document of the prompt, of which the first ``stored_token_count`` tokens are stored: computed alone, or behind
+    the preamble that the prompt begins with. ``stood_at``: where its first token stood then."""
 
     token_start: int
     token_stop: int
     stored_token_count: int
+    stood_at: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it stands where it was computed: nothing but that preamble comes before it."""
+        return self.token_start == self.stood_at
 
 
 @dataclass(frozen=True)

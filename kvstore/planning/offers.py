@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.planning.facts import Facts, Holding
+from kvstore.planning.facts import Facts, Holding, StoredSegment
 from kvstore.planning.permit import Permit
 from kvstore.planning.plan import StoredCache, is_exact
 from kvstore.planning.setting import Recompute
@@ -22,7 +22,7 @@ class OfferedRun:
 
     @property
     def is_exact(self) -> bool:
-        return is_exact(self.cache, self.start)
+        return is_exact(self.cache)
 
     def outside(self, taken: OfferedRun) -> tuple[OfferedRun, ...]:
         """It without the tokens of another: itself, nothing, or up to two."""
@@ -91,10 +91,27 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
     return sorted(choices, key=rank)
 
 
-def _offer(facts: Facts, holding: Holding) -> Offer:
-    """Of a sender its context's cache before its segments'."""
-    sender, limit = holding.sender, facts.reusable_token_count
+def exact_runs(facts: Facts) -> tuple[OfferedRun, ...]:
+    """What the model itself computes of this prompt: its stored prefix, and behind it what is stored of a segment that
+    stands where it was computed. Ascending; between the two there may be tokens of the preamble."""
+    limit = facts.reusable_token_count
     free = min(facts.own.prefix_token_count, limit)
+    runs = [OfferedRun(0, free, StoredCache(0, facts.own.prefix_token_count))] if free else []
+    for segment in facts.own.segments:
+        start, stop = max(segment.token_start, free), min(segment.token_start + segment.stored_token_count, limit)
+        if segment.is_exact and start < stop:
+            runs.append(OfferedRun(start, stop, _cache_of(segment, None)))
+    return tuple(runs)
+
+
+def _cache_of(segment: StoredSegment, sender: ModelSpec | None) -> StoredCache:
+    return StoredCache(segment.token_start, segment.token_stop, True, sender, segment.stood_at)
+
+
+def _offer(facts: Facts, holding: Holding) -> Offer:
+    """What is stored behind what is exact. Of a sender its context's cache before its segments'."""
+    sender, limit = holding.sender, facts.reusable_token_count
+    free = max((run.stop for run in exact_runs(facts)), default=0)
     runs = []
     if sender is not None and min(holding.prefix_token_count, limit) > free:
         cache = StoredCache(0, holding.prefix_token_count, sender=sender)
@@ -104,7 +121,7 @@ def _offer(facts: Facts, holding: Holding) -> Offer:
         start = max(segment.token_start, free)
         stop = min(segment.token_start + segment.stored_token_count, limit)
         if start < stop:
-            runs.append(OfferedRun(start, stop, StoredCache(segment.token_start, segment.token_stop, True, sender)))
+            runs.append(OfferedRun(start, stop, _cache_of(segment, sender)))
     reuse = "position"
     if sender is not None:
         reuse = "both" if any(run.cache.is_standalone for run in runs) else "sibling"

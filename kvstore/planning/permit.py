@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.profile import REUSES, Point, Profile
+from kvstore.planning.profile import REUSES, Origin, Point, Profile
 from kvstore.planning.setting import Recompute
-from kvstore.spec import ModelSpec, Provenance
+from kvstore.spec import ModelSpec
 
 FLOOR = 0.99
-PROVENANCE = {"position": Provenance.STANDALONE, "sibling": Provenance.IN_CONTEXT, "both": Provenance.STANDALONE}
+PROVENANCE = {"position": Origin.STANDALONE, "sibling": Origin.IN_CONTEXT, "both": Origin.STANDALONE}
+ALONE = ("position", "both")
+"""Reuses of documents, which were computed alone or behind a preamble."""
 UNPROFILED = (
     "no valid profile for these weights: only the exact prefix is reused; run kvstore profile, or give recompute="
 )
@@ -27,10 +29,10 @@ class Pair:
     receiver: str
     sender: str | None
     reuse: str
-    provenance: Provenance
+    provenance: Origin
 
     @staticmethod
-    def of(receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance) -> Pair:
+    def of(receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Origin) -> Pair:
         if reuse not in REUSES:
             raise InvalidRequest(f"reuse {reuse!r:.40} must be one of {', '.join(REUSES)}")
         if (sender is None) != (reuse == "position"):

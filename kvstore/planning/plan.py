@@ -12,13 +12,15 @@ from kvstore.spec import ModelSpec
 
 @dataclass(frozen=True)
 class StoredCache:
-    """A cache of the prompt's tokens ``token_start`` to ``token_stop``: a segment's, which was computed alone
-    (``is_standalone``), or the prompt's own beginning. ``sender``: the sibling it is of, None: the model's own."""
+    """A cache of the prompt's tokens ``token_start`` to ``token_stop``: a segment's, which was computed alone or behind
+    a preamble (``is_standalone``), or the prompt's own beginning. ``sender``: the sibling it is of, None: the model's
+    own. ``stood_at``: the position that a segment's first token was computed at."""
 
     token_start: int
     token_stop: int
     is_standalone: bool = False
     sender: ModelSpec | None = None
+    stood_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PlannedRun:
     @property
     def is_exact(self) -> bool:
         """Whether the model itself computes this here, so that nothing of it is computed again."""
-        return is_exact(self.cache, self.token_start)
+        return is_exact(self.cache)
 
     @property
     def rows(self) -> range:
@@ -58,7 +60,7 @@ class PlannedRun:
     @property
     def rotated_from(self) -> int:
         """The position that K of its first token was rotated for."""
-        return self.rows.start if self.is_standalone else self.token_start
+        return self.cache.stood_at + self.rows.start if self.is_standalone else self.token_start
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Plan:
         return f"reuse {reused}; {self.recompute or 'exact'}{'; ' + self.reason if self.reason else ''}"
 
 
-def is_exact(cache: StoredCache, token_start: int) -> bool:
-    """Whether tokens of a cache are what the model computes there: of its own prefix, and of its own segment when that
-    begins the prompt, as it did when it was computed."""
-    return cache.sender is None and (token_start == 0 or not cache.is_standalone)
+def is_exact(cache: StoredCache) -> bool:
+    """Whether tokens of a cache are what the model computes there: of its own prefix, and of its own segment where that
+    begins the prompt, or follows the preamble that the prompt begins with, as it did when it was computed."""
+    return cache.sender is None and (not cache.is_standalone or cache.token_start == cache.stood_at)

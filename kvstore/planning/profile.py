@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from blake3 import blake3
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
 from kvstore.planning.setting import Recompute
-from kvstore.spec import ModelSpec, Provenance
+from kvstore.spec import ModelSpec
 
 FORMAT = "kvstore profile"
 VERSION = 2
@@ -27,6 +28,16 @@ WHOLE_MAX = (1 << 63) - 1
 """The largest whole number in a profile. JSON may have one of any length, of which no float can be made."""
 AGAIN = "measure it again with kvstore profile"
 Value = TypeVar("Value")
+
+
+class Origin(StrEnum):
+    """How the caches of a profile were computed: after their whole prefix, alone from position 0, or behind the
+    preamble that their prompts begin with. The last is stored as standalone, under a content key that names the
+    preamble; how well it answers is another matter."""
+
+    IN_CONTEXT = "in_context"
+    STANDALONE = "standalone"
+    PREAMBLE = "preamble"
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Profile:
     receiver: Side
     sender: Side | None
     reuse: str
-    provenance: Provenance
+    provenance: Origin
     layer_count: int
     calibration: Calibration
     full_quality: float
@@ -190,8 +201,8 @@ def _profile_of(found: dict[str, Any]) -> Profile:
         raise InvalidRequest(f"reuse {found['reuse']!r:.40} must be one of {', '.join(REUSES)}")
     if (found["sender"] is None) != (found["reuse"] == "position"):
         raise InvalidRequest("sender must be there for the reuses 'sibling' and 'both', and only for them")
-    if found["provenance"] not in list(Provenance):
-        raise InvalidRequest(f"provenance {found['provenance']!r:.40} must be one of {', '.join(Provenance)}")
+    if found["provenance"] not in list(Origin):
+        raise InvalidRequest(f"provenance {found['provenance']!r:.40} must be one of {', '.join(Origin)}")
     if not isinstance(found["points"], list):
         raise InvalidRequest("points must be a list")
     points = tuple(_point_of(each, layers, f"points[{index}]") for index, each in enumerate(found["points"]))
@@ -201,7 +212,7 @@ def _profile_of(found: dict[str, Any]) -> Profile:
         receiver=_side_of(found["receiver"], "receiver"),
         sender=None if found["sender"] is None else _side_of(found["sender"], "sender"),
         reuse=found["reuse"],
-        provenance=Provenance(found["provenance"]),
+        provenance=Origin(found["provenance"]),
         layer_count=layers,
         calibration=_object(found["calibration"], Calibration, "calibration", _calibration_of),
         full_quality=_share(found["full_quality"], "full_quality"),

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ TOKENS = [
     "store_segment", "fetch_segment", "fetch_segment_layers", "find_segments", "fetch_projected", "partial_prefill",
 ]  # fmt: skip
 """Methods whose ``tokens`` are given as every kind of array below."""
+PREAMBLES = [
+    "lookup", "start_fetch_segment", "store_segment", "fetch_segment", "fetch_segment_layers", "find_segments",
+    "partial_prefill",
+]  # fmt: skip
+"""Methods that take a ``preamble``, likewise."""
 
 
 def public(kind: type) -> Iterator[tuple[str, Any]]:
@@ -53,6 +59,7 @@ def public(kind: type) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("kind", [Client, StoreWriter])
 def test_every_argument_that_may_be_an_array_has_a_door(kind: type) -> None:
     doors = {(door.method, door.argument) for door in [*DOORS, *BYTES_DOORS]} | {(each, "tokens") for each in TOKENS}
+    doors |= {(each, "preamble") for each in PREAMBLES}
     unknown = [
         (name, argument)
         for name, member in public(kind)
@@ -262,9 +269,9 @@ class Projecting:
         raise AssertionError("nothing is stored")
 
 
-def asked(client: Client, method: str, tokens: Any) -> Any:
+def asked(client: Client, method: str, tokens: Any, **more: Any) -> Any:
     spec = small_spec()
-    call = getattr(client, method)
+    call = partial(getattr(client, method), **more)
     if method in ("fetch_projected", "partial_prefill"):
         return call(Projecting(), tokens)
     if method in ("store", "store_segment"):
@@ -277,6 +284,14 @@ def test_tokens_that_are_none_are_refused_by_every_call(client: Client, method: 
     for name, tokens in WRONG_TOKENS.items():
         with pytest.raises(InvalidRequest, match="token"):
             asked(client, method, tokens)
+            pytest.fail(f"{name} was taken")
+
+
+@pytest.mark.parametrize("method", PREAMBLES)
+def test_preambles_that_are_none_are_refused_by_every_call(client: Client, method: str) -> None:
+    for name, tokens in WRONG_TOKENS.items():
+        with pytest.raises(InvalidRequest, match="preamble"):
+            asked(client, method, GOOD, preamble=tokens)
             pytest.fail(f"{name} was taken")
 
 

@@ -26,6 +26,7 @@ RECEIVER = TransformersRunner(MODEL, chunk_tokens=STEP)
 SENDER = TransformersRunner(sibling_of(MODEL, 3), chunk_tokens=STEP)
 FULL = Recompute.full(LAYERS)
 FUSED = Recompute(1, 1, 0.25, "product")
+LOOKING = Recompute(0, -1, 0.2, "suffix_attention")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,9 @@ def test_documents_in_another_order_are_moved_and_blended(client: Client, settin
         (24, True, False),
     ]
     assert found.exactness is Exactness.DERIVED
-    assert client.partial_prefill(RECEIVER, tokens, segments=segments).plan.runs == ()  # no profile
+    unprofiled = client.partial_prefill(RECEIVER, tokens, segments=segments)
+    assert [(run.token_start, run.is_exact) for run in unprofiled.plan.runs] == [(0, True)]
+    assert unprofiled.exactness is Exactness.EXACT
     alone_at_the_start = client.partial_prefill(RECEIVER, tokens, segments=segments[:1], recompute=setting)
     assert (alone_at_the_start.exactness, alone_at_the_start.plan.recompute) == (Exactness.EXACT, None)
 
@@ -442,3 +445,47 @@ def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(
     with pytest.raises(InvalidRequest, match="DERIVED"):
         client.store(RECEIVER.spec, tokens, [(k, v) for k, v in found.kv])
     assert client.lookup(RECEIVER.spec, tokens).prefix_token_count == 0
+
+
+def keep_behind(client: Client, preamble: torch.Tensor, tokens: torch.Tensor) -> Recomputed:
+    made = computed(RECEIVER, torch.cat((preamble, tokens)))
+    kv = [(k[:, len(preamble) :], v[:, len(preamble) :]) for k, v in made.kv]
+    client.store_segment(RECEIVER.spec, tokens, kv, preamble=preamble).wait(10.0)
+    return made
+
+
+@pytest.mark.parametrize("setting", [Recompute.reuse(), Recompute.cacheblend(1, 0.3), LOOKING])
+def test_documents_behind_a_preamble_move_from_where_they_stood(client: Client, setting: Recompute) -> None:
+    """The first one stands where it stood: of it nothing is computed again."""
+    preamble, one, two, tail = prompt(7, 900), prompt(40, 901), prompt(35, 902), prompt(6, 903)
+    made = [keep_behind(client, preamble, document) for document in (one, two)]
+    kv = [[(k[:, 7:], v[:, 7:]) for k, v in each.kv] for each in made]
+    tokens = torch.cat((preamble, one, two, tail))
+    runs = [Run(7, 40, GivenKV(kv[0]), 7, is_exact=True), Run(47, 35, GivenKV(kv[1]), 7)]
+    places = [(7, 47), (47, 82)]
+    found = client.partial_prefill(RECEIVER, tokens, segments=places, preamble=preamble, recompute=setting)
+    same(found, recompute(RECEIVER, tokens, runs, setting))
+    assert found.exactness is Exactness.DERIVED
+    assert [run.is_exact for run in found.plan.runs] == [True, False]
+    for k, kept in zip((pair[0] for pair in found.kv), (pair[0] for pair in kv[0]), strict=True):
+        assert torch.equal(k[:, 7:47], kept)
+    other = torch.cat((preamble, two, one, tail))
+    swapped = client.partial_prefill(
+        RECEIVER, other, segments=[(7, 42), (42, 82)], preamble=preamble, recompute=setting
+    )  # fmt: skip
+    runs = [Run(7, 35, GivenKV(kv[1]), 7, is_exact=True), Run(42, 40, GivenKV(kv[0]), 7)]
+    same(swapped, recompute(RECEIVER, other, runs, setting))
+
+
+def test_the_first_document_behind_its_preamble_needs_no_profile(client: Client) -> None:
+    preamble, one, two, tail = prompt(7, 910), prompt(40, 911), prompt(35, 912), prompt(6, 913)
+    for document in (one, two):
+        keep_behind(client, preamble, document)
+    tokens = torch.cat((preamble, one, two, tail))
+    found = client.partial_prefill(RECEIVER, tokens, segments=[(7, 47), (47, 82)], preamble=preamble)
+    assert found.exactness is Exactness.EXACT
+    assert [(run.token_start, run.token_stop) for run in found.plan.runs] == [(7, 47)]
+    assert "no valid profile" in found.plan.reason
+    assert torch.allclose(found.logits, computed(RECEIVER, tokens).logits, atol=1e-4)
+    with pytest.raises(InvalidRequest, match="preamble: the prompt does not begin"):
+        client.partial_prefill(RECEIVER, tokens[1:], segments=[(6, 46)], preamble=preamble)

@@ -241,3 +241,42 @@ def test_segments_count_against_the_limit_of_a_request() -> None:
         with pytest.raises(Exhausted, match="token_count_max"):
             client.lookup(SPEC, tokens[:70], segments=[(0, 70)])
             client.lookup(SPEC, tokens[:100], segments=[(0, 50), (50, 100)])
+
+
+PREAMBLE = tokens_of(9, 7000)
+
+
+def test_what_was_computed_behind_a_preamble_is_found_behind_it_alone(client: Client) -> None:
+    tokens, kv = store(client, 50, 7001, preamble=PREAMBLE)
+    assert_same(client.fetch_segment(SPEC, tokens, preamble=PREAMBLE, verify=True), kv, 50)
+    assert [layer for layer, _ in client.fetch_segment_layers(SPEC, tokens, preamble=PREAMBLE)] == [0, 1]
+    prompt, runs = joined(PREAMBLE, tokens_of(3, 7002), tokens), [(12, 62)]
+    assert client.lookup(SPEC, prompt, segments=runs, preamble=PREAMBLE).segments[0].is_whole
+    for other in ((), PREAMBLE[:8]):
+        assert client.lookup(SPEC, prompt, segments=runs, preamble=other).segments[0].standalone_token_count == 0
+        assert client.fetch_segment(SPEC, tokens, preamble=other).token_count == 0
+        assert client.find_segments(SPEC, prompt, preamble=other) == []
+    assert client.find_segments(SPEC, prompt, preamble=PREAMBLE) == [range(12, 62)]
+    again, other_kv = store(client, 50, 7001)  # the same text alone, beside it
+    assert_same(client.fetch_segment(SPEC, again), other_kv, 50)
+    assert client.find_segments(SPEC, prompt) == [range(12, 62)]
+
+
+def test_another_client_learns_documents_behind_a_preamble_by_looking_them_up(sidecar: Sidecar, client: Client) -> None:
+    tokens, _ = store(client, 40, 7003, preamble=PREAMBLE)
+    prompt = joined(PREAMBLE, tokens)
+    with connect(sidecar.address) as other:
+        assert other.find_segments(SPEC, prompt, preamble=PREAMBLE) == []
+        assert other.lookup(SPEC, prompt, segments=[(9, 49)], preamble=PREAMBLE).segments[0].is_whole
+        assert other.find_segments(SPEC, prompt, preamble=PREAMBLE) == [range(9, 49)]
+        assert other.find_segments(SPEC, prompt) == []
+
+
+def test_a_prompt_that_begins_otherwise_is_refused(client: Client) -> None:
+    prompt = joined([5], PREAMBLE, tokens_of(40, 7004))
+    with pytest.raises(InvalidRequest, match="does not begin with its 9 tokens"):
+        client.lookup(SPEC, prompt, segments=[(10, 50)], preamble=PREAMBLE)
+    with pytest.raises(InvalidRequest, match="does not begin with its 9 tokens"):
+        client.find_segments(SPEC, prompt, preamble=PREAMBLE)
+    with pytest.raises(InvalidRequest, match="extras inside the preamble"):
+        client.lookup(SPEC, prompt[1:], segments=[(9, 49)], preamble=PREAMBLE, extras=[Extra(3, b"image")])

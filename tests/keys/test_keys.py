@@ -20,6 +20,7 @@ GOLDEN = {
     "chain tail": "32e9a810ed785ef2a3b7316a9573d692a78f3afae757126dfebf13150853e58f",
     "salted tail": "b798585476f045167091f3b4ab93266cc6f272354c119a50fe0525ac37be99ec",
     "content": "da5d1c255c19e80d4e5ce67d874abfd7bfb60fde3dbc79ac3f267833ba05822d",
+    "content behind": "2200f32d11450659fcb1a383b6f1d83653a01886d6164006ca5266ac12931f30",
     "tokens": "3fd3c411a77aca30fb4bcd57bacb866d7d5fda43b3d65982beb4ac76762c27a1",
     "fingerprint kv": "708fc6ceb85fae41662e6f3ab5122da02adf7a2d8e8fc49e7af9ed8025a74677",
     "fingerprint e": "26d1afcb8c490b40a3e2227cf8fe0f920e3b52cca0b8edadda0e47ef1a138c74",
@@ -41,6 +42,7 @@ def vectors() -> dict[str, str]:
         "chain tail": chain[2].hex(),
         "salted tail": salted[2].hex(),
         "content": keys.content_digest(tokens(40)).hex(),
+        "content behind": keys.content_digest(tokens(40), behind=keys.token_digest(tokens(16))).hex(),
         "tokens": keys.token_digest(tokens(16)).hex(),
         "fingerprint kv": name.hex(),
         "fingerprint e": keys.fingerprint(spec, CacheKind.E, 1).hex(),
@@ -87,6 +89,15 @@ def test_a_segments_chunks_are_named_by_all_tokens_up_to_their_end() -> None:
     assert late[0] == digests[0]
     assert late[1:] != digests[1:]
     assert keys.segment_digests(long, 16, [Extra(15, b"a")])[0] != digests[0]
+
+
+def test_a_segment_behind_another_preamble_shares_no_name() -> None:
+    alone, behind = keys.segment_digests(tokens(40), 16), keys.token_digest(tokens(16))
+    found = [alone, keys.segment_digests(tokens(40), 16, (), behind)]
+    found.append(keys.segment_digests(tokens(40), 16, (), keys.token_digest(tokens(15))))
+    found.append(keys.segment_digests(tokens(40), 16, [Extra(0, b"salt")], behind))
+    found.append(keys.chain_digests(tokens(40), 16))
+    assert len({digest for digests in found for digest in digests}) == sum(map(len, found))
 
 
 def different_specs() -> list[ModelSpec]:

@@ -24,6 +24,14 @@ T_TABLE = "tests/presence/test_table.py"
 
 MUTANTS = [
     Mutant(
+        "preamble-of-another-prompt",
+        "clients/kvstore_client/prompt.py",
+        "    if not np.array_equal(tokens[: preamble.size], preamble):\n",
+        "    if False:\n",
+        "a document is taken for exact where something else comes before it",
+        ("tests/e2e/test_segments.py::test_a_prompt_that_begins_otherwise_is_refused",),
+    ),
+    Mutant(
         "copied-after-it-went",
         RESIDENT,
         "        return slot < len(self._generations) and bool(self._generations[slot] == generation)\n",

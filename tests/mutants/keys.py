@@ -41,6 +41,14 @@ MUTANTS = [
         (f"{T_KEYS}::test_a_segments_chunks_are_named_by_all_tokens_up_to_their_end",),
     ),
     Mutant(
+        "segment-of-any-preamble",
+        KEYS,
+        "    domain = _BEHIND + behind if behind else _CONTENT\n",
+        "    domain = _BEHIND if behind else _CONTENT\n",
+        "a document that was computed behind another preamble is taken for exact",
+        (f"{T_KEYS}::test_a_segment_behind_another_preamble_shares_no_name",),
+    ),
+    Mutant(
         "fingerprint-without-its-kind",
         KEYS,
         '-1 if layer is None else layer) + kind.value.encode() + b"\\0"',

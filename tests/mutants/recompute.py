@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "exact-in-the-middle",
         RUNS,
-        "        if run.is_exact and (run.token_start or run.rotated_from or run.sender is not None):\n",
+        "        if run.is_exact and (is_lossy or run.rotated_from != run.token_start or run.sender is not None):\n",
         "        if False:\n",
         "a cache that is another's, or stood elsewhere, is taken for the model's own",
         (f"{T_WORK}::test_runs_that_do_not_fit_are_refused",),

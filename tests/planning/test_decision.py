@@ -55,10 +55,11 @@ def facts_of(draw: Any) -> Facts:
             cuts.append((place + gap, place + gap + size))
             place += gap + size
     setting = draw(st.sampled_from([None, *LOSSY, None, *SETTINGS]))
+    stood_at = draw(st.sampled_from([0, *(start for start, _ in cuts[:2])]))
     holdings = []
     for sender in (None, *SENDERS[: draw(st.sampled_from([1, 2, 0]))]):
         segments = [
-            StoredSegment(start, stop, draw(st.sampled_from([stop - start, (stop - start) // 2, 0])))
+            StoredSegment(start, stop, draw(st.sampled_from([stop - start, (stop - start) // 2, 0])), stood_at)
             for start, stop in cuts
         ]
         prefix = draw(st.sampled_from([count // part if part else 0 for part in (0, 4, 2, 1)]))
@@ -67,6 +68,15 @@ def facts_of(draw: Any) -> Facts:
         replace(KEPT, keeps_e=draw(st.booleans())), count, count - draw(st.integers(1, min(count, 4))), holdings[0],
         tuple(holdings[1:]), setting, is_unavailable=draw(st.sampled_from([False] * 15 + [True])),
     )  # fmt: skip
+
+
+def exact_tokens(facts: Facts) -> set[int]:
+    """Of the model's own prefix, and of its own segment where that stands where it stood."""
+    found = set(range(facts.own.prefix_token_count))
+    for each in facts.own.segments:
+        if each.token_start == each.stood_at:
+            found |= set(range(each.token_start, each.token_start + each.stored_token_count))
+    return found & set(range(facts.reusable_token_count))
 
 
 def settled(facts: Facts, draw: Any) -> tuple[Facts, Plan]:
@@ -106,7 +116,7 @@ def test_nothing_is_reused_beyond_what_was_found(facts: Facts, data: st.DataObje
     for each in (facts.own, *facts.senders):
         stored[StoredCache(0, each.prefix_token_count, False, each.sender)] = each.prefix_token_count
         for segment in each.segments:
-            cache = StoredCache(segment.token_start, segment.token_stop, True, each.sender)
+            cache = StoredCache(segment.token_start, segment.token_stop, True, each.sender, segment.stood_at)
             stored[cache] = segment.stored_token_count
     for run in plan.runs:
         assert 0 <= run.rows.start < run.rows.stop <= stored[run.cache]
@@ -135,7 +145,7 @@ def test_what_is_lossy_is_allowed_and_has_what_its_setting_needs(facts: Facts, d
         allowed = [permit.setting for permit in plan.permits]
         assert setting in allowed
         assert all(each is not None and setting.covers(each) for each in allowed)
-        assert len(plan.permits) == len({run.sender for run in plan.runs if run.token_start >= exact})
+        assert len(plan.permits) == len({run.sender for run in lossy})
     for run in lossy:
         assert set(run.layers) >= set(setting.loaded_layers(LAYERS))
         spec = run.sender or facts.receiver
@@ -144,8 +154,8 @@ def test_what_is_lossy_is_allowed_and_has_what_its_setting_needs(facts: Facts, d
 
 
 def most(facts: Facts) -> int:
-    """How many tokens behind the exact prefix may be reused at most, by sets of tokens. All E is there."""
-    exact, limit = facts.own.prefix_token_count, facts.reusable_token_count
+    """How many tokens behind what is exact may be reused at most, by sets of tokens. All E is there."""
+    exact, limit = max(exact_tokens(facts), default=-1) + 1, facts.reusable_token_count
 
     def tokens(each: Holding, of_segments: bool) -> set[int]:
         parts = [(0, each.prefix_token_count)]
@@ -176,10 +186,9 @@ def most(facts: Facts) -> int:
 @given(facts_of())
 def test_as_much_is_reused_as_may_be(facts: Facts) -> None:
     """Where E is taken to be there. A sender no profile lets anything of through was not even looked up."""
-    exact = min(facts.own.prefix_token_count, facts.reusable_token_count) * (not facts.is_unavailable)
     if facts.is_unavailable:
         facts = replace(facts, own=Holding(), senders=())
-    assert decide(facts).reused_token_count == exact + most(facts)
+    assert decide(facts).reused_token_count == len(exact_tokens(facts)) + most(facts)
 
 
 @settings(max_examples=250, deadline=None)
@@ -193,6 +202,7 @@ def test_without_a_permit_or_a_setting_only_what_is_exact_is_reused(facts: Facts
         plan = decide(forbidden)
         assert plan.recompute is None
         assert all(run.is_exact and run.sender is None for run in plan.runs)
+        assert plan.reused_token_count == len(exact_tokens(forbidden))
 
 
 OWN = Holding(None, 8)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning import FLOOR, Pair, Permit, Ruling
 from kvstore.planning.permit import INVALID, PROVENANCE
-from kvstore.planning.profile import AGAIN
-from kvstore.spec import ModelSpec, Provenance
+from kvstore.planning.profile import AGAIN, Origin
+from kvstore.spec import ModelSpec
 from kvstore_client.gate.drift import DriftWatch, misled
 from kvstore_client.gate.profiles import Profiles
 
@@ -77,11 +77,11 @@ class Gate:
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def permit(
-        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Provenance | None = None
+        self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Origin | None = None
     ) -> Permit:
         """Whether ``receiver`` may reuse these caches, and how. Reads the profile when its file has changed; else it
         costs two stat calls. ``provenance``: by default what the reuse implies."""
-        pair = Pair.of(receiver, sender, reuse, provenance or PROVENANCE.get(reuse, Provenance.IN_CONTEXT))
+        pair = Pair.of(receiver, sender, reuse, provenance or PROVENANCE.get(reuse, Origin.IN_CONTEXT))
         with self._locked():
             state, stamp = self._states.get(pair), self._profiles.stamp(pair)
             if state is None or state.stamp != stamp:

@@ -142,8 +142,9 @@ class Arrivals:
         whole = Prompt.of(spec, tokens, extras, Exactness.EXACT)
         segment = segment_prompt(whole, range(cache.token_start, cache.token_stop), Exactness.EXACT)
         return self._client.start_fetch_segment(
-            spec, segment.tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=segment.extras
-        )
+            spec, segment.tokens, into=into, layers=layers, hidden_layers=hidden_layers, extras=segment.extras,
+            preamble=self._request.preamble,
+        )  # fmt: skip
 
     def _spec(self, cache: StoredCache) -> ModelSpec:
         return cache.sender or self._request.runner.spec

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
 from kvstore.planning.loading import LoadPlan
+from kvstore.planning.permit import ALONE
+from kvstore.planning.profile import Origin
 from kvstore.spec import MissReason, ModelSpec
 from kvstore_client.lookup.match import Match
 from kvstore_client.recompute.request import Request
@@ -21,8 +23,9 @@ def ask(client: Client, request: Request, tickets: dict[ModelSpec, bytes]) -> Fa
     receiver = request.runner.spec
     match, loading = _worth_loading(client, request, _lookup(client, request, receiver, tickets), tickets)
     facts = Facts(
-        receiver, int(request.tokens.size), request.reusable_token_count, _holding(match), setting=request.setting,
-        loading=loading, is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
+        receiver, int(request.tokens.size), request.reusable_token_count, _holding(request, match),
+        setting=request.setting, loading=loading,
+        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
     )  # fmt: skip
     if not facts.allows_lossy:
         return facts
@@ -33,14 +36,16 @@ def ask(client: Client, request: Request, tickets: dict[ModelSpec, bytes]) -> Fa
     for sender in request.senders:
         asked = Holding(sender, permits=_permits(client, request, sender, "sibling", "both"))
         if not asked.is_refused:
-            found = _holding(_lookup(client, request, sender, tickets))
+            found = _holding(request, _lookup(client, request, sender, tickets))
             asked = replace(found, sender=sender, permits=asked.permits)
         senders.append(asked)
     return replace(facts, own=own, senders=tuple(senders))
 
 
 def _lookup(client: Client, request: Request, spec: ModelSpec, tickets: dict[ModelSpec, bytes]) -> Match:
-    match = client.lookup(spec, request.tokens, hold=True, extras=request.extras, segments=request.segments)
+    match = client.lookup(
+        spec, request.tokens, hold=True, extras=request.extras, segments=request.segments, preamble=request.preamble
+    )  # fmt: skip
     if match.ticket:
         tickets[spec] = match.ticket
     return match
@@ -68,9 +73,10 @@ def _worth_loading(
     return again, plan
 
 
-def _holding(match: Match) -> Holding:
+def _holding(request: Request, match: Match) -> Holding:
+    stood_at = int(request.preamble.size)
     segments = [
-        StoredSegment(segment.token_start, segment.token_stop, segment.standalone_token_count)
+        StoredSegment(segment.token_start, segment.token_stop, segment.standalone_token_count, stood_at)
         for segment in match.segments
     ]
     return Holding(None, match.prefix_token_count, tuple(segments))
@@ -80,4 +86,7 @@ def _permits(client: Client, request: Request, sender: ModelSpec | None, *reuses
     """None where the caller gave the setting."""
     if request.setting is not None:
         return ()
-    return tuple(client.gate.permit(request.runner.spec, sender, reuse) for reuse in reuses)
+    behind = Origin.PREAMBLE if request.preamble.size else None
+    return tuple(
+        client.gate.permit(request.runner.spec, sender, reuse, behind if reuse in ALONE else None) for reuse in reuses
+    )

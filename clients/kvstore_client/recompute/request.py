@@ -10,9 +10,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Extra, Tokens
 from kvstore.planning import Recompute, check_sender
 from kvstore.spec import Exactness, ModelSpec
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import Prompt, preamble_tokens
 from kvstore_client.recompute.runner import ModelRunner
-from kvstore_client.segments.runs import runs_of
+from kvstore_client.segments.runs import cut
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class Request:
     setting: Recompute | None
     extras: tuple[Extra, ...]
     logit_count: int
+    preamble: Tokens
 
     @staticmethod
     def of(
         runner: ModelRunner, tokens: Any, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
-        setting: Recompute | None, extras: Sequence[Extra], logit_count: int,
+        setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: Any = (),
     ) -> Request:  # fmt: skip
         """Raises: InvalidRequest naming the argument, and the field in which a sender differs."""
-        known = Prompt.of(runner.spec, tokens, extras, Exactness.EXACT).tokens
+        prompt = Prompt.of(runner.spec, tokens, extras, Exactness.EXACT)
+        known = prompt.tokens
         if known is None:
             raise InvalidRequest("tokens must be the tokens: their hashes cannot be computed with")
         if not 1 <= logit_count <= known.size:
@@ -42,13 +44,13 @@ class Request:
             if not isinstance(sender, ModelSpec):
                 raise InvalidRequest(f"senders[{index}] must be a ModelSpec, not {type(sender).__name__}")
             check_sender(runner.spec, sender)
-        if segments is not None:
-            runs_of(segments, int(known.size))
+        cut(prompt, segments, Exactness.EXACT, preamble)
         if setting is not None:
             setting.check(runner.spec.layer_count)
         # The model's own cache is no sender's: what comes of it is looked up, and fetched, once.
         others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
-        return Request(runner, known, segments, others, setting, tuple(extras), logit_count)
+        before = preamble_tokens(preamble, runner.spec)
+        return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before)
 
     @property
     def reusable_token_count(self) -> int:

@@ -58,7 +58,7 @@ class Run:
 
     ``rotated_from``: the position that K of its first token was rotated for. ``sender``: whose cache it is when it is
     not the model's own. ``is_exact``: it is what the model itself computes here, so that nothing of it is computed
-    again; such a run begins the prompt.
+    again; nothing comes before such a run but exact ones, and tokens that are computed.
     """
 
     token_start: int
@@ -75,14 +75,19 @@ class Run:
 
 def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_count: int) -> None:
     """Raises: InvalidRequest for runs out of order, or that overlap, leave the prompt or cover tokens whose logits are
-    wanted; for an exact run that does not begin the prompt; for a sender of another architecture."""
-    last = 0
+    wanted; for an exact run behind one that is not, or that was rotated for another place; for a sender of another
+    architecture."""
+    last, is_lossy = 0, False
     for index, run in enumerate(runs):
         if run.token_start < last or run.token_count < 1 or run.rotated_from < 0:
             raise InvalidRequest(f"runs[{index}] ({run.token_start}, {run.token_count}) must lie behind the one before")
         last = run.token_stop
-        if run.is_exact and (run.token_start or run.rotated_from or run.sender is not None):
-            raise InvalidRequest(f"runs[{index}] is exact: it must begin the prompt, and be the model's own")
+        if run.is_exact and (is_lossy or run.rotated_from != run.token_start or run.sender is not None):
+            raise InvalidRequest(
+                f"runs[{index}] is exact: it must be the model's own, rotated for where it stands, and behind no run "
+                "that is not exact"
+            )
+        is_lossy = is_lossy or not run.is_exact
         if run.is_exact and isinstance(run.source, GivenKV) and run.source.exactness is not Exactness.EXACT:
             raise InvalidRequest(f"runs[{index}] is exact, and its tensors hold a derived cache: leave out is_exact")
         if run.sender is not None:

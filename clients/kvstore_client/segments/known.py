@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Tokens, fingerprint, token_digest
 from kvstore.seams import Random, SystemRandom
 from kvstore_client.forks import in_children
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import Prompt, check_preamble
 
 ANCHOR_TOKENS = 32
 """How many first tokens are hashed: a power of two. Shorter documents are not found by themselves."""
@@ -106,7 +107,7 @@ class KnownSegments:
     def learn(self, prompt: Prompt) -> None:
         """Remember a document that a prompt is, where it can be found again by its tokens."""
         if not prompt.extras and prompt.tokens is not None:
-            self.add(fingerprint(prompt.spec, prompt.spec.kind), prompt.tokens)
+            self.add(_name_of(prompt), prompt.tokens)
 
     def _forget(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name, entry.digest]
@@ -145,11 +146,15 @@ class KnownSegments:
                     break
         return found
 
-    def find_in(self, prompt: Prompt) -> list[range]:
-        """``find`` in a prompt. Raises InvalidRequest for one by its hashes."""
+    def find_in(self, prompt: Prompt, preamble: Tokens) -> list[range]:
+        """``find`` in a prompt, of documents that were computed behind this preamble. Raises InvalidRequest for a
+        prompt by its hashes, and for one that does not begin with the preamble."""
         if prompt.hashes is not None or prompt.tokens is None:
             raise InvalidRequest("find_segments needs the tokens, not their hashes")
-        return self.find(fingerprint(prompt.spec, prompt.spec.kind), prompt.tokens)
+        check_preamble(prompt.tokens, preamble)
+        behind = token_digest(preamble) if preamble.size else b""
+        found = self.find(_name_of(replace(prompt, behind=behind)), prompt.tokens[preamble.size :])
+        return [range(run.start + preamble.size, run.stop + preamble.size) for run in found]
 
     def _candidates(self, name: bytes, hashes: Hashes) -> list[int]:
         """Where a document may begin, in order."""
@@ -184,6 +189,11 @@ class KnownSegments:
                 power, width = power * power % PRIME, 2 * width
             hashes[start : start + BLOCK_TOKENS] = values % np.uint64(PRIME)
         return hashes
+
+
+def _name_of(prompt: Prompt) -> bytes:
+    """The model, and the preamble: what was computed behind another one is another cache."""
+    return fingerprint(prompt.spec, prompt.spec.kind) + prompt.behind
 
 
 def _folded(values: Hashes) -> Hashes:

@@ -7,12 +7,12 @@ from operator import index
 from typing import Any, NamedTuple
 
 from kvstore.errors import InvalidRequest
-from kvstore.keys import Extra
+from kvstore.keys import Extra, Tokens
 from kvstore.spec import Exactness, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore_client.lookup.match import ChunkMatch, chunk_matches, missed_chunks
 from kvstore_client.lookup.presence import Answer
-from kvstore_client.prompt import Prompt
+from kvstore_client.prompt import NO_TOKENS, GivenTokens, Prompt, check_preamble, preamble_tokens
 from kvstore_client.segments.known import KnownSegments
 
 
@@ -66,22 +66,30 @@ def _bounds(given: Any, name: str) -> tuple[int, int]:
     return start, stop
 
 
-def segment_prompt(prompt: Prompt, run: range, exactness: Exactness) -> Prompt:
-    """One segment by itself. An extra at the prompt's position 0 goes with every segment, for it may be a salt."""
+def segment_prompt(prompt: Prompt, run: range, exactness: Exactness, preamble: Tokens = NO_TOKENS) -> Prompt:
+    """One segment by itself, or as it is stored behind a preamble. An extra at the prompt's position 0 goes with every
+    segment, for it may be a salt."""
     assert prompt.tokens is not None
     inside = [Extra(each.position - run.start, each.data) for each in prompt.extras if each.position in run]
     salts = [each for each in prompt.extras if each.position == 0 and run.start > 0]
-    return Prompt.segment(prompt.spec, prompt.tokens[run.start : run.stop], (*salts, *inside), exactness)
+    return Prompt.segment(prompt.spec, prompt.tokens[run.start : run.stop], (*salts, *inside), exactness, preamble)
 
 
-def cut(prompt: Prompt, segments: Any, exactness: Exactness) -> list[tuple[range, Prompt]]:
-    """The prompt's segments as a caller named them. Raises InvalidRequest."""
+def cut(prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenTokens = ()) -> list[tuple[range, Prompt]]:
+    """The prompt's segments as a caller named them, stored alone or behind a preamble. Raises InvalidRequest, also for
+    a prompt that does not begin with the preamble, and for an extra in it that documents would depend on."""
+    before = preamble_tokens(preamble, prompt.spec)
     if segments is None:
         return []
     if prompt.hashes is not None or prompt.tokens is None:
         raise InvalidRequest("segments need the prompt's tokens: PageHashes depend on what comes before them")
+    check_preamble(prompt.tokens, before)
+    if any(0 < each.position < before.size for each in prompt.extras):
+        raise InvalidRequest(
+            "extras inside the preamble: documents behind it would depend on them; only position 0 may"
+        )
     runs = runs_of(segments, prompt.token_count)
-    return [(run, segment_prompt(prompt, run, exactness)) for run in runs]
+    return [(run, segment_prompt(prompt, run, exactness, before)) for run in runs]
 
 
 def matched(

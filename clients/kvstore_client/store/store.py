@@ -112,6 +112,7 @@ def reserve_request(
             query=prompt.query(name, prompt.digests, hidden_layers),
             token_digests=b"".join(prompt.token_digests()),
             tail_token_count=prompt.token_count % prompt.spec.chunk_tokens,
+            first_position=prompt.first_position,
             shards=shards,
             durability=int(beyond(durability)),  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints
         )
