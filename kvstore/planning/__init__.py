@@ -7,7 +7,7 @@ imports and no others. ``facts`` is what is known of a prompt, ``plan`` what bec
 one to the other over ``offers``. ``setting`` says how much of a reused cache is computed again and what that costs
 (``Recompute.share``), ``profile`` what settings were worth to a pair of models, ``permit`` what follows from that for
 these specs, ``sender`` which models' caches can be shared at all. Whether what may be reused is worth loading is the
-room ``loading``'s.
+room ``loading``'s; ``order`` says which of many contexts comes next.
 """
 
 from kvstore.planning.decision import decide

@@ -67,7 +67,19 @@ CLIENT_MAY_IMPORT = {
     *("v1", "v1alpha"),
 }
 PLANNING_MAY_IMPORT = {
-    *("__future__", "bisect", "blake3", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math"),
+    *(
+        "__future__",
+        "bisect",
+        "blake3",
+        "collections",
+        "dataclasses",
+        "enum",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+    ),
     "typing",
     *("kvstore", "kvstore.errors", "kvstore.keys", "kvstore.planning", "kvstore.spec", "kvstore.units"),
 }
