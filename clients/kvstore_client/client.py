@@ -56,7 +56,7 @@ class Client:
         self.faults = self._context.faults
         self._is_closed = False
         self._known = KnownSegments()
-        self.planner = Planner(self._context.connection, self._context.clock, timeout_s)
+        self.planner = Planner(self._context)
         in_children(self._start_threads)
 
     def _start_threads(self) -> None:

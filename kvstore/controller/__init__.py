@@ -8,6 +8,7 @@ reach no further.
 - ``parts``     what the rooms share: memory, catalog, movement, seams, settings
 - ``sessions``  who is connected, and their staging and leases
 - ``fetches``   lookup, tickets, fetch, arrivals
+- ``prefills``  plans of what is worth loading, and what came of them
 - ``stores``    reserve, fill, commit, join
 - ``operators`` what operators ask, a front of its own
 - ``values``    what goes in and comes out

@@ -61,7 +61,7 @@ class Facts:
     """One prompt of ``token_count`` tokens. ``reusable_token_count``: those from there on are computed in any case, for
     their logits are wanted. ``setting``: the caller's, None: the permits decide. ``hidden``: what is known of E; where
     nothing is, it is taken to be there until a fetch says otherwise. ``loading``: by which ``own`` was cut to what is
-    worth loading; None: it was not."""
+    worth loading; None: it was not. ``load_start``: tokens of ``own`` before it are computed while the rest loads."""
 
     receiver: ModelSpec
     token_count: int
@@ -72,6 +72,7 @@ class Facts:
     hidden: tuple[StoredE, ...] = ()
     is_unavailable: bool = False
     loading: LoadPlan | None = None
+    load_start: int = 0
 
     @property
     def allows_lossy(self) -> bool:

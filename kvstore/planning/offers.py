@@ -95,8 +95,8 @@ def exact_runs(facts: Facts) -> tuple[OfferedRun, ...]:
     """What the model itself computes of this prompt: its stored prefix, and behind it what is stored of a segment that
     stands where it was computed. Ascending; between the two there may be tokens of the preamble."""
     limit = facts.reusable_token_count
-    free = min(facts.own.prefix_token_count, limit)
-    runs = [OfferedRun(0, free, StoredCache(0, facts.own.prefix_token_count))] if free else []
+    start, free = facts.load_start, min(facts.own.prefix_token_count, limit)
+    runs = [OfferedRun(start, free, StoredCache(start, facts.own.prefix_token_count))] if free > start else []
     for segment in facts.own.segments:
         start, stop = max(segment.token_start, free), min(segment.token_start + segment.stored_token_count, limit)
         if segment.is_exact and start < stop:

@@ -82,6 +82,12 @@ class Plan:
         return sum(run.token_count for run in self.runs)
 
     @property
+    def front_token_count(self) -> int:
+        """How many tokens are computed, before all others, while those behind them load."""
+        first = self.runs[0] if self.runs else None
+        return first.token_start if first is not None and first.is_exact and not first.is_standalone else 0
+
+    @property
     def hidden(self) -> tuple[tuple[StoredCache, int], ...]:
         """The E that is fetched by itself: of which cache, entering which layer."""
         wanted = [(run.cache, run.hidden_layer) for run in self.runs if run.hidden_layer is not None]

@@ -26,9 +26,10 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 
 CACHE = "kvstore.v1.CacheService"
 ADMIN = "kvstore.v1alpha.AdminService"
+PREFILLS = "kvstore.v1alpha.PrefillService"
 FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
-    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest"),
+    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans"),
 }
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"
@@ -88,6 +89,8 @@ class Door:
                 stream = guarded(self._forward_stream(service, name), name, self._counters)
                 handlers[name] = grpc.unary_stream_rpc_method_handler(stream)
             self._add(service, handlers)
+        talk = guarded(self._forward_talk(PREFILLS, "PartialPrefill"), "PartialPrefill", self._counters)
+        self._add(PREFILLS, {"PartialPrefill": grpc.stream_stream_rpc_method_handler(talk)})
         own = {
             "Connect": grpc.unary_stream_rpc_method_handler(guarded(self._connect, "Connect", self._counters)),
             "FetchBytes": grpc.unary_stream_rpc_method_handler(guarded(self._fetch, "FetchBytes", self._counters)),
@@ -137,6 +140,25 @@ class Door:
         async def forward(request: bytes, context: Context) -> None:
             node, session = self._admitted(service, name, context)
             call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
+            try:
+                async for message in call:
+                    await context.write(message)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+            finally:
+                call.cancel()
+
+        return forward
+
+    def _forward_talk(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
+        """The same for a stream in both directions."""
+        path = f"/{service}/{name}"
+
+        async def forward(requests: Any, context: Context) -> None:
+            node, session = self._admitted(service, name, context)
+            call = node.channel.stream_stream(path)(
+                requests, timeout=context.time_remaining(), metadata=session.metadata
+            )
             try:
                 async for message in call:
                     await context.write(message)

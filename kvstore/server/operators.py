@@ -23,10 +23,12 @@ from kvstore.controller.operators import (
     Selection,
     ShownChunk,
 )
+from kvstore.controller.prefills import PartialPrefills
 from kvstore.errors import InvalidRequest
 from kvstore.movement import MeasuredTier, TierAccount
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
+from kvstore.server.prefills import render_engine, render_record
 from kvstore.server.render import parse_digests, parse_query
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
@@ -49,9 +51,12 @@ class AdminService:
     """The operator's calls, for sessions of one tenant. Its sockets serve their owner only; over TCP the remote plane
     lets in who has a token that says so."""
 
-    def __init__(self, controller: Controller, operators: Operators, clock: Clock, server_pid: int) -> None:
+    def __init__(
+        self, controller: Controller, operators: Operators, prefills: PartialPrefills, clock: Clock, server_pid: int
+    ) -> None:
         self._controller = controller
         self._operators = operators
+        self._prefills = prefills
         self._clock = clock
         self._started_s = clock.monotonic()
         self._server_pid = server_pid
@@ -60,9 +65,11 @@ class AdminService:
         """A consistent snapshot."""
         session_of(self._controller, context)
         uptime = self._clock.monotonic() - self._started_s
-        return render_stats(
+        reply = render_stats(
             self._controller.stats(), self._controller.tenant, uptime, self._server_pid, descriptor_count()
         )
+        reply.engines.extend(map(render_engine, self._prefills.engine_rates))
+        return reply
 
     async def Tiers(self, request: admin_pb2.TiersRequest, context: Context) -> admin_pb2.TiersResponse:
         """What each tier has, takes and lacks."""
@@ -101,6 +108,11 @@ class AdminService:
                 if news.is_last:
                     _log.info("an operator's change ended", extra={**told, "outcomes": dict(news.tally.counts)})
                 yield _news(news)
+
+    async def Plans(self, request: admin_pb2.PlansRequest, context: Context) -> admin_pb2.PlansResponse:
+        """The last partial prefills, the newest first."""
+        session_of(self._controller, context)
+        return admin_pb2.PlansResponse(plans=map(render_record, self._prefills.records(request.limit)))
 
     def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncGenerator[ChangeNews]:
         """Raises InvalidRequest for a request that names no change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -22,13 +22,22 @@ Context = Any
 """grpc.aio.ServicerContext; grpcio ships no types."""
 
 
+_HANDLERS: Mapping[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether the client, and whether the server, sends a stream. Of a client's stream the servicer gets each message as
+it was decoded, or why it could not be."""
+
+
 def register(server: Any, service: ServiceDescriptor, servicer: object, counters: Counters) -> None:
     """Serve each method of ``service`` by the servicer's method of that name, inside the boundary."""
     handlers = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         function = getattr(servicer, method.name)
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        make = _HANDLERS[method.client_streaming, method.server_streaming]
         wrap = _streaming if method.server_streaming else _unary
         handlers[method.name] = make(
             wrap(function, method.name, counters),

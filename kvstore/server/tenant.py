@@ -17,6 +17,7 @@ from kvstore.arena import Arena, prefault
 from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
 from kvstore.controller.operators import Operators
+from kvstore.controller.prefills import PartialPrefills
 from kvstore.directory import NodeDirectory
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
@@ -27,6 +28,7 @@ from kvstore.server.handoff import Handoff
 from kvstore.server.kept import kept_files
 from kvstore.server.operators import AdminService
 from kvstore.server.outbox import IN_FLIGHT_SHARE, Outbox
+from kvstore.server.prefills import PrefillService
 from kvstore.server.rpc import register
 from kvstore.server.services import CacheService
 from kvstore.server.state import SocketDirectory
@@ -35,7 +37,7 @@ from kvstore.server.world import TierOwner, World
 from kvstore.telemetry import Counters, log_as
 from kvstore.tiers import NotOurs
 from kvstore.v1 import cache_pb2
-from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.limits import REPLY_BYTES_MAX
 
 EPOCH_BYTES = 8
@@ -72,7 +74,8 @@ class Tenant:
         if directory is not None:
             self._announcer = Announcer(self.controller, directory, self._parts.storage_key, world.clock)
         self.operators = Operators(self._parts, self.controller)
-        self._server, self._health = _grpc_server(self.controller, self.operators, self._parts, world)
+        self.prefills = PartialPrefills(self._parts, self.controller.lookups, self.controller.tickets)
+        self._server, self._health = _grpc_server(self.controller, self.operators, self.prefills, self._parts, world)
         self._listener: Any = None
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -207,7 +210,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
 
 
 def _grpc_server(
-    controller: Controller, operators: Operators, parts: Parts, world: World
+    controller: Controller, operators: Operators, prefills: PartialPrefills, parts: Parts, world: World
 ) -> tuple[Any, Any]:  # fmt: skip
     """A server of this tenant's own: its connections and calls are counted by themselves."""
     limits = parts.limits
@@ -223,17 +226,18 @@ def _grpc_server(
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
-    register(server, admin, AdminService(controller, operators, world.clock, os.getpid()), parts.counters)
+    prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
+    register(server, admin, AdminService(controller, operators, prefills, world.clock, os.getpid()), parts.counters)
+    register(server, prefill, PrefillService(controller, prefills), parts.counters)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        (cache.full_name, admin.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-         reflection.SERVICE_NAME), server,
-    )  # fmt: skip
+    own = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    named = [each.full_name for each in (cache, admin, prefill, own)]
+    reflection.enable_server_reflection((*named, reflection.SERVICE_NAME), server)
     return server, health_service
 
 
 async def _report_healthy(health_service: Any) -> None:
-    for module in (cache_pb2, admin_pb2):
+    for module in (cache_pb2, admin_pb2, prefill_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             await health_service.set(service.full_name, health_pb2.HealthCheckResponse.SERVING)

@@ -1,4 +1,5 @@
 from kvstore.v1 import cache_pb2 as _cache_pb2
+from kvstore.v1alpha import prefill_pb2 as _prefill_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -142,7 +143,7 @@ class TierRate(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.Tier, str]] = ..., bytes_per_second: _Optional[float] = ..., latency_seconds: _Optional[float] = ..., caution: _Optional[float] = ..., confidence: _Optional[float] = ..., sample_count: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., least_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count", "rates")
+    __slots__ = ("version", "uptime_seconds", "server_pid", "tenant", "arena", "sessions", "models", "counters", "tiers", "tier_problem", "backlog_chunk_count", "loading_bytes", "descriptor_count", "rates", "engines")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +165,7 @@ class StatsResponse(_message.Message):
     LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_COUNT_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     server_pid: int
@@ -178,7 +180,22 @@ class StatsResponse(_message.Message):
     loading_bytes: int
     descriptor_count: int
     rates: _containers.RepeatedCompositeFieldContainer[TierRate]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[TierRate, _Mapping]]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineRate]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., server_pid: _Optional[int] = ..., tenant: _Optional[str] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., sessions: _Optional[_Union[SessionStats, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tier_problem: _Optional[str] = ..., backlog_chunk_count: _Optional[int] = ..., loading_bytes: _Optional[int] = ..., descriptor_count: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[TierRate, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineRate, _Mapping]]] = ...) -> None: ...
+
+class EngineRate(_message.Message):
+    __slots__ = ("fingerprint", "model_id", "step_tokens", "rate", "confidence")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    model_id: str
+    step_tokens: int
+    rate: _prefill_pb2.ComputeRate
+    confidence: float
+    def __init__(self, fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., rate: _Optional[_Union[_prefill_pb2.ComputeRate, _Mapping]] = ..., confidence: _Optional[float] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()
@@ -495,3 +512,39 @@ class ChangeResponse(_message.Message):
     problem: str
     is_last: bool
     def __init__(self, done_count: _Optional[int] = ..., total_count: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., problem: _Optional[str] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class PlansRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class PlanEntry(_message.Message):
+    __slots__ = ("number", "began_seconds", "fingerprint", "model_id", "step_tokens", "mode", "plan", "stored_token_count", "state", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    began_seconds: float
+    fingerprint: bytes
+    model_id: str
+    step_tokens: int
+    mode: _prefill_pb2.PlanningMode
+    plan: _prefill_pb2.LoadPlan
+    stored_token_count: int
+    state: str
+    end: _prefill_pb2.EndPrefill
+    def __init__(self, number: _Optional[int] = ..., began_seconds: _Optional[float] = ..., fingerprint: _Optional[bytes] = ..., model_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., mode: _Optional[_Union[_prefill_pb2.PlanningMode, str]] = ..., plan: _Optional[_Union[_prefill_pb2.LoadPlan, _Mapping]] = ..., stored_token_count: _Optional[int] = ..., state: _Optional[str] = ..., end: _Optional[_Union[_prefill_pb2.EndPrefill, _Mapping]] = ...) -> None: ...
+
+class PlansResponse(_message.Message):
+    __slots__ = ("plans",)
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    plans: _containers.RepeatedCompositeFieldContainer[PlanEntry]
+    def __init__(self, plans: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ...) -> None: ...

@@ -64,6 +64,11 @@ class AdminServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.FromString,
                 _registered_method=True)
+        self.Plans = channel.unary_unary(
+                '/kvstore.v1alpha.AdminService/Plans',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.PlansRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.PlansResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -113,6 +118,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plans(self, request, context):
+        """The last partial prefills, the newest first: what was planned, and what came of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Change,
                     request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.SerializeToString,
+            ),
+            'Plans': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plans,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.PlansRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.PlansResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class AdminService:
             '/kvstore.v1alpha.AdminService/Change',
             kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_admin__pb2.ChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/Plans',
+            kvstore_dot_v1alpha_dot_admin__pb2.PlansRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.PlansResponse.FromString,
             options,
             channel_credentials,
             insecure,

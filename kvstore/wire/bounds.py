@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2, remote_pb2
-from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire.limits import FIELD_LIMITS, MESSAGE_BYTES, PARTS_MAX, Limit
 
 _SIZED = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
@@ -120,7 +120,7 @@ def _room(field: Any, limit: Limit) -> int:
 
 
 def _kinds() -> Iterator[tuple[Any, tuple[int, _Rules]]]:
-    for module in (cache_pb2, remote_pb2, admin_pb2):
+    for module in (cache_pb2, remote_pb2, admin_pb2, prefill_pb2):
         for kind in module.DESCRIPTOR.message_types_by_name.values():
             if kind.full_name in MESSAGE_BYTES:
                 yield GetMessageClass(kind), (MESSAGE_BYTES[kind.full_name], _rules(kind))

@@ -36,6 +36,8 @@ NODE_NAME_MAX = 128
 SELECTED_CHUNKS_MAX = 1 << 14
 """Of a prompt that an operator names: 2 M tokens in chunks of 128."""
 HOTTEST_MAX = 256
+ENGINES_MAX = 64
+PLANS_MAX = 256
 REPLY_BYTES_MAX = 64 * MIB
 
 
@@ -154,6 +156,9 @@ _OPERATORS: Mapping[str, Limit] = {
     "StatsResponse.tiers": Limit(count=16),
     "StatsResponse.tier_problem": Limit(size=4096),
     "StatsResponse.rates": Limit(count=64),
+    "StatsResponse.engines": Limit(count=ENGINES_MAX),
+    "EngineRate.fingerprint": Limit(size=64),
+    "EngineRate.model_id": Limit(size=512),
     "TierRate.tier": Limit(size=64),
     "ModelStats.served_hours": Limit(count=64),
     "HottestResponse.prefixes": Limit(count=HOTTEST_MAX),
@@ -198,11 +203,23 @@ _OPERATORS: Mapping[str, Limit] = {
     "ChunkDetail.children": _digests(256),
     "ChunkDetail.levels": Limit(count=8),
     "ShowChunkResponse.parts": Limit(count=1 << 16),
+    "PlanEntry.fingerprint": Limit(size=64),
+    "PlanEntry.model_id": Limit(size=512),
+    "PlanEntry.state": Limit(size=64),
+    "PlansResponse.plans": Limit(count=PLANS_MAX),
+}
+
+_PREFILLS: Mapping[str, Limit] = {
+    "BeginPrefill.ways": Limit(count=16),
+    "Candidate.form": Limit(size=64),
+    "Candidate.refused": Limit(size=4096),
+    "LoadPlan.candidates": Limit(count=64),
+    "LoadPlan.why": Limit(size=4096),
 }
 
 FIELD_LIMITS: Mapping[str, Limit] = {
     **{f"kvstore.v1.{name}": limit for name, limit in {**_SPEC, **_REQUESTS, **_HANDED_ON, **_REPLIES}.items()},
-    **{f"kvstore.v1alpha.{name}": limit for name, limit in _OPERATORS.items()},
+    **{f"kvstore.v1alpha.{name}": limit for name, limit in {**_OPERATORS, **_PREFILLS}.items()},
 }
 
 MESSAGE_BYTES: Mapping[str, int] = {
@@ -225,5 +242,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1alpha.ChangeRequest": 6 * MIB,
     "kvstore.v1alpha.ShowChunkRequest": 4096,
     "kvstore.v1alpha.HottestRequest": 4096,
+    "kvstore.v1alpha.PlansRequest": 4096,
+    "kvstore.v1alpha.PartialPrefillRequest": 5 * MIB,
 }
 """Of a whole message, before it is decoded: what its fields may carry together. Of one with data: what comes before."""

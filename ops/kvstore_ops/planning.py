@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import fingerprint
 from kvstore.planning.loading import (
     ComputeRate,
     LoadFacts,
@@ -26,6 +27,7 @@ from kvstore.planning.loading import (
 )
 from kvstore.spec import ModelSpec, Tier
 from kvstore.units import format_bytes, parse_bytes
+from kvstore.v1alpha import admin_pb2
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 
 WIDTH = 48
@@ -34,7 +36,10 @@ MEMORY = "memory"
 SLOWEST_PER_S, FASTEST_PER_S = 1e-3, 1e9
 """Tokens that an engine computes."""
 TIERS = {tier.name.lower(): tier for tier in (Tier.NVME, Tier.REDIS, Tier.S3)}
-UNMEASURED = "This engine's speed is not known here: give --prefill-tokens-per-s. Without it seconds mean nothing."
+UNMEASURED = (
+    "No engine has told the sidecar how fast it computes this model (they do with client.partial_prefill): give "
+    "--prefill-tokens-per-s. Without it seconds mean nothing."
+)
 
 
 def plan(
@@ -42,7 +47,8 @@ def plan(
     prompt: Annotated[Path, typer.Option("--prompt", help="JSON token ids; text with --tokenizer.")],
     tokenizer: Annotated[str, typer.Option(help="transformers' tokenizer: a directory or a name.")] = "",
     prefill_tokens_per_s: Annotated[
-        float, typer.Option(help="How fast the engine computes a prompt without a context; 0: nobody knows.", min=0.0)
+        float,
+        typer.Option(help="How fast the engine computes a prompt without a context; 0: as engines told.", min=0.0),
     ] = 0.0,
     step_tokens: Annotated[int, typer.Option(help="Rows of one forward pass; 0: all at once.", min=0)] = 0,
     rate: Annotated[
@@ -68,12 +74,30 @@ def plan(
         spec = locate.model_named(client, model)
         match = client.lookup(spec, tokens)
         facts = client.planner.facts(spec, match, len(tokens), len(tokens) - 1, step_tokens, frozenset(Way))
+        facts = replace(facts, compute=told_compute(client.stats().engines, spec, step_tokens))
     facts = supposed(facts, spec, prefill_tokens_per_s, rate or [])
     found = plan_loading(facts)
     if as_json:
         print(json.dumps(as_dict(facts, found), indent=2))
         return
     Console().print(render(facts, found))
+
+
+def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_tokens: int) -> ComputeRate:
+    """What engines told the sidecar of a model: an unknown rate where none did."""
+    name = fingerprint(spec, spec.kind)
+    for each in engines:
+        rate = ComputeRate(
+            each.rate.pass_seconds,
+            each.rate.token_seconds,
+            each.rate.pair_seconds,
+            each.rate.load,
+            each.rate.caution,
+            each.rate.sample_count,
+        )
+        if (each.fingerprint, each.step_tokens) == (name, step_tokens) and rate.is_sound:
+            return rate
+    return ComputeRate()
 
 
 def supposed(facts: LoadFacts, spec: ModelSpec, prefill_tokens_per_s: float, rates: Sequence[str]) -> LoadFacts:

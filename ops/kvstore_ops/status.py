@@ -56,6 +56,8 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
     tables: list[Table | Text] = [held, *map(_tier, stats.tiers), models, done]
     if stats.rates:
         tables.insert(-2, _rates(stats.rates))
+    if stats.engines:
+        tables.insert(-2, _engines(stats.engines))
     if stats.tier_problem:
         tables.insert(0, cell(stats.tier_problem, "red"))
     return Group(*tables)
@@ -69,6 +71,19 @@ def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
         drawn.add_row(
             cell(each.tier), format_bytes(int(each.bytes_per_second)), f"{each.latency_seconds * 1e3:.3g} ms",
             f"{each.caution:.2g} times as long", known, format_bytes(each.queued_bytes),
+        )  # fmt: skip
+    return drawn
+
+
+def _engines(engines: Iterable[admin_pb2.EngineRate]) -> Table:
+    """How fast engines compute prompts, and how sure that is."""
+    drawn = Table("engine of", "rows a pass", "tokens per second", "load", "confidence")
+    for each in engines:
+        rate = each.rate
+        per_s = 1.0 / rate.token_seconds if rate.token_seconds else 0.0
+        drawn.add_row(
+            cell(each.model_id), str(each.step_tokens or "all"), f"{per_s:,.0f}", f"{rate.load:.2g}",
+            f"{each.confidence:.0%} ({rate.sample_count} measured)",
         )  # fmt: skip
     return drawn
 

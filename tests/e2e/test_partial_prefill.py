@@ -272,7 +272,14 @@ def test_the_model_itself_is_no_sender_however_much_is_stored_meanwhile(
         store()
         return plain(*args, **options)
 
+    planned = client.planner.begin
+
+    def begin(*args: Any) -> Any:
+        store()
+        return planned(*args)
+
     monkeypatch.setattr(client, "lookup", lookup)
+    monkeypatch.setattr(client.planner, "begin", begin)
     found = client.partial_prefill(RECEIVER, tokens, senders=[RECEIVER.spec, RECEIVER.spec], recompute=setting)
     same(found, recompute(RECEIVER, tokens, [given(made, 0, 16)], setting))
     assert found.exactness is Exactness.EXACT

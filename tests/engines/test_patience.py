@@ -115,10 +115,12 @@ def test_a_partial_prefill_does_so_too(
     runner = TransformersRunner(model, chunk_tokens=STEP)
     is_link(client, 1e12)
     is_tier(client)
-    for _ in range(40):
-        client.planner.computed(runner.spec, 0, Prefill(1000, 0, 1.0))
+    for _ in range(40):  # slow enough for what the sidecar takes its files for
+        client.planner.computed(runner.spec, 0, Prefill(1000, 0, 5.0))
     sidecar.switches.turn_on(Switch.STALLED)
+    began_s = client.planner.clock.monotonic()
     found = client.partial_prefill(runner, ids[0])
+    assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
     assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
     assert "longer than a plain prefill" in found.plan.reason
     assert client.statistics()["loads_given_up"] == 1

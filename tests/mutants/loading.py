@@ -11,6 +11,8 @@ RATES = "kvstore/planning/loading/rates.py"
 COMPUTE = "kvstore/planning/loading/compute.py"
 CLIENT = "clients/kvstore_client/loading/planner.py"
 PATIENCE = "clients/kvstore_client/loading/patience.py"
+PREFILLS = "kvstore/controller/prefills/prefills.py"
+T_CALL = "tests/e2e/test_prefill_call.py"
 T_PATIENCE = "tests/engines/test_patience.py"
 T_PLANNED = "tests/engines/test_planned_loads.py"
 T_LOADING = "tests/planning/test_loading.py"
@@ -97,5 +99,29 @@ MUTANTS = [
         "        if True:\n            meter.since_s",
         "reads side by side make a tier look faster than it is",
         (f"{T_METERS}::test_a_tier_that_is_never_idle_is_measured_every_second",),
+    ),
+    Mutant(
+        "more-time-than-went-by",
+        PREFILLS,
+        "computed.is_sound and computed.seconds <= took_s",
+        "computed.is_sound",
+        "a client that lies makes its sidecar take an engine for slow",
+        (f"{T_CALL}::test_lies_teach_nothing",),
+    ),
+    Mutant(
+        "a-plan-outlives-its-client",
+        PREFILLS,
+        "        self._tickets.release(planned.found.ticket)\n        if planned",
+        "        if planned",
+        "what was planned for a client that is gone stays in memory until its ticket expires",
+        (f"{T_CALL}::test_a_client_that_goes_in_the_middle_holds_nothing",),
+    ),
+    Mutant(
+        "all-is-held-that-was-found",
+        PREFILLS,
+        "        self._tickets.release(found.ticket)\n        if stop <= first:",
+        "        if stop <= first:",
+        "the ticket for all that was found is forgotten, and holds it",
+        (f"{T_CALL}::test_it_is_computed_where_that_is_fastest_and_nothing_is_held",),
     ),
 ]

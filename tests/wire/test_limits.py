@@ -14,7 +14,7 @@ from kvstore_ops.sidecar import TOKEN, Sidecar
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import remote_pb2 as rpb
-from kvstore.v1alpha import admin_pb2
+from kvstore.v1alpha import admin_pb2, prefill_pb2
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.bounds import check_parts, decode
 from kvstore.wire.data import FIELD_COUNT_MAX, data_message, split_message
@@ -22,7 +22,7 @@ from kvstore.wire.limits import FIELD_LIMITS, MESSAGE_BYTES, PARTS_MAX
 from tests.server.raw import Raw
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (pb.DESCRIPTOR, rpb.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+FILES = (pb.DESCRIPTOR, rpb.DESCRIPTOR, admin_pb2.DESCRIPTOR, prefill_pb2.DESCRIPTOR)
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for file in FILES for service in file.services_by_name.values() for method in service.methods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
@@ -12,26 +12,26 @@ from kvstore.planning.loading import (
     ASSUMED,
     BusyTime,
     BusyTimes,
-    HeldRun,
     LoadFacts,
     LoadPlan,
     Operations,
     Prefill,
     Prefills,
-    Stock,
     TierFacts,
     TierRate,
     Way,
-    merged_runs,
     plan_loading,
 )
+from kvstore.planning.loading.facts import IN_MEMORY, prompt_facts, slowest_tiers
 from kvstore.planning.loading.rates import SLOWEST, is_probe_due
-from kvstore.seams import Clock
 from kvstore.spec import ChunkState, ModelSpec, Tier
 from kvstore.v1alpha import admin_pb2
-from kvstore_client.connection import Connection
+from kvstore_client.connection import Miss
+from kvstore_client.context import Context
 from kvstore_client.fetch.wanted import Wanted
+from kvstore_client.loading.call import Asked, PrefillCall, begin, matched
 from kvstore_client.lookup.match import ChunkMatch, Match
+from kvstore_client.prompt import Prompt
 
 MODES = ("off", "observe", "on")
 ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
@@ -43,7 +43,6 @@ RATES_WAIT_S = 1.0
 LOOK_S_MIN = 1.0
 """Partial prefills look no more often for what their plans left out."""
 GIVEN_UP = "loads_given_up"
-IN_MEMORY = (Tier.DRAM, Tier.HBM)
 ENGINES_MAX = 64
 """The planner remembers the prefills of so many engines: of those that computed last."""
 
@@ -60,10 +59,10 @@ class Planner:
     """``mode``: "off" loads all that is stored; "observe" plans as well, and does it all the same; "on" does what the
     plan says. Safe to share between threads."""
 
-    def __init__(self, connection: Connection, clock: Clock, timeout_s: float) -> None:
-        self._connection = connection
-        self.clock = clock
-        self.timeout_s = timeout_s
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.clock = context.clock
+        self.timeout_s = context.timeout_s
         self._mode = "off"
         self._lock = threading.Lock()
         self._link = BusyTimes()
@@ -98,7 +97,7 @@ class Planner:
     def given_up(self) -> None:
         """Count a load that was given up, so that the prompt is computed."""
         with self._lock:
-            self._connection.counters[GIVEN_UP] += 1
+            self._context.counters[GIVEN_UP] += 1
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
         """An engine that computes ``step_tokens`` at a time, 0: all at once, took so long for a prefill. What no engine
@@ -121,26 +120,36 @@ class Planner:
         lies in, once a second at most."""
         return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
 
+    def or_miss(self) -> Miss:
+        """See ``Connection.or_miss``."""
+        return self._context.or_miss()
+
+    def begin(self, prompt: Prompt, asked: Asked) -> PrefillCall | None:
+        """Begin a partial prefill, planned by the sidecar with what was measured here. None: it is of a release that
+        plans none. Raises the typed error of a call that fails."""
+        with self._lock:
+            prefills = self._prefills.get((prompt.spec, asked.step_tokens)) or Prefills(0.0)
+            link = self._link.rate
+        return begin(self._context, prompt, asked, prefills.rate, link)
+
+    def found(self, prompt: Prompt, call: PrefillCall) -> Match:
+        """See ``loading.call.matched``."""
+        return matched(self._context, prompt, call)
+
     def facts(
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
         ways: frozenset[Way],
     ) -> LoadFacts:  # fmt: skip
         """What ``plan`` rests on: for whoever wants to know what other facts would make of it."""
-        runs = merged_runs(self._runs(spec, match))
-        if any(run.tier not in IN_MEMORY for run in runs):
+        stored = list(_stored(match))
+        if any(tier not in IN_MEMORY for _, tier in stored):
             self._ask()
         with self._lock:
             prefills = self._prefills.get((spec, step_tokens)) or Prefills(0.0)
             link, tiers = self._link.rate or ASSUMED[Tier.DRAM], dict(self._tiers)
-        for run in runs:
-            if run.tier not in IN_MEMORY:
-                tiers.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, SLOWEST)))
-        share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
-        stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
-        return LoadFacts(
-            token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link, stocks=stocks,
-            tiers=tiers, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
-            step_tokens=step_tokens, ways=ways,
+        return prompt_facts(
+            spec, stored, token_count=token_count, reusable_tokens=reusable_tokens, compute=prefills.rate, link=link,
+            tiers=tiers, step_tokens=step_tokens, ways=ways,
         )  # fmt: skip
 
     def probe(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> Probe | None:
@@ -179,16 +188,6 @@ class Planner:
                 self._probed_s[tier] = now
         return is_due
 
-    def _runs(self, spec: ModelSpec, match: Match) -> list[HeldRun]:
-        token_bytes = Wanted.of(spec, None, None, (), False).byte_count(1)
-        runs = []
-        for chunk in match.chunks:
-            stop = min(chunk.token_stop, match.prefix_token_count)
-            if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
-                break
-            runs.append(HeldRun(stop - chunk.token_start, chunk.tier, token_bytes))
-        return runs
-
     def _ask(self) -> None:
         """The sidecar's rates. While it is gone, what it said last holds."""
         with self._lock:
@@ -196,21 +195,29 @@ class Planner:
             if now - self._asked_s < RATES_AGE_S_MAX:
                 return
             self._asked_s = now
-        with self._connection.or_miss():
-            session = self._connection.session()
+        with self._context.or_miss():
+            session = self._context.connection.session()
             stats = session.call(session.admin.Stats, admin_pb2.StatsRequest(), min(self.timeout_s, RATES_WAIT_S))
             with self._lock:
                 self._tiers = told_facts(stats.rates)
 
 
+def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
+    """Of a prompt's exact prefix, chunk by chunk: tokens, and the tier that has them."""
+    for chunk in match.chunks:
+        stop = min(chunk.token_stop, match.prefix_token_count)
+        if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
+            return
+        yield stop - chunk.token_start, chunk.tier
+
+
 def told_facts(rates: Iterable[admin_pb2.TierRate]) -> dict[Tier, TierFacts]:
-    """What a sidecar told of its tiers. Of two of one kind the slower one counts, for a chunk's place does not say
-    which has it. What no tier has, like a rate that is no number, is left out: that tier's is assumed."""
-    found: dict[Tier, TierFacts] = {}
-    for told in rates:
-        byte_s = 1.0 / told.bytes_per_second if told.bytes_per_second else math.inf
-        rate = TierRate(told.latency_seconds, byte_s, told.caution, told.sample_count, told.least_bytes)
-        kind, facts = Tier(told.kind), TierFacts(rate, float(told.queued_bytes))
-        if rate.is_sound and (kind not in found or byte_s > found[kind].rate.byte_s):
-            found[kind] = facts
-    return found
+    """What a sidecar told of its tiers. What no tier has, like a rate that is no number, is left out: that tier's is
+    assumed."""
+    told = []
+    for each in rates:
+        byte_s = 1.0 / each.bytes_per_second if each.bytes_per_second else math.inf
+        rate = TierRate(each.latency_seconds, byte_s, each.caution, each.sample_count, each.least_bytes)
+        if rate.is_sound:
+            told.append((Tier(each.kind), TierFacts(rate, float(each.queued_bytes))))
+    return slowest_tiers(told)

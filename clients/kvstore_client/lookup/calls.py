@@ -53,12 +53,22 @@ def _look_up(
     step, count = prompt.spec.chunk_tokens, prompt.token_count
     reply = _ask(context, prompt, prompt.digests, readers, [each for _, each in cut])
     chunks = chunk_matches(reply.runs, step, 0, count)
-    hits, ticket = reply.hit_count, reply.ticket
-    prefix = min(hits * step, count)
+    prefix, held = with_tail(context, prompt, reply, readers)
+    return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
+
+
+def with_tail(
+    context: Context, prompt: Prompt, found: pb.LookupResponse | Answer, readers: int
+) -> tuple[int, bytes | None]:
+    """What was found of a prompt's whole chunks, with the partial chunk behind them where one is stored that the prompt
+    has: how many tokens that are, and a ticket for all of them where there are ``readers``. Lets go of the ticket that
+    it takes the place of, and of both when it raises."""
+    hits, ticket = found.hit_count, found.ticket
+    prefix = min(hits * prompt.spec.chunk_tokens, prompt.token_count)
     digests, longer = prompt.digests[:hits], None
     try:
         tail = longest_tail(
-            prompt, prefix, hits, reply,
+            prompt, prefix, hits, found,
             lambda names: first_held(*context.ready(prompt.spec), prompt, (), context.timeout_s, names),
         )  # fmt: skip
         longer = _ask(context, prompt, [*digests, tail[1]], readers) if tail and readers else None
@@ -75,8 +85,7 @@ def _look_up(
             release(context, longer.ticket)
             tail = None
     prefix += tail[0] if tail else 0
-    held = pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
-    return Match(prefix, chunks, held, matched(cut, reply.segments, prefix, known))
+    return prefix, pack_ticket(ticket, prompt.spec, digests, prompt.exactness, prefix) if ticket else None
 
 
 def _ask(

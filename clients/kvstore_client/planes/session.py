@@ -16,7 +16,7 @@ from kvstore.errors import KVStoreError, Unavailable, from_status
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
-from kvstore.v1alpha import admin_pb2_grpc
+from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_ERROR
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
@@ -79,6 +79,9 @@ class Session(Plane):
 
     cache: cache_pb2_grpc.CacheServiceStub
     admin: admin_pb2_grpc.AdminServiceStub
+    prefills: prefill_pb2_grpc.PrefillServiceStub
+    has_prefills = True
+    """Until the sidecar says that it is of a release that knows no partial prefills."""
     channel: grpc.Channel
     staging: Staging
     metadata: tuple[tuple[str, str | bytes], ...]

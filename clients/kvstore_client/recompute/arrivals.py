@@ -12,6 +12,7 @@ from kvstore.planning.loading import BusyTime
 from kvstore.spec import Exactness, ModelSpec
 from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.prompt import Prompt
+from kvstore_client.recompute.inquiry import Held
 from kvstore_client.recompute.merged import dense_planes
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.runs import Run
@@ -25,11 +26,11 @@ Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Arrivals:
-    """What is fetched of one prompt, and where it goes. ``tickets``: by which caches are held, by model."""
+    """What is fetched of one prompt, and where it goes. ``held``: what holds it until then."""
 
     def __init__(self, client: Client, request: Request, timeout_s: float) -> None:
         self._client, self._request, self._timeout_s = client, request, timeout_s
-        self.tickets: dict[ModelSpec, bytes] = {}
+        self.held = Held()
         self._given: list[bytes] = []
         self._sources: list[FetchedRun] = []
         self._transfers: dict[StoredCache, Transfer] = {}
@@ -75,8 +76,9 @@ class Arrivals:
         """Bytes and seconds of each transfer that came whole from the sidecar's memory."""
         return [each.measured for each in self._transfers.values() if each.measured is not None]
 
-    def close(self) -> None:
-        """Stop what is on its way, and hold nothing. Idempotent."""
+    def close(self) -> bool:
+        """Stop what is on its way, and hold nothing. True: nothing writes to where it was to land any more.
+        Idempotent."""
         for source in self._sources:
             source.close()
         for transfer in self._ahead.values():
@@ -84,10 +86,11 @@ class Arrivals:
         while self._given:  # a ticket of which a chunk was lost stays open: the transfer could not redeem it
             self._client.release_ticket(self._given.pop())
         self._release()
+        return all(each.is_done for each in self._transfers.values())
 
     def _release(self) -> None:
-        while self.tickets:
-            self._client.release_ticket(self.tickets.popitem()[1])
+        while self.held.tickets:
+            self._client.release_ticket(self.held.tickets.popitem()[1])
 
     def _source(self, plan: Plan, run: PlannedRun) -> FetchedRun:
         runner = self._request.runner
@@ -121,8 +124,10 @@ class Arrivals:
             is_last = not any(parts[-1].token_stop <= each.token_start < cache.token_stop for each in plan.runs)
             into = places(windows, layers, wanted, is_last=is_last)
         if not cache.is_standalone:
-            transfer = self._client.start_fetch(self.tickets[spec], into=into, layers=layers)
-            self._given.append(self.tickets.pop(spec))  # the transfer redeems it; one that could not begin does not
+            transfer = self._client.start_fetch(self.held.tickets[spec], into=into, layers=layers)
+            self._given.append(
+                self.held.tickets.pop(spec)
+            )  # the transfer redeems it; one that could not begin does not
             return transfer
         transfer = self._asked(cache, layers, into)
         if transfer.token_count < parts[-1].rows.stop:

@@ -2,75 +2,149 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.planning import Facts, Holding, Permit, StoredSegment
-from kvstore.planning.loading import LoadPlan
+from kvstore.planning.loading import LoadPlan, Way
+from kvstore.planning.loading.facts import IN_MEMORY
 from kvstore.planning.permit import ALONE
 from kvstore.planning.profile import Origin
-from kvstore.spec import MissReason, ModelSpec
-from kvstore_client.lookup.match import Match
+from kvstore.spec import ChunkState, Exactness, MissReason, ModelSpec
+from kvstore_client.loading.call import Asked, PrefillCall
+from kvstore_client.loading.planner import ENGINE_WAYS
+from kvstore_client.lookup.match import Match, missed_chunks
+from kvstore_client.prompt import Prompt
 from kvstore_client.recompute.request import Request
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
 
 
-def ask(client: Client, request: Request, tickets: dict[ModelSpec, bytes]) -> Facts:
+@dataclass
+class Held:
+    """What an inquiry holds for whoever acts on it. ``tickets``: by which caches are held, by model. ``call``: the
+    partial prefill that the sidecar knows of; None: it was not asked to plan."""
+
+    tickets: dict[ModelSpec, bytes] = field(default_factory=dict)
+    call: PrefillCall | None = None
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What is stored of the model's own prefix, from ``load_start`` on, as far as it is worth loading."""
+
+    match: Match
+    loading: LoadPlan | None = None
+    load_start: int = 0
+
+
+def ask(client: Client, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
     """What the model itself has, and the senders of which a profile, or the caller's setting, lets anything through.
-    Senders are not asked where nothing of theirs may be reused. ``tickets`` gets those of what was found, by model."""
+    Senders are not asked where nothing of theirs may be reused. ``held`` gets what holds what was found.
+    ``in_memory``: only the prefix that lies in memory now."""
     receiver = request.runner.spec
-    match, loading = _worth_loading(client, request, _lookup(client, request, receiver, tickets), tickets)
+    own = _in_memory(client, request, held) if in_memory else _planned(client, request, held)
     facts = Facts(
-        receiver, int(request.tokens.size), request.reusable_token_count, _holding(request, match),
-        setting=request.setting, loading=loading,
-        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in match.chunks[:1]),
+        receiver, int(request.tokens.size), request.reusable_token_count, _holding(request, own.match),
+        setting=request.setting, loading=own.loading, load_start=own.load_start,
+        is_unavailable=any(chunk.reason is MissReason.UNAVAILABLE for chunk in own.match.chunks[:1]),
     )  # fmt: skip
-    if not facts.allows_lossy:
+    if in_memory or not facts.allows_lossy:
         return facts
-    own = facts.own
-    if any(segment.stored_token_count for segment in own.segments):
-        own = replace(own, permits=_permits(client, request, None, "position"))
+    asked = facts.own
+    if any(segment.stored_token_count for segment in asked.segments):
+        asked = replace(asked, permits=_permits(client, request, None, "position"))
     senders = []
     for sender in request.senders:
-        asked = Holding(sender, permits=_permits(client, request, sender, "sibling", "both"))
-        if not asked.is_refused:
-            found = _holding(request, _lookup(client, request, sender, tickets))
-            asked = replace(found, sender=sender, permits=asked.permits)
-        senders.append(asked)
-    return replace(facts, own=own, senders=tuple(senders))
+        told = Holding(sender, permits=_permits(client, request, sender, "sibling", "both"))
+        if not told.is_refused:
+            found = _holding(request, _lookup(client, request, sender, held))
+            told = replace(found, sender=sender, permits=told.permits)
+        senders.append(told)
+    return replace(facts, own=asked, senders=tuple(senders))
 
 
-def _lookup(client: Client, request: Request, spec: ModelSpec, tickets: dict[ModelSpec, bytes]) -> Match:
+def _lookup(client: Client, request: Request, spec: ModelSpec, held: Held) -> Match:
     match = client.lookup(
         spec, request.tokens, hold=True, extras=request.extras, segments=request.segments, preamble=request.preamble
     )  # fmt: skip
     if match.ticket:
-        tickets[spec] = match.ticket
+        held.tickets[spec] = match.ticket
     return match
 
 
-def _worth_loading(
-    client: Client, request: Request, match: Match, tickets: dict[ModelSpec, bytes]
-) -> tuple[Match, LoadPlan | None]:
-    """Of the model's own prefix as much as is loaded sooner than computed, by the client's planner; all of it where
-    that is off, and where something may be reused behind it."""
+def _planned(client: Client, request: Request, held: Held) -> _Own:
+    """The model's own prefix, as far as it is worth loading: by the sidecar's plan, or by this client's where all of it
+    shows in shared memory. With segments and senders it is no question what is loaded: the sidecar plans nothing."""
+    if request.segments or request.senders:
+        return _Own(_lookup(client, request, request.runner.spec, held))
+    seen = client.peek(request.runner.spec, request.tokens, extras=request.extras)
+    if seen is not None and all(each.tier in IN_MEMORY for each in seen.chunks if each.state is ChunkState.HIT):
+        return _worth_loading(client, request, held)
+    return _by_call(client, request, held) or _worth_loading(client, request, held)
+
+
+def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
+    """By the sidecar's plan; None: it makes none. While it is gone nothing is stored."""
+    planner, spec, step = client.planner, request.runner.spec, request.runner.spec.chunk_tokens
+    prompt = Prompt.of(spec, request.tokens, request.extras, Exactness.EXACT)
+    with planner.or_miss() as miss:
+        asked = Asked(request.reusable_token_count, 0, _ways(spec), planner.mode)
+        held.call = planner.begin(prompt, asked)
+        if held.call is None:
+            return None
+        match = planner.found(prompt, held.call)
+        if match.ticket:
+            held.tickets[spec] = match.ticket
+        first, count = held.call.answer.chunk_first, held.call.answer.chunk_count
+        if count < held.call.answer.found.hit_count:
+            match = replace(match, prefix_token_count=(first + count) * step)
+        return _Own(match, held.call.plan, first * step)
+    assert miss.why, "what did not return has missed"
+    return _Own(Match(0, missed_chunks(step, 0, prompt.token_count, MissReason.UNAVAILABLE)))
+
+
+def _ways(spec: ModelSpec) -> frozenset[Way]:
+    """What this library's pass over the layers can do. K and V that are projected from E have to begin the prompt."""
+    return ENGINE_WAYS if spec.keeps_e else ENGINE_WAYS | {Way.MEET}
+
+
+def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
+    """By this client's plan; all of it where planning is off."""
     planner, spec, tokens = client.planner, request.runner.spec, request.tokens
-    if planner.mode == "off" or not match or request.segments or request.senders or request.extras:
-        return match, None
+    match = _lookup(client, request, spec, held)
+    if planner.mode == "off" or not match or request.extras:
+        return _Own(match)
     plan = planner.plan(spec, match, int(tokens.size), request.reusable_token_count, 0)
     whole = min(match.prefix_token_count, request.reusable_token_count) // spec.chunk_tokens * spec.chunk_tokens
     stop = plan.chosen.load_stop
     if planner.mode == "observe" or stop >= whole:
-        return match, plan
-    client.release_ticket(tickets.pop(spec, None))
+        return _Own(match, plan)
+    return _Own(_cut(client, request, held, match, stop), plan)
+
+
+def _in_memory(client: Client, request: Request, held: Held) -> _Own:
+    """What lies in the sidecar's memory now."""
+    match = _lookup(client, request, request.runner.spec, held)
+    stop = 0
+    for chunk in match.chunks:
+        if chunk.state is not ChunkState.HIT or chunk.tier not in IN_MEMORY:
+            break
+        stop = chunk.token_stop
+    return _Own(match if stop >= match.prefix_token_count else _cut(client, request, held, match, stop))
+
+
+def _cut(client: Client, request: Request, held: Held, match: Match, stop: int) -> Match:
+    """Hold the first ``stop`` tokens instead of all that was found."""
+    spec = request.runner.spec
+    client.release_ticket(held.tickets.pop(spec, None))
     if not stop:
-        return replace(match, prefix_token_count=0, ticket=None), plan
-    again = client.lookup(spec, tokens[:stop], hold=True)
+        return replace(match, prefix_token_count=0, ticket=None)
+    again = client.lookup(spec, request.tokens[:stop], hold=True, extras=request.extras)
     if again.ticket:
-        tickets[spec] = again.ticket
-    return again, plan
+        held.tickets[spec] = again.ticket
+    return again
 
 
 def _holding(request: Request, match: Match) -> Holding:

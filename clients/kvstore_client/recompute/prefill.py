@@ -1,10 +1,10 @@
 """Partial prefill: what the sidecar has of a prompt is fetched and reused, as far as the setting allows, the rest is
 computed. Three steps: ask what is there (facts), decide (a plan), and act on the plan.
 
-A prompt's exact prefix comes first and is never touched. Behind it segments may follow that were computed alone, and a
-sibling's cache of the same tokens where there are none of these. E of the transition layer is asked for before anything
-else is fetched, since only that tells whether it is there, and waited for where it is needed. Whatever does not come is
-computed: the answer says so.
+A prompt's exact prefix comes first and is never touched. Where it loads slowly its front may be computed meanwhile.
+Behind it segments may follow that were computed alone, and a sibling's cache of the same tokens where there are none of
+these. E of the transition layer is asked for before anything else is fetched, since only that tells whether it is
+there, and waited for where it is needed. Whatever does not come is computed: the answer says so.
 """
 
 from __future__ import annotations
@@ -14,85 +14,172 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.planning import Plan, Recompute, decide
 from kvstore.planning.loading import Prefill
 from kvstore.seams import Clock
 from kvstore.spec import Exactness
 from kvstore_client.fetch.transfer import without_frames
+from kvstore_client.loading.call import PrefillCall
 from kvstore_client.loading.patience import Patience
 from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
 from kvstore_client.recompute.request import Request
-from kvstore_client.recompute.result import PartialPrefill, Recomputed
-from kvstore_client.recompute.runs import Run
+from kvstore_client.recompute.result import PartialPrefill, Recomputed, Timeline
+from kvstore_client.recompute.runs import InPlace, Run
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
 
 _log = logging.getLogger("kvstore.client")
 LOST = (DataLoss, DeadlineExceeded, Exhausted, Unavailable)
+Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def partial_prefill(client: Client, request: Request, timeout_s: float, clock: Clock) -> PartialPrefill:
     """See ``Client.partial_prefill``."""
     started_s = clock.monotonic()
-    plan, result, prepared_s = _reused(client, request, timeout_s, clock)
-    lossy_by = () if result.exactness is Exactness.EXACT else plan.permits
-    due = [client.gate.is_due(permit) for permit in lossy_by]  # each is asked once per request
-    if any(due):
-        lossy = result.logits[-1].clone()
-        del result  # one cache at a time
-        result = _computed(request, (), None, clock)
-        told = [client.gate.checked(permit, result.logits[-1], lossy) for permit in lossy_by]
-        plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
-    if plan.recompute is None and result.exactness is Exactness.EXACT:  # a plain prefill behind what was reused
-        reused = plan.reused_token_count
-        took = Prefill(len(request.tokens) - reused, reused, result.timeline.suffix_s)
-        client.planner.computed(request.runner.spec, 0, took)
-    timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
-    return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
-
-
-def _reused(client: Client, request: Request, timeout_s: float, clock: Clock) -> tuple[Plan, Recomputed, float]:
-    """The prompt with what is there of it, and when computing began."""
+    prompt = _Prompt(client, request, timeout_s, clock)
     try:
-        return _attempted(client, request, timeout_s, clock)
-    except LOST as error:
-        _log.warning("kvstore: %s; computing the prompt in full", error.message)
-        reason = f"{error.message}: the prompt was computed in full"
-        without_frames(error)
-    # Only now: the spoiled cache is gone with the error's frames, and there is one at a time.
-    prepared_s = clock.monotonic()
-    return Plan(len(request.tokens), reason=reason), _computed(request, (), None, clock), prepared_s
+        plan, result, prepared_s = prompt.reused()
+        lossy_by = () if result.exactness is Exactness.EXACT else plan.permits
+        due = [client.gate.is_due(permit) for permit in lossy_by]  # each is asked once per request
+        if any(due):
+            lossy = result.logits[-1].clone()
+            del result  # one cache at a time
+            result = _computed(request, (), None, clock)
+            told = [client.gate.checked(permit, result.logits[-1], lossy) for permit in lossy_by]
+            plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
+        took = _plain(plan, result)
+        if took is not None:
+            client.planner.computed(request.runner.spec, 0, took)
+        timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
+        prompt.tell(timeline, took)
+        return PartialPrefill(plan=plan, **{**vars(result), "timeline": timeline})
+    finally:
+        prompt.close()
 
 
-def _attempted(client: Client, request: Request, timeout_s: float, clock: Clock) -> tuple[Plan, Recomputed, float]:
-    arrivals, began_s = Arrivals(client, request, timeout_s), clock.monotonic()
-    try:
-        facts = ask(client, request, arrivals.tickets)
-        plan = decide(facts)
-        while unknown := facts.unknown(plan):
-            facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
-            plan = decide(facts)
-        runs, planes = arrivals.run(plan)
-        prepared_s = clock.monotonic()
-        with Patience(client, plan.loading, began_s, lambda: arrivals.is_waiting, arrivals.stop) as patience:
+def _plain(plan: Plan, result: Recomputed) -> Prefill | None:
+    """The plain prefill that was computed behind what was reused, where it was one and in one piece."""
+    if plan.recompute is not None or result.exactness is not Exactness.EXACT or plan.front_token_count:
+        return None
+    reused = plan.reused_token_count
+    return Prefill(plan.token_count - reused, reused, result.timeline.suffix_s)
+
+
+class _Prompt:
+    """One prompt on its way: reused as planned; where that fails, with what is left of it; and what the sidecar is told
+    in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, whatever becomes of what was to follow."""
+
+    def __init__(self, client: Client, request: Request, timeout_s: float, clock: Clock) -> None:
+        self._client, self._request, self._timeout_s, self._clock = client, request, timeout_s, clock
+        self._call: PrefillCall | None = None
+        self._is_given_up = self._is_late = False
+        self._front = 0
+        self._planes: Planes | None = None
+
+    def reused(self) -> tuple[Plan, Recomputed, float]:
+        """The prompt with what is there of it, and when computing began."""
+        try:
+            return self._attempted()
+        except LOST as error:
+            reason = error.message
+            without_frames(error)
+        # Only now: the spoiled cache is gone with the error's frames, and there is one at a time.
+        if self._front:
+            return self._from_front(reason)
+        self._planes = None
+        if self._is_late and self._client.plane == "local":
             try:
-                result = _computed(request, runs, planes, clock, plan.recompute)
-            except DataLoss as error:
-                if patience.is_spent:
-                    raise DeadlineExceeded("loading took longer than a plain prefill") from error
-                raise
-    except BaseException:
-        arrivals.close()
-        raise
-    for took in arrivals.measured():
-        client.planner.landed(took.byte_count, took.busy_s)
-    _probe(client, request, plan)
-    return plan, result, prepared_s
+                plan, result, prepared_s = self._attempted(in_memory=True)
+                why = f"{reason}: only what memory had was reused"
+                return replace(plan, reason=why), result, prepared_s
+            except LOST as error:
+                reason = error.message
+                without_frames(error)
+            self._planes = None
+        reason = f"{reason}: the prompt was computed in full"
+        _log.warning("kvstore: %s", reason)
+        prepared_s = self._clock.monotonic()
+        return (
+            Plan(len(self._request.tokens), reason=reason),
+            _computed(self._request, (), None, self._clock),
+            prepared_s,
+        )
+
+    def _attempted(self, *, in_memory: bool = False) -> tuple[Plan, Recomputed, float]:
+        client, request, clock = self._client, self._request, self._clock
+        arrivals, began_s = Arrivals(client, request, self._timeout_s), clock.monotonic()
+        try:
+            facts = ask(client, request, arrivals.held, in_memory=in_memory)
+            self._call = self._call or arrivals.held.call
+            plan = decide(facts)
+            while unknown := facts.unknown(plan):
+                facts = replace(facts, hidden=(*facts.hidden, *(arrivals.fetch_e(*each) for each in unknown)))
+                plan = decide(facts)
+            runs, self._planes = arrivals.run(plan)
+            prepared_s = clock.monotonic()
+            with Patience(client, plan.loading, began_s, lambda: arrivals.is_waiting, arrivals.stop) as patience:
+                try:
+                    runs = self._with_front(plan, runs)
+                    result = _computed(request, runs, self._planes, clock, plan.recompute)
+                except DataLoss as error:
+                    self._is_given_up = True
+                    self._is_late = patience.is_spent
+                    if self._is_late:
+                        raise DeadlineExceeded("loading took longer than a plain prefill") from error
+                    raise
+        except BaseException:
+            self._call = self._call or arrivals.held.call
+            if not arrivals.close():  # something may still be written where the front is
+                self._front = 0
+            raise
+        for took in arrivals.measured():
+            client.planner.landed(took.byte_count, took.busy_s)
+        if not in_memory:
+            _probe(client, request, plan)
+        return plan, result, prepared_s
+
+    def _with_front(self, plan: Plan, runs: list[Run]) -> list[Run]:
+        """Compute the tokens before what loads. Afterwards both are one run, which begins the prompt: of the front
+        nothing is waited for."""
+        front = plan.front_token_count
+        if not front:
+            return runs
+        assert self._planes is not None, "the runs land in them"
+        planes = [(k[:, :front], v[:, :front]) for k, v in self._planes]
+        tokens = self._request.tokens[:front].astype("int64")
+        recompute(self._request.runner, tokens, (), Recompute.reuse(), kv=planes, clock=self._clock)
+        self._front = front
+        return [replace(runs[0], token_start=0, token_count=runs[0].token_stop, rotated_from=0), *runs[1:]]
+
+    def _from_front(self, reason: str) -> tuple[Plan, Recomputed, float]:
+        """The rest of a prompt whose front was computed, and of which nothing came."""
+        reason = f"{reason}: what it was to bring was computed"
+        _log.warning("kvstore: %s", reason)
+        prepared_s = self._clock.monotonic()
+        runs = [Run(0, self._front, InPlace(), is_exact=True)]
+        result = _computed(self._request, runs, self._planes, self._clock)
+        return Plan(len(self._request.tokens), reason=reason), result, prepared_s
+
+    def tell(self, timeline: Timeline, took: Prefill | None) -> None:
+        """Tell the sidecar what came of its plan."""
+        if self._call is not None:
+            self._call.end(
+                timeline.total_s, timeline.load_s + timeline.prepare_s, is_given_up=self._is_given_up, computed=took
+            )
+            self._call = None
+
+    def close(self) -> None:
+        """Give back what the sidecar holds for a plan that came to nothing. Idempotent."""
+        if self._call is not None:
+            self._call.close()
+            self._call = None
 
 
 def _probe(client: Client, request: Request, plan: Plan) -> None:

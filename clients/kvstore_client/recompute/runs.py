@@ -52,6 +52,16 @@ class GivenKV:
         return self._hidden
 
 
+class InPlace:
+    """A source of what stands in the merged cache already."""
+
+    def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
+        """Nothing is on its way."""
+
+    def hidden(self) -> torch.Tensor:
+        raise InvalidRequest("what stands in the merged cache has no hidden states")
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Consecutive tokens of the prompt whose cache is there.

@@ -73,6 +73,13 @@ class Lookups:
         tails, lengths = tails_after(self._catalog, spaces, query, walk.hit_count)
         return self._held(query, LookupResult(walk.hit_count, walk.runs, tails, lengths), walk.chains, readers)
 
+    def held(self, query: ChainQuery, readers: int) -> LookupResult:
+        """Chunks that follow one another, held by a ticket as far as the node has them; where it has not all, shared
+        tiers are said to have the others. Raises as ``Tickets.issue``."""
+        spaces = namespaces_of(self._catalog, query)
+        walk = self._catalog.walk(spaces, query.digests)
+        return self._held(query, LookupResult(len(query.digests), walk.runs, ()), walk.chains, readers)
+
     def _held(
         self, query: ChainQuery, found: LookupResult, chains: Sequence[Sequence[int]], readers: int
     ) -> LookupResult:

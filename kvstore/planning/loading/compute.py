@@ -20,6 +20,7 @@ VISIBLE = 0.1
 PREFILL_S_MIN, PREFILL_S_MAX = 1e-9, 3600.0
 """A prefill is not shorter than a clock can tell, and none takes longer."""
 TOKENS_MAX = 1 << 30
+CAUTION_MAX = 1e6
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,13 @@ class ComputeRate:
     @property
     def is_known(self) -> bool:
         return self.sample_count > 0
+
+    @property
+    def is_sound(self) -> bool:
+        """False for numbers that no engine has. Rates come from other processes, so they are checked."""
+        parts = (self.pass_s, self.token_s, self.pair_s)
+        speeds = all(0 <= each <= PREFILL_S_MAX for each in parts) and sum(parts) >= PREFILL_S_MIN / TOKENS_MAX
+        return speeds and 1 / LOAD_MAX <= self.load <= LOAD_MAX and 1 <= self.caution <= CAUTION_MAX
 
     @property
     def confidence(self) -> float:

@@ -9,10 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 
 from kvstore.planning.loading.compute import ComputeRate
-from kvstore.planning.loading.rates import TierRate
+from kvstore.planning.loading.operations import Operations
+from kvstore.planning.loading.rates import ASSUMED, SLOWEST, TierRate
 from kvstore.planning.loading.timeline import Way
 from kvstore.planning.setting import Recompute
-from kvstore.spec import Tier
+from kvstore.spec import ModelSpec, Tier
+
+IN_MEMORY = (Tier.DRAM, Tier.HBM)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,15 @@ class TierFacts:
     queued_bytes: float = 0.0
 
 
+def slowest_tiers(tiers: Iterable[tuple[Tier, TierFacts]]) -> dict[Tier, TierFacts]:
+    """Of tiers of one kind the slowest, for a chunk's place does not say which of them has it."""
+    found: dict[Tier, TierFacts] = {}
+    for kind, facts in tiers:
+        if kind not in found or facts.rate.byte_s > found[kind].rate.byte_s:
+            found[kind] = facts
+    return found
+
+
 @dataclass(frozen=True)
 class Prices:
     """What a second of the engine, and of tiers, is worth in seconds of waiting; both 0 while nobody else waits."""
@@ -131,3 +143,24 @@ class LoadFacts:
     def usable(self, stock: Stock) -> int:
         """How many leading tokens of a stock may be loaded."""
         return min(stock.token_count, self.reusable_tokens) // self.unit_tokens * self.unit_tokens
+
+
+def prompt_facts(
+    spec: ModelSpec, stored: Iterable[tuple[int, Tier]], *, token_count: int, reusable_tokens: int,
+    compute: ComputeRate, link: TierRate, tiers: Mapping[Tier, TierFacts], step_tokens: int, ways: frozenset[Way],
+) -> LoadFacts:  # fmt: skip
+    """The facts of a prompt of which ``stored`` tells the exact prefix: runs of tokens, and the tier that each lies in.
+    What is not known of a tier is assumed."""
+    token_bytes = float(sum(heads * sum(dims) for heads, dims in map(spec.kept, spec.slab_layers)) * spec.item_size)
+    runs = merged_runs(HeldRun(count, tier, token_bytes) for count, tier in stored)
+    known = dict(tiers)
+    for run in runs:
+        if run.tier not in IN_MEMORY:
+            known.setdefault(run.tier, TierFacts(ASSUMED.get(run.tier, SLOWEST)))
+    share = Operations.of(spec).projection_share if spec.keeps_e else 0.0
+    stocks = (Stock(runs, "E" if spec.keeps_e else "KV", share),) if runs else ()
+    return LoadFacts(
+        token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link, stocks=stocks,
+        tiers=known, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
+        step_tokens=step_tokens, ways=ways,
+    )  # fmt: skip

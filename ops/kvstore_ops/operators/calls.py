@@ -47,6 +47,11 @@ class Operator:
         found: admin_pb2.TiersResponse = self._call("Tiers", admin_pb2.TiersRequest())
         return found
 
+    def plans(self, limit: int) -> list[admin_pb2.PlanEntry]:
+        """The last partial prefills, the newest first; 0: all that are kept."""
+        found: admin_pb2.PlansResponse = self._call("Plans", admin_pb2.PlansRequest(limit=limit))
+        return list(found.plans)
+
     def show(self, digest: str) -> admin_pb2.ShowChunkResponse:
         """The chunk whose digest begins with these hexadecimal digits; without parts where there is none."""
         found: admin_pb2.ShowChunkResponse = self._call("ShowChunk", admin_pb2.ShowChunkRequest(digest=digest))

@@ -41,7 +41,7 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
-from kvstore.v1alpha import admin_pb2_grpc
+from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION
 from kvstore_client.copying import Copier
 from kvstore_client.fetch.wanted import Wanted
@@ -101,6 +101,7 @@ class MappedSession(Session):
         self.channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
         self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.prefills = prefill_pb2_grpc.PrefillServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self._start_returns(timeout_s)
         _live.add(self)
         start_thread(partial(_watch, weakref.ref(self), self._socket), "kvstore-watch")

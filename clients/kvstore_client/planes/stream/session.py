@@ -18,7 +18,7 @@ from kvstore.spec import Exactness
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1 import cache_pb2_grpc
 from kvstore.v1 import remote_pb2 as rpb
-from kvstore.v1alpha import admin_pb2_grpc
+from kvstore.v1alpha import admin_pb2_grpc, prefill_pb2_grpc
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 from kvstore.wire.data import split_message
 from kvstore_client.copying import Copier
@@ -71,6 +71,7 @@ class StreamSession(Session):
             self.channel = grpc.secure_channel(address, credentials, options)
         self.cache = cache_pb2_grpc.CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        self.prefills = prefill_pb2_grpc.PrefillServiceStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         self.fetch_bytes = self.channel.unary_stream(
             SERVICE + "FetchBytes", rpb.FetchBytesRequest.SerializeToString, None
         )

@@ -1,0 +1,211 @@
+"""Partial prefills as calls: the sidecar looks a prompt up, plans with what it knows of its tiers, and holds what the
+plan loads. Afterwards it is told what came of the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Self
+
+import grpc
+
+from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.seams.scheduler import start_thread
+from kvstore.v1alpha import prefill_pb2 as pb
+from kvstore_client.context import Context
+from kvstore_client.fetch.ticket import pack_ticket
+from kvstore_client.lookup.calls import with_tail
+from kvstore_client.lookup.match import Match, chunk_matches
+from kvstore_client.planes.session import Session, noted, translated
+from kvstore_client.prompt import Prompt
+
+CALL_S_MAX = 3600.0
+"""A prefill that takes longer is not told of."""
+MODES = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
+WAYS = {
+    Way.PREFILL: pb.WAY_PREFILL,
+    Way.LOAD: pb.WAY_LOAD,
+    Way.FIRST: pb.WAY_FIRST,
+    Way.MEET: pb.WAY_MEET,
+}
+_WAYS = {number: way for way, number in WAYS.items()}
+
+
+class Asked(NamedTuple):
+    """What a partial prefill is to be. ``reusable_tokens``: those from there on are computed in any case; ``ways``:
+    what the engine can do; ``readers``: how many fetch by the plan's ticket."""
+
+    reusable_tokens: int
+    step_tokens: int
+    ways: Iterable[Way]
+    mode: str
+    readers: int = 1
+
+
+class PrefillCall:
+    """One partial prefill, from the plan on. ``answer``: what is stored, and a ticket for what is to be loaded of it:
+    ``answer.chunk_count`` chunks from ``answer.chunk_first`` on. ``end`` it, or it is taken back: close it in any
+    case."""
+
+    def __init__(self, session: Session, begin: pb.BeginPrefill, timeout_s: float) -> None:
+        """Raises the typed error of a call that fails; DeadlineExceeded where nothing comes in time."""
+        self._timeout_s = timeout_s
+        self._said: SimpleQueue[pb.PartialPrefillRequest | None] = SimpleQueue()
+        self._said.put(pb.PartialPrefillRequest(begin=begin))
+        answers: SimpleQueue[pb.PartialPrefillResponse | grpc.RpcError | None] = SimpleQueue()
+        self._is_over = threading.Event()
+        self._returns = session.returns
+        try:
+            self._stream = noted(
+                session.prefills.PartialPrefill(
+                    iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.metadata
+                )
+            )
+            _start(partial(_read, self._stream, answers, self._is_over))
+            answer = answers.get(timeout=timeout_s)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Empty):
+                raise DeadlineExceeded(f"the sidecar planned nothing within {timeout_s} s") from None
+            if isinstance(error, ValueError):
+                raise Unavailable("the sidecar is gone") from error
+            raise
+        if not isinstance(answer, pb.PartialPrefillResponse):
+            self.close()
+            raise Unavailable("the sidecar is gone") if answer is None else _failure(answer)
+        self.answer = answer
+        self.plan = load_plan(answer.plan) if answer.HasField("plan") else None
+
+    def end(self, ttft_s: float, wait_s: float, *, is_given_up: bool, computed: Prefill | None) -> None:
+        """Say what came of it. Waits for nothing: a sidecar that does not listen is told nothing."""
+        told = pb.EndPrefill(ttft_seconds=ttft_s, wait_seconds=wait_s, is_given_up=is_given_up)
+        if computed is not None:
+            told.computed.new_tokens, told.computed.context_tokens = computed.new_tokens, computed.context_tokens
+            told.computed.seconds, told.computed.passes = computed.seconds, computed.passes
+        self._said.put(pb.PartialPrefillRequest(end=told))
+        self._said.put(None)
+        self._returns.soon(partial(_ended, self._is_over, self._stream, self._timeout_s))
+
+    def close(self) -> None:
+        """Take it back, unless it has ended: the sidecar holds nothing for it any more. Idempotent."""
+        self._said.put(None)
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            stream.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Unplanned(Internal):
+    """Nobody plans this prompt: it is looked up like any other."""
+
+
+class _Unknown(_Unplanned):
+    """The sidecar is of a release that knows no partial prefills."""
+
+
+def _start(target: Callable[[], None]) -> None:
+    try:
+        start_thread(target, "kvstore-prefill")
+    except KVStoreError as error:
+        raise _Unplanned(error.message) from error
+
+
+def _failure(error: grpc.RpcError) -> KVStoreError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return _Unknown("this sidecar knows no partial prefills")
+    return translated(error)
+
+
+def _read(stream: Any, answers: SimpleQueue[Any], is_over: threading.Event) -> None:
+    """Take what the sidecar says until it has no more to say."""
+    try:
+        for message in stream:
+            answers.put(message)
+        answers.put(None)
+    except grpc.RpcError as error:
+        answers.put(error)
+    except ValueError:  # the channel was closed before the stream began
+        answers.put(None)
+    finally:
+        is_over.set()
+
+
+def _ended(is_over: threading.Event, stream: Any, timeout_s: float) -> None:
+    """Wait until the sidecar has heard the end; one that does not answer in time is left."""
+    if not is_over.wait(timeout_s):
+        stream.cancel()
+
+
+def begin(
+    context: Context, prompt: Prompt, asked: Asked, rate: ComputeRate, link: TierRate | None
+) -> PrefillCall | None:
+    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar is of a release that knows none. ``rate``
+    and ``link``: what the client measured. Raises as ``PrefillCall``."""
+    session, name = context.ready(prompt.spec)
+    if not session.has_prefills:
+        return None
+    whole = prompt.token_count // prompt.spec.chunk_tokens
+    message = pb.BeginPrefill(
+        query=prompt.query(name, prompt.digests[:whole]), token_count=prompt.token_count,
+        reusable_token_count=asked.reusable_tokens, step_tokens=asked.step_tokens,
+        ways=[WAYS[way] for way in asked.ways if way in WAYS], mode=MODES[asked.mode], readers=asked.readers,
+    )  # fmt: skip
+    if rate.is_known:
+        message.compute.MergeFrom(
+            pb.ComputeRate(
+                pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
+                caution=rate.caution, sample_count=rate.sample_count,
+            )
+        )  # fmt: skip
+    if link is not None:
+        message.link.MergeFrom(
+            pb.LinkRate(
+                latency_seconds=link.latency_s, byte_seconds=link.byte_s, caution=link.caution,
+                sample_count=link.sample_count, least_bytes=link.least_bytes,
+            )
+        )  # fmt: skip
+    try:
+        return PrefillCall(session, message, context.timeout_s)
+    except _Unplanned as error:
+        session.has_prefills = not isinstance(error, _Unknown)
+        return None
+
+
+def matched(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
+    """What a call has found: as a lookup's match, with a ticket for what is to be loaded of it. Where all is, the
+    partial chunk behind it is, too. Raises what asking for that raises."""
+    step, found = prompt.spec.chunk_tokens, call.answer.found
+    first, count = call.answer.chunk_first, call.answer.chunk_count
+    chunks = chunk_matches(found.runs, step, 0, prompt.token_count)
+    if count == found.hit_count:
+        prefix, ticket = with_tail(context, prompt, found, 1)
+        return Match(prefix, chunks, ticket)
+    digests = prompt.digests[first : first + count]
+    ticket = pack_ticket(found.ticket, prompt.spec, digests, prompt.exactness, count * step) if found.ticket else None
+    return Match(found.hit_count * step, chunks, ticket)
+
+
+def load_plan(message: pb.LoadPlan) -> LoadPlan:
+    """A plan that a sidecar made. Raises Internal for one that no release makes."""
+    candidates = tuple(
+        Candidate(
+            _WAYS[each.way], each.form, each.load_start, each.load_stop, each.ttft_seconds, each.ttft_high_seconds,
+            each.front_seconds, each.load_seconds, each.compute_seconds, each.tier_seconds, each.cost,
+            refused=each.refused,
+        )
+        for each in message.candidates
+        if each.way in _WAYS
+    )  # fmt: skip
+    if message.chosen >= len(candidates):
+        raise Internal("the sidecar chose a way that this release does not know: use the same release of both")
+    return LoadPlan(
+        message.token_count, candidates[message.chosen], candidates, message.why, is_measured=message.is_measured
+    )

@@ -1,0 +1,114 @@
+"""``kvstore plans``: the last partial prefills, what was planned of each, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from kvstore_client.loading.call import load_plan
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.planning.loading import LoadPlan, Way
+from kvstore.v1alpha import admin_pb2
+from kvstore_ops.door import door_of
+from kvstore_ops.operators.calls import Operator
+from kvstore_ops.operators.harmless import plain
+from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
+from kvstore_ops.planning import picture
+
+NONE = "No partial prefill was begun since the sidecar started: engines begin them with client.partial_prefill."
+
+
+def plans(
+    limit: Annotated[int, typer.Option(help="So many, the newest first; 0: all that are kept, 256.", min=0)] = 20,
+    number: Annotated[int, typer.Option("--number", help="Show this one whole, with its candidates.", min=0)] = 0,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the last plans of what is loaded and what is computed, and how right they were.
+
+    Example: kvstore plans --limit 50
+    """
+    with door_of(address, tenant, tls).open() as client:
+        found = Operator(client).plans(0 if number else limit)
+    if number:
+        found = [each for each in found if each.number == number]
+    if as_json:
+        told = [MessageToDict(each, preserving_proto_field_name=True) for each in found]
+        print(json.dumps(told, indent=2))
+        return
+    console = Console()
+    if not found:
+        console.print(f"No plan has the number {number}." if number else NONE)
+    elif number:
+        console.print(whole(found[0]))
+    else:
+        console.print(listed(found))
+
+
+def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
+    """A row each, and what they come to."""
+    rows = Table("plan", "began", "model", "tokens", "stored", "way", "loads", "planned", "took", "waited", "became")
+    for each in found:
+        plan = load_plan(each.plan) if each.HasField("plan") else None
+        took, waited = (f"{each.end.ttft_seconds * 1e3:,.1f} ms", f"{each.end.wait_seconds * 1e3:,.1f} ms")
+        rows.add_row(
+            str(each.number), f"{datetime.fromtimestamp(each.began_seconds):%H:%M:%S}", plain(each.model_id),
+            f"{plan.token_count:,}" if plan else "", f"{each.stored_token_count:,}", plan.chosen.way if plan else "",
+            f"{plan.loaded_tokens:,}" if plan else "", _planned(plan),
+            *((took, waited) if each.HasField("end") else ("", "")), plain(each.state),
+        )  # fmt: skip
+    return Group(rows, Text(summary(found)))
+
+
+def whole(entry: admin_pb2.PlanEntry) -> Group:
+    """One plan with all that it chose among."""
+    lines: list[Any] = [listed([entry])]
+    if entry.HasField("plan"):
+        plan = load_plan(entry.plan)
+        ways = Table("", "way", "loads", "first token", "in one case of ten", "not, because")
+        for each in plan.candidates:
+            loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
+            mark = "*" if each is plan.chosen else ""
+            high = f"{each.ttft_high_s * 1e3:,.1f} ms"
+            ways.add_row(mark, each.way, loads, f"{each.ttft_s * 1e3:,.1f} ms", high, plain(each.refused))
+        lines += [ways, Text(plain(str(plan))), *map(Text, picture(plan))]
+    return Group(*lines)
+
+
+def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
+    """How far plans were off, and what was saved, over plans that were carried out and whose engine is known."""
+    pairs = []
+    for each in found:
+        plan = load_plan(each.plan) if each.HasField("plan") else None
+        if plan is not None and plan.is_measured and each.HasField("end") and each.state == "done":
+            pairs.append((plan, each.end.ttft_seconds))
+    if not pairs:
+        return "None of them was planned with a known engine and ended: nothing to compare."
+    off = median(abs(took_s - plan.chosen.ttft_s) / took_s for plan, took_s in pairs if took_s)
+    loads = [(plan, took_s) for plan, took_s in pairs if plan.chosen.way is not Way.PREFILL]
+    saved_s = sum(plan.prefill.ttft_s - took_s for plan, took_s in loads)
+    return (
+        f"{len(pairs)} compared: half were off by {off:.0%} or less; the {len(loads)} that loaded something "
+        f"saved {saved_s:,.2f} s to first tokens"
+    )
+
+
+def _planned(plan: LoadPlan | None) -> str:
+    if plan is None:
+        return ""
+    return f"{plan.chosen.ttft_s * 1e3:,.1f} ms" if plan.is_measured else "unknown"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an app."""
+    app.command()(plans)
