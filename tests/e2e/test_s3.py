@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,10 @@ def get(client: Client, seed: int) -> tuple[int, MissReason]:
     return fetched.token_count, fetched.reason
 
 
+def are_all_in_s3(client: Client, longer: np.ndarray) -> bool:
+    return [each.tier for each in client.lookup(SPEC, longer).chunks] == [Tier.S3] * 4 + [Tier.NONE]
+
+
 def test_what_a_killed_node_stored_comes_back_to_the_bit(nodes: Nodes, server: S3Server) -> None:
     """By clients on its host, and on others."""
     before = set(server.keys(PREFIX))
@@ -115,9 +120,7 @@ def test_what_a_killed_node_stored_comes_back_to_the_bit(nodes: Nodes, server: S
         with connect(address) as client:
             longer = np.append(tokens_of(COUNT, seed), [1, 2, 3])
             # A bucket that answers too late, on a busy machine, counts as one that has nothing.
-            eventually(
-                lambda: [each.tier for each in client.lookup(SPEC, longer).chunks] == [Tier.S3] * 4 + [Tier.NONE]
-            )
+            eventually(partial(are_all_in_s3, client, longer))
             fetched = client.fetch(SPEC, tokens_of(COUNT, seed), verify=True)
             assert (fetched.token_count, fetched.tier, fetched.reason) == (COUNT, Tier.S3, MissReason.NONE)
             assert same(fetched, cache(seed), COUNT)
