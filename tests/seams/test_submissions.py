@@ -108,6 +108,7 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
     ("kvstore/server/web/listener.py", "Web.start"): "the page: where no thread can be had the start says so",
     ("kvstore/server/web/site.py", "Asked.get"): "a question to the service for the page: without an answer, a 503",
+    ("clients/kvstore_client/loading/call.py", "_start"): "without it nobody plans: the prompt is looked up as ever",
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",
     ("clients/kvstore_client/loading/probe.py", "begin_probe"): "a measurement on the side",
     ("clients/kvstore_client/aio.py", "connect_async"): "whole calls of a client, each handed on with what it raised",
