@@ -73,9 +73,11 @@ def attend_with_mass(
     suffix_rows: int,
     window: int = 0,
     scale: float | None = None,
+    peak: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``attend``, and the attention that the last ``suffix_rows`` rows give each key, summed over them and over the
-    heads: fp32 [tokens]. Scores, softmax and sums of those rows are fp32.
+    heads: fp32 [tokens]; with ``peak`` that of the head that gives it most. Scores, softmax and sums of those rows are
+    fp32.
 
     Memory: as ``attend``; for the suffix also two runs of fp32 scores, of as many rows as fit in 16 MiB or of 8 rows,
     and keys and values in fp32, 4,096 tokens at a time.
@@ -85,7 +87,7 @@ def attend_with_mass(
     if not 0 <= suffix_rows <= q.shape[1]:
         raise InvalidRequest(f"suffix_rows {suffix_rows} must be in 0..{q.shape[1]}")
     split, tokens = q.shape[1] - suffix_rows, k.shape[1]
-    mass = torch.zeros(tokens, dtype=torch.float32, device=q.device)
+    mass = torch.zeros(q.shape[0], tokens, dtype=torch.float32, device=q.device)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     out[:, :split] = attend(q[:, :split], k, v, q_positions[:split], k_positions, window=window, scale=scale)
     factor = q.shape[2] ** -0.5 if scale is None else scale
@@ -99,13 +101,13 @@ def attend_with_mass(
             keys = slice(first, first + BLOCK_KEYS)
             scores[..., keys] = torch.einsum("ghrd,gtd->ghrt", query, k[:, keys].float())
         weights = scores.masked_fill_(~mask, -math.inf).softmax(-1).masked_fill_(~mask, 0)
-        mass += weights.sum(dim=(0, 1, 2))
+        mass += weights.sum(dim=2).flatten(0, 1)
         result = query.new_zeros(*query.shape[:3], v.shape[2])
         for first in range(0, tokens, BLOCK_KEYS):
             keys = slice(first, first + BLOCK_KEYS)
             result += torch.einsum("ghrt,gtd->ghrd", weights[..., keys], v[:, keys].float())
         out[:, rows] = result.flatten(0, 1).to(q.dtype)
-    return out, mass
+    return out, mass.amax(0) if peak else mass.sum(0)
 
 
 def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int = 0) -> torch.Tensor:

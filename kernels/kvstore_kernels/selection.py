@@ -20,6 +20,7 @@ class Selector(StrEnum):
 
     DEVIATION = "deviation"
     SUFFIX_ATTENTION = "suffix_attention"
+    SUFFIX_PEAK = "suffix_peak"
     PRODUCT = "product"
     FIRST = "first"
     RANDOM = "random"
@@ -42,7 +43,7 @@ def scores_of(
     """
     if selector is Selector.DEVIATION:
         return _needed(deviation, "deviation", selector).float()
-    if selector is Selector.SUFFIX_ATTENTION:
+    if selector in (Selector.SUFFIX_ATTENTION, Selector.SUFFIX_PEAK):
         return _needed(attention, "attention", selector).float()
     if selector is Selector.PRODUCT:
         return _needed(deviation, "deviation", selector).float() * _needed(attention, "attention", selector).float()

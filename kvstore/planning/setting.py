@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 
-SELECTORS = ("deviation", "suffix_attention", "product", "first", "random")
+SELECTORS = ("deviation", "suffix_attention", "suffix_peak", "product", "first", "random")
 METRICS = ("k", "v", "both")
-LOOKING_AHEAD = ("suffix_attention", "product")
+LOOKING_AHEAD = ("suffix_attention", "suffix_peak", "product")
 """Selectors that ask the suffix first: it runs once over everything as it was reused."""
 
 
@@ -20,7 +20,8 @@ class Recompute:
     Before ``first_layer`` caches are reused as they are; above 0 it is the transition layer, whose E is needed.
     ``last_layer = first_layer - 1``: no layer is computed for all. ``ratio`` 0: nothing is checked nor carried.
     ``selector``: what a token is chosen by: how far its cached K and V lie from fresh ones ("deviation"), the attention
-    the suffix gives it ("suffix_attention"), their "product", its place in its run ("first"), or "random", by ``seed``,
+    the suffix gives it, over all heads and layers ("suffix_attention") or in the head and layer that give it most
+    ("suffix_peak"), the "product" of deviation and attention, its place in its run ("first"), or "random", by ``seed``,
     as a control. ``metric``: the planes whose deviation counts, "k", "v" or "both".
     ``gradual``: 0, or the spread of gradual filtering: from ratio (1 + gradual) at the check layer down to
     ratio (1 - gradual) at the last, each layer choosing among the survivors.

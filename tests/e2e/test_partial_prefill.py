@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import Client, Exactness, LayerStream, ModelSpec, Recompute, connect
-from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of
+from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of, chat_frame
 from kvstore_client.fetch.target import DenseTarget
 from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
 from kvstore_ops.sidecar import Sidecar
@@ -496,3 +496,46 @@ def test_the_first_document_behind_its_preamble_needs_no_profile(client: Client)
     assert torch.allclose(found.logits, computed(RECEIVER, tokens).logits, atol=1e-4)
     with pytest.raises(InvalidRequest, match="preamble: the prompt does not begin"):
         client.partial_prefill(RECEIVER, tokens[1:], segments=[(6, 46)], preamble=preamble)
+
+
+def test_remembered_documents_are_found_and_reused_as_if_stored_by_hand(client: Client) -> None:
+    """Computed once, behind the preamble; what is there is not computed again."""
+    preamble, one, two, tail = prompt(7, 920), prompt(40, 921), prompt(35, 922), prompt(6, 923)
+    cached = CachedModel(MODEL, client, spec=RECEIVER.spec)
+    receipts = cached.remember([one, two], preamble=preamble)
+    for receipt in receipts:
+        receipt.wait(10.0)
+    assert [receipt.stored_token_count for receipt in receipts] == [40, 35]
+    assert cached.remember([two, one], preamble=preamble) == []
+    alone = cached.remember([one])
+    assert [receipt.wait(10.0) and receipt.stored_token_count for receipt in alone] == [40]
+    tokens = torch.cat((preamble, two, one, tail))
+    places = client.find_segments(RECEIVER.spec, tokens, preamble=preamble)
+    assert places == [range(7, 42), range(42, 82)]
+    found = client.partial_prefill(
+        RECEIVER, tokens, segments=places, preamble=preamble, recompute=Recompute.cacheblend(1, 0.3)
+    )
+    whole = [computed(RECEIVER, torch.cat((preamble, document))) for document in (two, one)]
+    kv = [[(k[:, 7:], v[:, 7:]) for k, v in each.kv] for each in whole]
+    runs = [Run(7, 35, GivenKV(kv[0]), 7, is_exact=True), Run(42, 40, GivenKV(kv[1]), 7)]
+    same(found, recompute(RECEIVER, tokens, runs, Recompute.cacheblend(1, 0.3)))
+    with pytest.raises(InvalidRequest, match="one or more each"):
+        cached.remember([[]], preamble=preamble)
+    cached.close()
+
+
+class Template:
+    """A tokenizer as far as its chat template goes."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        return self.pattern.format(messages[-1]["content"])
+
+
+def test_what_a_chat_template_puts_around_a_users_words() -> None:
+    assert chat_frame(Template("<s>Hello\n{}</s>\n"), instruction="Read:\n") == ("<s>Hello\nRead:\n", "</s>\n")
+    for odd in ("always the same", "{0} and {0}"):
+        with pytest.raises(InvalidRequest, match="does not keep a user's words"):
+            chat_frame(Template(odd))

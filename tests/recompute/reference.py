@@ -135,6 +135,8 @@ class Merged:
     mass: Array
     """The attention of the tokens behind all runs, summed over them and heads: the geometric mean over layers,
     each with a thousandth of an even share added to every token."""
+    peak: Array
+    """The most attention of them that any head gives in any layer."""
 
 
 def fused(
@@ -152,10 +154,11 @@ def fused(
     tail = max((run.places[-1] for run in runs), default=-1) + 1
     check = last + 1
     scores = np.zeros(count)
-    if selector in ("suffix_attention", "product") and ratio:
-        scores = fused(model, tokens, runs, 0, -1).mass
+    if selector in ("suffix_attention", "suffix_peak", "product") and ratio:
+        asked = fused(model, tokens, runs, 0, -1)
+        scores = asked.peak if selector == "suffix_peak" else asked.mass
     active, x = suffix.copy(), np.where(suffix[:, None], model.embed(tokens), np.nan)
-    merged, chosen, masses = [], {}, []
+    merged, chosen, masses, peak = [], {}, [], np.zeros(count)
     survivors = context.copy()
     for layer in range(model.layer_count):
         if layer == first and (ratio or last >= first):
@@ -178,7 +181,8 @@ def fused(
                     ratio * (1 + gradual - 2 * gradual * (layer - check) / max(layers - 1, 1)) if layers > 1 else ratio
                 )
             wanted = math.ceil(round(min(share, 1.0) * context.sum(), 6))
-            rank = {"deviation": deviation, "suffix_attention": scores, "product": deviation * scores}
+            rank = {"deviation": deviation, "product": deviation * scores}
+            rank |= {"suffix_attention": scores, "suffix_peak": scores}
             if selector == "first":
                 rank["first"] = np.full(count, np.nan)
                 for run in runs:
@@ -195,9 +199,10 @@ def fused(
         merged.append((k, v))
         seen, weights = model.attention(layer, q, k, v)
         given = weights[:, tail:].sum((0, 1)) if runs else np.ones(count)
+        peak = np.maximum(peak, weights[:, tail:].sum(1).max(0)) if runs else peak
         masses.append(given + 1e-3 * given.sum() / count)
         x = np.where(active[:, None], model.finish(layer, x, seen), np.nan)
-    return Merged(merged, model.logits(x), chosen, np.prod(masses, axis=0) ** (1 / model.layer_count))
+    return Merged(merged, model.logits(x), chosen, np.prod(masses, axis=0) ** (1 / model.layer_count), peak)
 
 
 def cached_layer(model: Decoder, layer: int, runs: Sequence[Cached], count: int) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ SETTINGS = [
     Recompute.cacheblend(1, 0.2, metric="v"),
     Recompute.cacheblend(2, 0.25, selector="product"),
     Recompute(0, -1, 0.3, "suffix_attention"),
+    Recompute(0, -1, 0.3, "suffix_peak"),
     Recompute(0, 0, 0.3, "first"),
     Recompute(0, 0, 0.25, gradual=0.4),  # more of them than a window of 9 lets deviate would be noise
     Recompute(0, 0, 0.3, "product", gradual=0.3),

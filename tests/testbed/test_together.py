@@ -27,6 +27,7 @@ FROM_E = (
     Recompute.droidspeak(1, 3),
     Recompute(2, 3, 0.15, "product", gradual=0.3),
     Recompute(2, 1, 0.2, "suffix_attention"),
+    Recompute(2, 1, 0.2, "suffix_peak"),
     Recompute(3, 2, 0.25),
 )
 

@@ -13,7 +13,7 @@ their way. The store happens in the background once the first token is out, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from kvstore.seams import Clock, SystemClock, WorkerThreads
 from kvstore.seams.jobs import begun, failure_of
 from kvstore.spec import Durability, MissReason, ModelSpec, Tier
 from kvstore_client.client import Client
+from kvstore_client.engines.transformers_documents import chat_frame, remember
 from kvstore_client.engines.transformers_hidden import PromptE
 from kvstore_client.engines.transformers_layers import Arrivals, CacheLayer, cache_of
 from kvstore_client.engines.transformers_options import why_left
@@ -34,10 +35,11 @@ from kvstore_client.engines.transformers_planning import PromptPlan, Stopwatch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.engines.transformers_spec import check_spec, followed, is_of
 from kvstore_client.loading.patience import Patience
+from kvstore_client.prompt import GivenTokens
 from kvstore_client.recompute import dense_planes
 from kvstore_client.store.receipt import Receipt
 
-__all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of"]
+__all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of", "chat_frame"]
 
 _log = logging.getLogger("kvstore.client")
 ROOM_TOKENS_MAX = 4096
@@ -161,6 +163,14 @@ class CachedModel:
     def close(self) -> None:
         """Finish storing. The client stays open."""
         self._background.close()
+
+    def remember(self, documents: Iterable[GivenTokens], *, preamble: GivenTokens = ()) -> list[Receipt]:
+        """Compute and store each document (its tokens) behind a ``preamble``, the beginning that a chat template gives
+        every prompt (``chat_frame``), so that ``Client.partial_prefill`` finds it wherever it stands in one. What is
+        stored is not computed again: the receipts are of the others. Raises: InvalidRequest."""
+        self._adopt(followed(self.spec, self.model))
+        runner = TransformersRunner(self.model, spec=self.spec)
+        return remember(self.client, runner, documents, preamble, self._durability)
 
     def refresh(self) -> None:
         """Read every byte of the weights again. For who changed a few numbers in place: see ``ModelSpec.refreshed``."""

@@ -223,9 +223,10 @@ class _Pass:
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
         """The suffix over everything as it was reused: how much attention it gives each token, summed over heads, then
-        the geometric mean over layers. Returns the layer to start from, and the suffix as it enters that: what lies
-        before stays as it is."""
+        the geometric mean over layers; or the most that any head gives it in any layer. Returns the layer to start
+        from, and the suffix as it enters that: what lies before stays as it is."""
         logs = torch.zeros(len(self._tokens), dtype=torch.float32, device=self._tokens.device)
+        peaks, takes_peak = torch.zeros_like(logs), self._setting.selector == "suffix_peak"
         resumed = rows
         for layer in range(self._layer_count):
             if layer == self._setting.first_layer:
@@ -236,13 +237,14 @@ class _Pass:
             q = self._enter(layer, rows, compares=False)
             seen, given = attend_with_mass(
                 q, *self._planes[layer], rows.positions, self._every, suffix_rows=self._split.tail_count,
-                window=self._runner.spec.layers[layer].window, scale=self._runner.scale,
+                window=self._runner.spec.layers[layer].window, scale=self._runner.scale, peak=takes_peak,
             )  # fmt: skip
+            peaks = torch.maximum(peaks, given)
             logs += (given + LEAST_MASS * given.mean()).clamp_min(torch.finfo(given.dtype).tiny).log()
             rows = Rows(rows.positions, self._runner.finish(layer, rows.hidden, seen))
             suffix_s = self._clock.monotonic() - landed_s
             self._times.append(LayerTime(layer, landed_s - before_s, 0.0, suffix_s, len(rows)))
-        attention = (logs / self._layer_count).exp()[self._split.context]
+        attention = (peaks if takes_peak else (logs / self._layer_count).exp())[self._split.context]
         self._choosing = Choosing(self._setting, self._split, self._layer_count, attention)
         return self._setting.first_layer, resumed
 

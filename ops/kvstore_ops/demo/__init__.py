@@ -4,7 +4,8 @@ and sidecar were both restarted, when only the device still has it, and on anoth
 Each scene is an engine process of its own: it builds the model from its seed, connects, and answers. What a later
 scene knows of the first came through the sidecar. ``scene`` is what an engine does, ``stage`` runs the scenes,
 ``nodes`` has what the last of them needs, ``show`` draws the table and the picture, ``text`` and ``model`` make the
-inputs.
+inputs. Behind them ``real`` asks a pretrained model about real documents, where there is one, and ``reuse`` the trained
+ones.
 """
 
 from kvstore_ops.demo.stage import main

@@ -13,7 +13,7 @@ from kvstore_client import connect
 from rich.console import Console
 
 from kvstore.errors import Unavailable
-from kvstore_ops.demo import reuse
+from kvstore_ops.demo import real, reuse
 from kvstore_ops.demo.nodes import settings_of, shared_redis, show_places, wait_shared
 from kvstore_ops.demo.scene import CONTEXT_TOKENS, QUESTION_TOKENS, Outcome
 from kvstore_ops.demo.show import picture, table
@@ -95,6 +95,7 @@ def main() -> int:
         picture(outcomes, PICTURE)
         console.print(f"timelines: {PICTURE}")
         with connect(first.address) as client:
+            real.perform(client, console)
             reuse.perform(client, console)
     return verdict(outcomes, console)
 

@@ -11,7 +11,7 @@ from kvstore.planning.setting import METRICS, Recompute
 
 COARSE_RATIOS = (0.1, 0.25)
 COARSE_SELECTORS = ("deviation", "product", "suffix_attention")
-SELECTORS = (*COARSE_SELECTORS, "first")
+SELECTORS = (*COARSE_SELECTORS, "suffix_peak", "first")
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
 GRADUAL = (0.0, 0.3, 0.6, 1.0)
 PROMISING = 0.9

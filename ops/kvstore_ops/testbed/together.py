@@ -142,22 +142,24 @@ class _Pass:
 
     def _look_ahead(self, rows: _Rows) -> _Rows:
         """The suffix as it enters the first layer that is computed, and what its attention says to those who choose."""
-        resumed, logs = rows, torch.zeros(self._tokens.shape)
+        resumed, logs, peaks = rows, torch.zeros(self._tokens.shape), torch.zeros(self._tokens.shape)
         for layer in range(self._layer_count):
             if layer == self._setting.first_layer:
                 resumed = rows
             q = self._enter(layer, rows, compares=False)
-            given = self._mass(layer, rows, q)
+            by_head = self._mass(layer, rows, q)
+            given, peaks = by_head.sum(1), torch.maximum(peaks, by_head.amax(1))
             logs += (given + LEAST_MASS * given.mean(1, keepdim=True)).clamp_min(torch.finfo(given.dtype).tiny).log()
             rows = self._finish(layer, rows, self._attend(layer, rows, q))
-        attention = (logs / self._layer_count).exp().gather(1, self._context)
+        of_all = peaks if self._setting.selector == "suffix_peak" else (logs / self._layer_count).exp()
+        attention = of_all.gather(1, self._context)
         self._choosing = [Choosing(self._setting, self._split, self._layer_count, each) for each in attention]
         return resumed
 
     def _mass(self, layer: int, rows: _Rows, q: torch.Tensor) -> torch.Tensor:
-        """How much attention the rows give each token, summed over them and over heads: [contexts, tokens]."""
+        """How much attention the rows give each token, summed over them: [contexts, heads, tokens]."""
         k = self._planes[layer][0]
         query = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:]) * self._runner.scale
         scores = torch.einsum("bghrd,bgtd->bghrt", query, k)
         blind = rows.positions[:, None, None, :, None] < torch.arange(k.shape[2])
-        return scores.masked_fill_(blind, -torch.inf).softmax(-1).sum((1, 2, 3))
+        return scores.masked_fill_(blind, -torch.inf).softmax(-1).sum(3).flatten(1, 2)

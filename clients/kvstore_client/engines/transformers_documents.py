@@ -1,0 +1,66 @@
+"""Documents of a chat: each computed once, behind the beginning that the template gives every prompt.
+
+before, behind = chat_frame(tokenizer, instruction="Answer from these documents.\\n")
+preamble = tokenizer.encode(before, add_special_tokens=False)
+cached.remember(documents, preamble=preamble)
+client.partial_prefill(runner, [*preamble, *documents[1], *documents[0], *question], segments=..., preamble=preamble)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning import Recompute
+from kvstore.spec import Durability
+from kvstore_client.client import Client
+from kvstore_client.prompt import GivenTokens, checked_tokens, preamble_tokens
+from kvstore_client.recompute import ModelRunner, recompute
+from kvstore_client.store.receipt import Receipt
+
+
+def chat_frame(tokenizer: Any, system: str = "", instruction: str = "") -> tuple[str, str]:
+    """What a chat template puts before a user's words, the ``instruction`` included, and behind them for the assistant
+    to go on. ``tokenizer``: of transformers, with a chat template; ``system`` empty: the template's own. Raises:
+    InvalidRequest for a template that puts something else between for other words."""
+    head = [{"role": "system", "content": system}] if system else []
+    one, two = (
+        tokenizer.apply_chat_template(
+            [*head, {"role": "user", "content": instruction + words}], tokenize=False, add_generation_prompt=True
+        )
+        for words in "ab"
+    )
+    length = next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
+    before, behind = one[:length], one[length + 1 :]
+    if not length or two != f"{before}b{behind}":
+        raise InvalidRequest("the chat template does not keep a user's words as they are: give the preamble's tokens")
+    return before, behind
+
+
+def remember(
+    client: Client, runner: ModelRunner, documents: Iterable[GivenTokens], preamble: GivenTokens,
+    durability: Durability | None = None,
+) -> list[Receipt]:  # fmt: skip
+    """Compute and store what is not stored of these documents, each behind the preamble. Cost: a prefill of preamble
+    and document each. Raises: InvalidRequest."""
+    spec = runner.spec
+    before = preamble_tokens(preamble, spec)
+    receipts = []
+    for document in documents:
+        given = checked_tokens(document, spec.vocab_size)
+        if not given.size:
+            raise InvalidRequest("documents must have tokens, one or more each")
+        tokens = np.concatenate([before, given])
+        found = client.lookup(spec, tokens, segments=[(before.size, tokens.size)], preamble=before)
+        if found.segments and found.segments[0].is_whole:
+            continue
+        layers = range(spec.layer_count) if spec.keeps_e else ()
+        made = recompute(runner, tokens, [], Recompute.full(spec.layer_count), hidden_layers=layers)
+        kept: list[Any] = [(k[:, before.size :], v[:, before.size :]) for k, v in made.kv]
+        if spec.keeps_e:
+            kept = [made.hidden[layer][before.size :] for layer in layers]
+        receipts.append(client.store_segment(spec, given, kept, preamble=before, durability=durability))
+    return receipts

@@ -1,0 +1,61 @@
+"""Whole answers: what a model says over a cache, held against what it says after its own full prefill.
+
+Only the question chooses what is computed again: the answer's tokens follow one behind the other over the merged cache,
+as they do in use. Were they part of the suffix that is asked, they would look for their own sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvstore_client.recompute import GivenKV, Run, recompute
+
+from kvstore.planning import Recompute
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One answer over a cache beside the full prefill's: ``is_kept`` when every token is the same, the share of
+    ``tokens`` that are, and the mean ``kl`` divergence of the full prefill's distributions from these, in nats."""
+
+    is_kept: bool
+    tokens: float
+    kl: float
+    share: float = 1.0
+
+
+def said(runner: Any, tokens: torch.Tensor, answer: torch.Tensor, runs: Sequence[Run], setting: Recompute) -> Any:
+    """Logits [answer tokens, vocab_size] at each token of the answer, given those before it, and f."""
+    first = recompute(runner, tokens, runs, setting)
+    if len(answer) == 1:
+        return first.logits, first.share
+    longer = torch.cat((tokens, answer[:-1]))
+    there = [Run(0, len(tokens), GivenKV(first.kv))]
+    rest = recompute(runner, longer, there, Recompute.reuse(), logit_count=len(answer) - 1)
+    return torch.cat((first.logits, rest.logits)), first.share
+
+
+def greedy(runner: Any, tokens: torch.Tensor, count: int, last: Sequence[int] = ()) -> tuple[torch.Tensor, Any]:
+    """The answer after a full prefill: at most ``count`` tokens, up to the first of ``last``, that one included; and
+    the logits at each of them."""
+    done = recompute(runner, tokens, [], Recompute.full(runner.spec.layer_count))
+    logits = [done.logits]
+    found = [int(done.logits[-1].argmax())]
+    while len(found) < count and found[-1] not in last:
+        longer = torch.cat((tokens, torch.tensor(found)))
+        runs = [Run(0, done.kv[0][0].shape[1], GivenKV(done.kv))]
+        done = recompute(runner, longer, runs, Recompute.reuse())
+        logits.append(done.logits)
+        found.append(int(done.logits[-1].argmax()))
+    return torch.tensor(found), torch.cat(logits)
+
+
+def agreement(full: torch.Tensor, lossy: torch.Tensor, answer: torch.Tensor, share: float) -> Agreement:
+    """Shapes: logits [answer tokens, vocab_size] of both."""
+    same = lossy.argmax(-1) == answer
+    known, found = full.float().log_softmax(-1), lossy.float().log_softmax(-1)
+    kl = (known.exp() * (known - found)).sum(-1).mean()
+    return Agreement(bool(same.all()), float(same.float().mean()), float(kl), share)
