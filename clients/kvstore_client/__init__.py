@@ -40,6 +40,7 @@ from kvstore_client.prompt import PageHashes
 from kvstore_client.segments import SegmentMatch
 from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.writer import StoreWriter
+from kvstore_client.tracing import traced
 
 __all__ = [
     "TLS",
@@ -75,4 +76,5 @@ __all__ = [
     "Watch",
     "connect",
     "connect_async",
+    "traced",
 ]

@@ -24,6 +24,7 @@ from kvstore.seams.jobs import NotBegun, begun, failure_of
 from kvstore.seams.scheduler import run_for, start_thread
 from kvstore.spec import Durability
 from kvstore_client.arrays import Tensor, is_shareable, is_tensor, raw_array, torch_module
+from kvstore_client.tracing import within_trace
 
 COPY_THREADS = 2
 Result = TypeVar("Result")
@@ -171,7 +172,7 @@ def commit_beside(
 ) -> Future[Committed]:
     """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
     be queued behind it. Where no thread takes it the store is dropped at once, and that is the outcome."""
-    future = begun(_OwnThread() if waits else workers, commit)
+    future = begun(_OwnThread() if waits else workers, within_trace(commit))
     if waits:
         _waiting.setdefault(workers, WeakSet()).add(future)
     if future.done() and isinstance(refusal := failure_of(future), NotBegun):

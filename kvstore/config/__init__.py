@@ -15,6 +15,7 @@ from kvstore.config.settings import (
     NvmeSettings,
     PolicySettings,
     Settings,
+    TracingSettings,
 )
 from kvstore.config.tenants import DEFAULT_TENANT, TenantSettings
 
@@ -31,5 +32,6 @@ __all__ = [
     "S3Settings",
     "Settings",
     "TenantSettings",
+    "TracingSettings",
     "load",
 ]

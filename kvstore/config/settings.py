@@ -183,6 +183,23 @@ class EventSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingSettings:
+    """Where spans of requests go ([operations.md](operations.md#traces)). They have counts, tiers and the tenant, and
+    no digest, token or model's name."""
+
+    endpoint: str = ""
+    """OTLP over gRPC, like `http://127.0.0.1:4317`, or `https://HOST:PORT`. Empty: off. Needs `kvstore[tracing]`."""
+    sample_one_in: int = 0
+    """Requests that no engine's trace asks for are traced, too: one in so many; 0: none. What an engine's trace says
+    holds for its requests."""
+
+    def __post_init__(self) -> None:
+        known = not self.endpoint or re.fullmatch(r"https?://[^/\s@]+:\d{1,5}", self.endpoint) is not None
+        check_setting(known, "tracing.endpoint", self.endpoint, "use http://HOST:PORT or https://HOST:PORT")
+        check_setting(self.sample_one_in >= 0, "tracing.sample_one_in", self.sample_one_in, "use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
     """How long a call may wait."""
 
@@ -205,6 +222,7 @@ class Settings:
     policy: PolicySettings = field(default_factory=PolicySettings)
     controller: ControllerSettings = field(default_factory=ControllerSettings)
     events: EventSettings = field(default_factory=EventSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from kvstore.directory import NodeDirectory
 from kvstore.movement import Movement, MovementParts, TierMeters
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, Deadline, FaultPoints, LongWork, Memory, Random, TenantKeys, Workers
-from kvstore.telemetry import Counters
+from kvstore.telemetry import NO_TRACING, Counters, Tracing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +43,8 @@ class Parts:
     """What other nodes call this one."""
     directory: NodeDirectory | None = None
     """Where they tell what they have."""
+    tracing: Tracing = NO_TRACING
+    """Who is told of requests as spans."""
     is_write_through: bool = False
     """A commit is answered when the tiers below memory are through with the chunks."""
 
@@ -84,7 +86,7 @@ class Parts:
         parts = MovementParts(
             arena=self.arena, catalog=self.catalog, policy=self.policy, keys=self.keys, clock=self.clock,
             random=self.random, workers=self.workers, faults=self.faults, counters=self.counters,
-            policies=self.policies, meters=self.meters,
+            policies=self.policies, meters=self.meters, tracing=self.tracing,
         )  # fmt: skip
         return Movement(parts, self.leases.revoke_stale)
 

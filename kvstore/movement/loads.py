@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context as ContextVars
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -26,7 +28,7 @@ from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
 from kvstore.spec import MissReason
-from kvstore.telemetry import Counters
+from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import StoredChunk
 
 GROUP_BYTES = 4 << 20
@@ -87,7 +89,7 @@ class Loads:
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
         shared_tiers: SharedTiers, entered: Callable[[int], None], workers: Workers, faults: FaultPoints,
-        counters: Counters, meters: TierMeters,
+        counters: Counters, meters: TierMeters, tracing: Tracing = NO_TRACING,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._memory = memory
@@ -102,14 +104,17 @@ class Loads:
         self._counters = counters
         self._meters = meters
         self._loading: dict[int, Loading] = {}
-        self._queue: asyncio.Queue[list[Loading]] = asyncio.Queue(LOAD_COUNT_MAX)
+        self._tracing = tracing
+        self._queue: asyncio.Queue[tuple[list[Loading], ContextVars]] = asyncio.Queue(LOAD_COUNT_MAX)
+        """What is to be read, and whose trace and log it is part of."""
         self.loading_bytes = 0
 
     async def run(self) -> None:
         """Read what ``begin`` asks for, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(self._load_all(await self._queue.get()))
+                batch, asked_by = await self._queue.get()
+                group.create_task(self._load(batch), context=asked_by)
 
     def begin(
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset(), *,
@@ -124,7 +129,7 @@ class Loads:
             return self._begin(rows, room, layers, fresh)
         finally:  # what was begun is brought in and ends, also when the next chunk's room was refused
             if fresh:
-                self._queue.put_nowait(fresh)
+                self._queue.put_nowait((fresh, copy_context()))
 
     def _begin(
         self, rows: Sequence[int], room: RoomFor, layers: frozenset[int], fresh: list[Loading]
@@ -169,6 +174,17 @@ class Loads:
         return loading
 
     # ------------------------------------------------------------ reading
+
+    async def _load(self, batch: list[Loading]) -> None:
+        """One fetch's cold chunks, inside a span where these are asked for."""
+        if not self._tracing.is_on:
+            await self._load_all(batch)
+            return
+        tiers = ",".join(dict.fromkeys(each.source.name for each in batch))
+        byte_count = sum(each.placement.byte_count for each in batch)
+        with self._tracing.span("kvstore.load", tier=tiers, chunks=len(batch), bytes=byte_count) as span:
+            await self._load_all(batch)
+            span.note(lost_chunks=sum(bool(each.lost) for each in batch))
 
     async def _load_all(self, batch: list[Loading]) -> None:
         """One fetch's cold chunks. Whatever happens, each of them ends."""

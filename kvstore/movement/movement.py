@@ -34,7 +34,7 @@ from kvstore.movement.writes import Writes
 from kvstore.policy import EvictionPolicy
 from kvstore.seams import Clock, FaultPoints, Random, TenantKeys, Workers
 from kvstore.spec import Durability, MissReason
-from kvstore.telemetry import Counters
+from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import LocalTier, SharedUse, TierStatistics
 from kvstore.tiers.dram import DramTier
 
@@ -56,6 +56,7 @@ class MovementParts:
     counters: Counters
     policies: PolicySettings
     meters: TierMeters
+    tracing: Tracing = NO_TRACING
 
 
 class Movement:
@@ -80,10 +81,10 @@ class Movement:
         self._shared_targets: list[SharedTarget] = []
         self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
         self.room = Room(parts.arena, self._eviction(self.memory), revoke_stale)
-        self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters)
+        self.shared_tiers = SharedTiers(catalog, self.names, parts.clock, parts.counters, parts.tracing)
         self.loads = Loads(
             catalog, self.memory, self.room, parts.arena, self.names, self.removal, self.shared_tiers, self._entered,
-            parts.workers, parts.faults, parts.counters, parts.meters,
+            parts.workers, parts.faults, parts.counters, parts.meters, parts.tracing,
         )  # fmt: skip
         self.readbacks = ReadBacks(catalog, self.memory, self.loads, self.removal, parts.counters)
         self.uses = Uses(

@@ -20,7 +20,7 @@ from kvstore.movement.sources import may_enter
 from kvstore.seams import Clock
 from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
-from kvstore.telemetry import Counters
+from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
 
 CLOSE_S_MAX = 5.0
@@ -122,12 +122,15 @@ _HERE = KeyHint(0.0, None, is_there=True)
 class SharedTiers:
     """All shared tiers of one tenant, the fastest first, and hints of what they have."""
 
-    def __init__(self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters) -> None:
+    def __init__(
+        self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters, tracing: Tracing = NO_TRACING
+    ) -> None:
         self.tiers: list[SharedCopies] = []
         self._catalog = catalog
         self._names = names
         self._clock = clock
         self._counters = counters
+        self._tracing = tracing
         self._hints: OrderedDict[bytes, KeyHint] = OrderedDict()
 
     def add(self, use: SharedUse) -> SharedCopies:
@@ -214,7 +217,7 @@ class SharedTiers:
             parts = [[key for key in keys if self._may_be_in(shared, key, now_s)] for keys in chains]
             asked, lengths = [key for keys in parts for key in keys], [len(keys) for keys in parts if keys]
             is_asked = asked and shared.is_asked and timeout_s > 0
-            answers = await shared.ask(asked, timeout_s, lengths) if is_asked else None
+            answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None
             have_all_answered &= answers is not None or not asked
             found = set(compress(asked, answers or ()))
             there = KeyHint(self._clock.monotonic(), shared, is_there=True)
@@ -225,6 +228,14 @@ class SharedTiers:
             nowhere = KeyHint(self._clock.monotonic(), None, is_there=False)
             for key in (key for keys in chains for key in keys):
                 self._remember(key, nowhere)
+
+    async def _answers(
+        self, shared: SharedCopies, keys: Sequence[bytes], timeout_s: float, lengths: Sequence[int]
+    ) -> Sequence[bool] | None:
+        with self._tracing.span("kvstore.ask", tier=shared.tier.name, asked_chunks=len(keys)) as span:
+            answers = await shared.ask(keys, timeout_s, lengths)
+            span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
+            return answers
 
     async def said(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
         """Which of a chain's keys each tier says it has, all asked at once. One that does not answer is left out."""

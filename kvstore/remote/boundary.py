@@ -16,7 +16,7 @@ from kvstore.remote.node import Node
 from kvstore.remote.session import SidecarSession
 from kvstore.remote.tokens import Tokens
 from kvstore.server.rpc import Context, abort
-from kvstore.telemetry import Counters, log_on_as
+from kvstore.telemetry import TRACE_HEADERS, Counters, log_on_as
 from kvstore.wire import METADATA_SESSION, METADATA_TOKEN
 
 ABORT_TIMEOUT_S = 1.0
@@ -60,6 +60,12 @@ class Guard:
         """The caller's session, which is one of his own tenant. Raises Unauthenticated."""
         node = self.node(context.invocation_metadata())
         return node, node.session(_value(context.invocation_metadata(), METADATA_SESSION) or b"")
+
+
+def carried_by(session: SidecarSession, context: Context) -> tuple[tuple[str, str | bytes], ...]:
+    """What a call to the sidecar carries that a client's call makes: the session, and the client's trace."""
+    trace = [(key, value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS]
+    return (*session.metadata, *trace)
 
 
 def _value(metadata: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
-from kvstore.remote.boundary import Guard, TokenInterceptor, guarded
+from kvstore.remote.boundary import Guard, TokenInterceptor, carried_by, guarded
 from kvstore.remote.node import Node
 from kvstore.remote.receiving import Receiving
 from kvstore.remote.sending import Sending
@@ -121,7 +121,8 @@ class Door:
 
         async def forward(request: bytes, context: Context) -> bytes:
             node, session = self._admitted(service, name, context)
-            call = node.channel.unary_unary(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
+            carried = carried_by(session, context)
+            call = node.channel.unary_unary(path)(request, timeout=context.time_remaining(), metadata=carried)
             try:
                 reply: bytes = await call
             except grpc.aio.AioRpcError as error:
@@ -139,7 +140,8 @@ class Door:
 
         async def forward(request: bytes, context: Context) -> None:
             node, session = self._admitted(service, name, context)
-            call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=session.metadata)
+            carried = carried_by(session, context)
+            call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=carried)
             try:
                 async for message in call:
                     await context.write(message)
@@ -195,7 +197,8 @@ class Door:
         """A prefix, bytes included."""
         node, session = self._guard.session(context)
         self._enter(session, context)
-        sending = Sending(node, session, decode(rpb.FetchBytesRequest, request), self._message_bytes)
+        carried = carried_by(session, context)
+        sending = Sending(node, session, decode(rpb.FetchBytesRequest, request), self._message_bytes, carried)
         leaving: asyncio.Future[Any] | None = None
         try:
             async for message in sending.messages(context.time_remaining()):  # made while the one before leaves

@@ -51,14 +51,19 @@ class _Chunk:
 class Sending:
     """One stream. Iterate ``messages``, then ``close`` whatever happened."""
 
-    def __init__(self, node: Node, session: SidecarSession, request: rpb.FetchBytesRequest, message_bytes: int) -> None:
-        """Raises InvalidRequest for a model this server was not told of, or layers and heads it does not have."""
+    def __init__(
+        self, node: Node, session: SidecarSession, request: rpb.FetchBytesRequest, message_bytes: int,
+        carried: tuple[tuple[str, str | bytes], ...],
+    ) -> None:  # fmt: skip
+        """``carried``: what its call to the sidecar carries. Raises InvalidRequest for a model this server was not told
+        of, or layers and heads it does not have."""
         query = request.fetch.query
         spec = node.models.get(query.fingerprint)
         if spec is None:
             raise InvalidRequest("the model is unknown here: call RegisterModel first")
         self._node = node
         self._session = session
+        self._carried = carried
         self._request = request
         self._spec = spec
         self._message_bytes = message_bytes
@@ -75,7 +80,7 @@ class Sending:
 
     async def messages(self, timeout_s: float | None) -> AsyncIterator[bytes]:
         """The stream's messages. Raises what the sidecar refuses the fetch with."""
-        self._call = self._node.cache.Fetch(self._request.fetch, timeout=timeout_s, metadata=self._session.metadata)
+        self._call = self._node.cache.Fetch(self._request.fetch, timeout=timeout_s, metadata=self._carried)
         head = await self._read()
         if head is None:
             raise Unavailable("the sidecar ended the fetch before it began")

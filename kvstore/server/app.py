@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from kvstore import __version__
-from kvstore.config import LoadedSettings
+from kvstore.config import LoadedSettings, Settings
 from kvstore.errors import KVStoreError
 from kvstore.seams import (
     FaultPoints,
@@ -36,7 +36,7 @@ from kvstore.server.trust import Rings
 from kvstore.server.web.facts import Overview
 from kvstore.server.web.site import Site, start_web
 from kvstore.server.world import World
-from kvstore.telemetry import configure_logging, log_as
+from kvstore.telemetry import NO_TRACING, Tracing, configure_logging, log_as
 from kvstore.units import format_bytes
 
 MOVER_COUNT = 2
@@ -86,6 +86,7 @@ async def _run(
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
         prefaulting=background, movers=movers, descriptor_limit=limit,
+        tracing=_tracing(settings),
     )  # fmt: skip
     tenants = [Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names]
     rings.follow()
@@ -123,7 +124,7 @@ async def _run(
         await door.stop()
         for tenant in tenants:
             await tenant.abandon()
-        for each in (workers, background, publisher, *tenants):
+        for each in (workers, background, publisher, *tenants, world.tracing):
             if each is not None:
                 each.close()
 
@@ -166,6 +167,15 @@ def _told_to_stop() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+def _tracing(settings: Settings) -> Tracing:
+    """What spans go to. Raises InvalidRequest where they are asked for and cannot be made."""
+    if not settings.tracing.endpoint:
+        return NO_TRACING
+    from kvstore.telemetry.spans import open_spans  # what it needs is installed only where spans are wanted
+
+    return open_spans(settings.tracing, settings.server.node)
 
 
 def _faults() -> FaultPoints:

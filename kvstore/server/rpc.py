@@ -13,13 +13,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvstore.errors import Internal, InvalidRequest, KVStoreError
-from kvstore.telemetry import Counters
+from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.wire import METADATA_ERROR
 from kvstore.wire.bounds import decode
 
 _log = logging.getLogger("kvstore.server")
 Context = Any
 """grpc.aio.ServicerContext; grpcio ships no types."""
+ENDLESS = ("Watch",)
 
 
 _HANDLERS: Mapping[tuple[bool, bool], Any] = {
@@ -31,12 +32,18 @@ _HANDLERS: Mapping[tuple[bool, bool], Any] = {
 it was decoded, or why it could not be."""
 
 
-def register(server: Any, service: ServiceDescriptor, servicer: object, counters: Counters) -> None:
-    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary."""
+def register(
+    server: Any, service: ServiceDescriptor, servicer: object, counters: Counters, tracing: Tracing = NO_TRACING
+) -> None:
+    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. Where requests are
+    traced each call is a span, but those that last as long as their caller."""
     handlers = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         function = getattr(servicer, method.name)
+        if tracing.is_on and method.name not in ENDLESS:
+            trace = _traced_stream if method.server_streaming else _traced
+            function = trace(function, f"{service.full_name}/{method.name}", tracing)
         make = _HANDLERS[method.client_streaming, method.server_streaming]
         wrap = _streaming if method.server_streaming else _unary
         handlers[method.name] = make(
@@ -57,6 +64,24 @@ def _tolerant(message: Any) -> Callable[[bytes], Any]:
             return error
 
     return read
+
+
+def _traced(function: Callable[[Any, Context], Awaitable[Any]], name: str, tracing: Tracing) -> Any:
+    async def call(request: Any, context: Context) -> Any:
+        with tracing.call(name, context.invocation_metadata()):
+            return await function(request, context)
+
+    return call
+
+
+def _traced_stream(function: Callable[[Any, Context], AsyncGenerator[Any]], name: str, tracing: Tracing) -> Any:
+    async def call(request: Any, context: Context) -> AsyncGenerator[Any]:
+        with tracing.call(name, context.invocation_metadata()):
+            async with aclosing(function(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+    return call
 
 
 def _unary(

@@ -18,6 +18,7 @@ from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.controller import Controller, Parts
 from kvstore.controller.operators import Operators
 from kvstore.controller.prefills import PartialPrefills
+from kvstore.controller.traced import TracedController
 from kvstore.directory import NodeDirectory
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.policy import POLICIES
@@ -65,7 +66,7 @@ class Tenant:
         directory = tiers.directory(settings, world, self._owner.name)
         self._parts = _parts(settings, keys, world, directory)
         self._kept = kept_files(settings.server.state_directory, world.disk, self._parts)
-        self.controller = Controller(self._parts)
+        self.controller = TracedController(self._parts) if world.tracing.is_on else Controller(self._parts)
         self.sockets = SocketDirectory(
             settings.server.socket_directory, world.disk, tenant=self.name, uid=self.uid,
             is_own=self.name != DEFAULT_TENANT,
@@ -205,6 +206,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
         policies=settings.policy,
         node=settings.server.node,
         directory=directory,
+        tracing=world.tracing,
         is_write_through=settings.tiers.is_write_through,
     )
 
@@ -225,10 +227,13 @@ def _grpc_server(
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.call_count_max)
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
-    register(server, cache, CacheService(controller, world.random.bytes(EPOCH_BYTES)), parts.counters)
     prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
-    register(server, admin, AdminService(controller, operators, prefills, world.clock, os.getpid()), parts.counters)
-    register(server, prefill, PrefillService(controller, prefills), parts.counters)
+    for service, servicer in (
+        (cache, CacheService(controller, world.random.bytes(EPOCH_BYTES))),
+        (admin, AdminService(controller, operators, prefills, world.clock, os.getpid())),
+        (prefill, PrefillService(controller, prefills)),
+    ):
+        register(server, service, servicer, parts.counters, world.tracing)
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     own = health_pb2.DESCRIPTOR.services_by_name["Health"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.seams import Clock, Disk, EnvelopeRing, FaultPoints, Memory, MoverProcesses, Random, Workers
+from kvstore.telemetry import NO_TRACING, Tracing
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,4 @@ class World:
     movers: MoverProcesses
     descriptor_limit: int
     """Open files that the process may have."""
+    tracing: Tracing = NO_TRACING

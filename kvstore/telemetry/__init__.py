@@ -1,7 +1,17 @@
-"""Counters and logs. The doors, the controller and movement record here; tiers, catalog and policies know nothing of
-counters."""
+"""Counters, logs, and spans where they are asked for. The doors, the controller and movement record here; tiers,
+catalog and policies know nothing of it."""
 
 from kvstore.telemetry.counters import Counters
 from kvstore.telemetry.logs import configure_logging, log_as, log_on_as
+from kvstore.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Span, Tracing
 
-__all__ = ["Counters", "configure_logging", "log_as", "log_on_as"]
+__all__ = [
+    "NO_TRACING",
+    "TRACE_HEADERS",
+    "Counters",
+    "Span",
+    "Tracing",
+    "configure_logging",
+    "log_as",
+    "log_on_as",
+]

@@ -15,6 +15,7 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.spec import Exactness, MissReason, Tier
 from kvstore_client.arrays import Layer, Tensor
 from kvstore_client.fetch.stream import LayerStream
+from kvstore_client.tracing import within_trace
 
 Result = TypeVar("Result")
 _log = logging.getLogger("kvstore.client")
@@ -48,7 +49,7 @@ class Transfer:
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
         """Bring the layers in order, on a thread of its own. Raises Unavailable where none can be had."""
-        self._thread = start_thread(partial(self._bringing.run, open_stream), "kvstore-transfer")
+        self._thread = start_thread(partial(self._bringing.run, within_trace(open_stream)), "kvstore-transfer")
 
     @property
     def layers(self) -> list[int]:

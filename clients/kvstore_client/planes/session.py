@@ -24,6 +24,7 @@ from kvstore_client.lookup.presence import Answer, ChainName, Presence
 from kvstore_client.planes.prefix import Prefix
 from kvstore_client.planes.returns import UNANSWERED, Returns
 from kvstore_client.planes.store import Staging, StagingRun, StoreSource, Upload
+from kvstore_client.tracing import trace_headers
 
 _calls: weakref.WeakSet[Any] = weakref.WeakSet()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -116,6 +117,11 @@ class Session(Plane):
     def is_usable(self) -> bool:
         return not self.ended.is_set() and self.pid == os.getpid()
 
+    @property
+    def carried(self) -> tuple[tuple[str, str | bytes], ...]:
+        """What a request's call carries: whose it is, and the trace that it is part of."""
+        return (*self.metadata, *trace_headers())
+
     def _check_process(self) -> None:
         """A forked child has none of gRPC's threads: a call there would wait for ever, whatever its deadline."""
         if self.pid != os.getpid():
@@ -124,7 +130,7 @@ class Session(Plane):
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A unary call. Raises the typed error its status means."""
         self._check_process()
-        return _called(method, request, timeout_s, self.metadata)
+        return _called(method, request, timeout_s, self.carried)
 
     def give_back(self, call: Callable[[], object]) -> None:
         """Make a call that gives something back. One that is not answered is made again beside the caller until it is.
@@ -139,7 +145,7 @@ class Session(Plane):
         """A unary call whose answer is waited for elsewhere: gRPC's future of it. Raises Unavailable."""
         self._check_process()
         try:
-            return noted(method.future(request, timeout=timeout_s, metadata=self.metadata))
+            return noted(method.future(request, timeout=timeout_s, metadata=self.carried))
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
 

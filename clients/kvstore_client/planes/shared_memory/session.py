@@ -221,7 +221,7 @@ class MappedSession(Session):
     ) -> MappedPrefix:
         """Its first message says where the chunks lie, the following ones what has landed."""
         try:
-            stream = noted(self.cache.Fetch(request, timeout=timeout_s, metadata=self.metadata))
+            stream = noted(self.cache.Fetch(request, timeout=timeout_s, metadata=self.carried))
             response = next(stream)
         except grpc.RpcError as error:
             raise translated(error) from error

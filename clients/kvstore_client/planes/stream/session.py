@@ -125,7 +125,7 @@ class StreamSession(Session):
         asked = rpb.FetchBytesRequest(fetch=request, head_first=wanted.head_start, head_count=count)
         limit_s = stream_timeout_s(timeout_s, wanted.byte_count(len(digests) * wanted.spec.chunk_tokens))
         try:
-            stream = noted(self.fetch_bytes(asked, timeout=limit_s, metadata=self.metadata))
+            stream = noted(self.fetch_bytes(asked, timeout=limit_s, metadata=self.carried))
             fields, _ = split_message(rpb.FetchBytesResponse, next(stream))
         except grpc.RpcError as error:
             raise translated(error) from error
@@ -142,7 +142,7 @@ class StreamSession(Session):
         messages = messages_of(reservation_id, fills, runs, self.message_bytes)
         limit_s = stream_timeout_s(timeout_s, sum(run.byte_count for run in runs))
         try:
-            self.store_bytes(messages, timeout=limit_s, metadata=self.metadata)
+            self.store_bytes(messages, timeout=limit_s, metadata=self.carried)
         except grpc.RpcError as error:
             raise translated(error) from error
         except ValueError as error:

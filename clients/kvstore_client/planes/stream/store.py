@@ -73,7 +73,7 @@ class StreamUpload:
         self._limit_s = stream_timeout_s(self._timeout_s, byte_count)
         try:
             self._stream = noted(
-                session.store_bytes.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.metadata)
+                session.store_bytes.future(self._outgoing(messages), timeout=self._limit_s, metadata=session.carried)
             )
         except ValueError as error:
             raise Unavailable("the sidecar is gone") from error
