@@ -14,7 +14,7 @@ from kvstore.catalog.copies import NOWHERE, Copies, MappedCopies
 from kvstore.catalog.events import Event, EventBatch, Watcher
 from kvstore.catalog.namespace import Namespace
 from kvstore.catalog.spaces import parent_digest
-from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, Identity
+from kvstore.catalog.table import ROOT_ROW, USE_COUNT_MAX, ChunkTable, Identity, whole_seconds
 
 __all__ = [
     "NOWHERE",
@@ -34,4 +34,5 @@ __all__ = [
     "absent_runs",
     "joined_runs",
     "parent_digest",
+    "whole_seconds",
 ]

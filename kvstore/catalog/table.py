@@ -23,14 +23,19 @@ STORED_S_MAX = (1 << 32) - 1
 _EMPTY = b""
 
 
+def whole_seconds(wall_s: float) -> int:
+    """When something is stored, as rows and headers have it: 1 at least, for 0 is for what nobody knows."""
+    return min(max(1, int(wall_s)), STORED_S_MAX)
+
+
 class ChunkTable:
     """Columns by row number. A row is a small integer; it is reused once nothing refers to it.
 
     ``parents`` and ``child_counts`` are the chains; ``write_marks`` are the first 8 bytes of each chunk's write id,
     which a read compares; ``copies`` say which local tier has the chunk, and where, the fastest tier first; ``shared``
     has two bits per shared tier: it had the chunk when we last knew, and we know that from more than its word. ``uses``
-    count stores and hits. ``stored_s`` are when a chunk came to this node, in whole seconds since 1970; 0: it was here
-    when the service started.
+    count stores and hits. ``stored_s`` are when a chunk came to this node, in whole seconds since 1970; 0: before that
+    was noted.
     """
 
     def __init__(self) -> None:
@@ -104,7 +109,7 @@ class ChunkTable:
 
     def came(self, row: int, wall_s: float) -> None:
         """The chunk is on this node from now on. A clock beyond what the column holds counts as its end."""
-        self.stored_s[row] = min(max(1, int(wall_s)), STORED_S_MAX)
+        self.stored_s[row] = whole_seconds(wall_s)
 
     def remove(self, row: int) -> None:
         """Forget a row that nothing refers to. Its parent loses a child."""

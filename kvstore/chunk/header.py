@@ -8,7 +8,7 @@ Layout, little-endian, padded with zeros to a multiple of 4 KiB:
      40  token count u32, strip count u32, E layer i32, zero u32, first position u64
      64  namespace 32, fingerprint 32, storage key 32, parent 32, chain digest 32, token digest 32
     256  tenant digest 16, rope digest 16, write id 16, envelope key id 16
-    320  seat u64, zeros, header checksum 16 at 368
+    320  seat u64, zeros (see ``envelope``), stored u32 at 360, zeros, header checksum 16 at 368
     384  strip table: per strip offset u64, stored bytes u32, zero u32, checksum 16
          envelope tags, when there is an envelope: see ``envelope``
 
@@ -16,6 +16,7 @@ The strip table says where the strips lie as they are stored, and the checksums 
 follow from the lengths: a reader refuses any other, and any length above the layout's.
 The seat is where a tier wrote this copy, in the tier's own numbers, 0 where it does not say. A device that writes a
 copy to another place as well makes one that outlives the first; its seat gives it away.
+``stored`` is when the chunk was stored, in whole seconds since 1970; 0: by a release that did not say.
 The header's checksum is XXH3-128 of its bytes with the checksum field zero.
 """
 
@@ -53,7 +54,7 @@ _KINDS = (CacheKind.KV, CacheKind.E, CacheKind.MLA, CacheKind.ENCODER, CacheKind
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 ENCODINGS = ("raw", "lz4")
-_FIXED = struct.Struct("<8sHHIQQ6B2xIIiIQ32s32s32s32s32s32s16s16s16s16s48x16s")
+_FIXED = struct.Struct("<8sHHIQQ6B2xIIiIQ32s32s32s32s32s32s16s16s16s16s40xI4x16s")
 _SEAT_AT = 320
 _SEAT_STOP = 328
 _CHECKSUM_AT = 368
@@ -96,6 +97,7 @@ class ChunkHeader:
     rope_digest: bytes
     write_id: bytes
     checksums: Checksums = field(repr=False, compare=False)
+    stored_s: int = field(default=0, compare=False)
     stored: StoredStrips | None = field(default=None, repr=False, compare=False)
     envelope: Envelope | None = field(default=None, repr=False, compare=False)
 
@@ -131,7 +133,8 @@ def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
         ENCODINGS.index(header.encoding), 0, 0,
         header.token_count, layout.strip_count, header.e_layer, 0, header.first_position,
         header.namespace, header.fingerprint, header.storage_key, header.parent, header.chain_digest,
-        header.token_digest, header.tenant_digest, header.rope_digest, header.write_id, bytes(16), bytes(16),
+        header.token_digest, header.tenant_digest, header.rope_digest, header.write_id, bytes(16),
+        header.stored_s, bytes(16),
     )  # fmt: skip
     table = np.zeros(layout.strip_count, _ENTRY)
     table["offset"] = layout.strip_offsets if header.stored is None else header.stored.offsets
@@ -181,7 +184,8 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
         _bad("truncated")
     (magic, version, reader, header_bytes, body_bytes, features, kind, provenance, exactness, encoding, envelope,
      tag_bytes, token_count, strip_count, e_layer, zero, first_position, namespace, fingerprint, storage_key, parent,
-     chain_digest, token_digest, tenant_digest, rope_digest, write_id, _key, checksum) = _FIXED.unpack(raw)  # fmt: skip
+     chain_digest, token_digest, tenant_digest, rope_digest, write_id, _key, stored_s,
+     checksum) = _FIXED.unpack(raw)  # fmt: skip
     if magic != MAGIC:
         _bad("no chunk begins here")
     if reader > FORMAT_VERSION or version < 1 or features & ~KNOWN_FEATURES:
@@ -203,7 +207,7 @@ def parse_header(data: bytes | Bytes, layout: ChunkLayout | None = None) -> Chun
         encoding=ENCODINGS[encoding], token_count=token_count, namespace=namespace, fingerprint=fingerprint,
         storage_key=storage_key, parent=parent, chain_digest=chain_digest, token_digest=token_digest,
         tenant_digest=tenant_digest, first_position=first_position, rope_digest=rope_digest, write_id=write_id,
-        checksums=table["checksum"],
+        checksums=table["checksum"], stored_s=stored_s,
     )  # fmt: skip
     return found if layout is None else _checked(found, layout, header_bytes, body_bytes, table)
 

@@ -19,7 +19,7 @@ from kvstore.controller.values import (
 )
 from kvstore.seams import Deadline
 from kvstore.spec import Durability
-from kvstore.telemetry import Span, Tracing
+from kvstore.telemetry import TraceSpan, Tracing
 
 
 class TracedController(Controller):
@@ -81,7 +81,7 @@ class TracedController(Controller):
             return found
 
 
-def _fetched(span: Span, found: FetchResult) -> FetchResult:
+def _fetched(span: TraceSpan, found: FetchResult) -> FetchResult:
     cold_chunks = sum(chunk.loading is not None for chunk in found.chunks)
     span.note(hit_chunks=found.hit_count, cold_chunks=cold_chunks, tier=found.tier.name, reason=found.reason.name)
     return found

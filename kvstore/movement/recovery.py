@@ -16,9 +16,9 @@ def adopt(catalog: Catalog, copies: Copies, found: Recovered) -> int:
     spaces = {number: catalog.spaces.get(*columns.names[number]) for number in set(columns.spaces.tolist())}
     rows: list[int] = []
     place = 0
-    for residency, mark, count, number, is_proven in zip(
+    for residency, mark, count, number, is_proven, stored_s in zip(
         columns.residencies.tolist(), columns.marks.tolist(), columns.token_counts.tolist(), columns.spaces.tolist(),
-        found.is_proven.tolist(), strict=True,
+        found.is_proven.tolist(), columns.times.tolist(), strict=True,
     ):  # fmt: skip
         stop = place + DIGEST_BYTES
         space, digest, parent = spaces[number], columns.digests[place:stop], columns.parents[place:stop]
@@ -36,6 +36,7 @@ def adopt(catalog: Catalog, copies: Copies, found: Recovered) -> int:
         copies.put(row, residency, is_proven=is_proven)
         if known is None:
             table.write_marks[row] = mark
+            table.stored_s[row] = stored_s
             catalog.publish(row)
             table.uses[row] = 1  # somebody stored it
         rows.append(row)
@@ -75,5 +76,6 @@ def held_by(catalog: Catalog, copies: Copies) -> Recovered:
         np.array([places[number] for number in numbers], np.uint16),
         b"".join(table.digests[row] for row in rows),
         b"".join(ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent] for parent in parents),
+        np.array([table.stored_s[row] for row in rows], np.uint32),
     )
     return Recovered(columns, np.array([is_proven for _, _, _, is_proven in found], np.bool_))

@@ -3,13 +3,13 @@ catalog and policies know nothing of it."""
 
 from kvstore.telemetry.counters import Counters
 from kvstore.telemetry.logs import configure_logging, log_as, log_on_as
-from kvstore.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Span, Tracing
+from kvstore.telemetry.tracing import NO_TRACING, TRACE_HEADERS, TraceSpan, Tracing
 
 __all__ = [
     "NO_TRACING",
     "TRACE_HEADERS",
     "Counters",
-    "Span",
+    "TraceSpan",
     "Tracing",
     "configure_logging",
     "log_as",

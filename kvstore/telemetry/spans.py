@@ -11,7 +11,7 @@ from kvstore import __version__
 from kvstore.config import TracingSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.seams.scheduler import start_thread
-from kvstore.telemetry.tracing import TRACE_HEADERS, Span, Value
+from kvstore.telemetry.tracing import TRACE_HEADERS, TraceSpan, Value
 
 QUEUE_COUNT_MAX = 2048
 """Spans that wait to be sent. What does not fit is dropped."""
@@ -34,7 +34,7 @@ class Spans:
         self._is_closed = False
 
     @contextmanager
-    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
+    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[TraceSpan]:
         """See ``Tracing.call``. A trace context that is none begins no trace."""
         carried = {
             key: value
@@ -48,7 +48,7 @@ class Spans:
             yield span
 
     @contextmanager
-    def span(self, name: str, **attributes: Value) -> Iterator[Span]:
+    def span(self, name: str, **attributes: Value) -> Iterator[TraceSpan]:
         """See ``Tracing.span``. What no call asked for is none; the call may have ended."""
         if not self._trace.get_current_span().get_span_context().is_valid:
             yield _Told(self._trace.INVALID_SPAN)
@@ -57,7 +57,7 @@ class Spans:
             yield span
 
     @contextmanager
-    def _begun(self, name: str, attributes: dict[str, Value], **how: Any) -> Iterator[Span]:
+    def _begun(self, name: str, attributes: dict[str, Value], **how: Any) -> Iterator[TraceSpan]:
         told = {f"kvstore.{key}": value for key, value in attributes.items()}
         with self._tracer.start_as_current_span(
             name, attributes=told, record_exception=False, set_status_on_exception=False, **how

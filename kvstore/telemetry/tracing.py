@@ -15,7 +15,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """What a call carries of its caller's trace (W3C Trace Context)."""
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """One piece of a request's way."""
 
     def note(self, **attributes: Value) -> None:
@@ -29,10 +29,10 @@ class Tracing(Protocol):
     def is_on(self) -> bool:
         """Whether anybody is told."""
 
-    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Span]:
+    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
         """A call that came with this metadata: part of its caller's trace, where that says so."""
 
-    def span(self, name: str, **attributes: Value) -> AbstractContextManager[Span]:
+    def span(self, name: str, **attributes: Value) -> AbstractContextManager[TraceSpan]:
         """A part of what is being done. What is raised inside is said of it."""
 
     def close(self) -> None:
@@ -52,10 +52,10 @@ class NoTracing:
     def __init__(self) -> None:
         self._span = nullcontext(_NoSpan())
 
-    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Span]:
+    def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
         return self._span
 
-    def span(self, name: str, **attributes: Value) -> AbstractContextManager[Span]:
+    def span(self, name: str, **attributes: Value) -> AbstractContextManager[TraceSpan]:
         return self._span
 
     def close(self) -> None:

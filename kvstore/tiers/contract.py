@@ -85,7 +85,8 @@ class TierStatistics:
 @dataclass
 class IndexColumns:
     """What a local tier holds, a row per copy, the least recently used first. Digests and parents are 32 bytes each,
-    concatenated; ``spaces`` are positions in ``names``."""
+    concatenated; ``spaces`` are positions in ``names``; ``stored_s`` are as in the catalog, and empty where nothing of
+    them is known."""
 
     names: list[SpaceName] = field(default_factory=list)
     residencies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -94,6 +95,12 @@ class IndexColumns:
     spaces: NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, np.uint16))
     digests: bytes = b""
     parents: bytes = b""
+    stored_s: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @property
+    def times(self) -> NDArray[np.uint32]:
+        """``stored_s``, a row per copy; 0 where it is not known."""
+        return self.stored_s if len(self.stored_s) else np.zeros(len(self), np.uint32)
 
     def __len__(self) -> int:
         return len(self.residencies)
@@ -111,7 +118,7 @@ class IndexColumns:
 
         return IndexColumns(
             self.names, self.residencies[stays], self.marks[stays], self.token_counts[stays], self.spaces[stays],
-            kept(self.digests), kept(self.parents),
+            kept(self.digests), kept(self.parents), self.times[stays],
         )  # fmt: skip
 
     def followed_by(self, other: IndexColumns) -> IndexColumns:
@@ -129,6 +136,7 @@ class IndexColumns:
             np.concatenate([self.spaces, spaces]),
             self.digests + other.digests,
             self.parents + other.parents,
+            np.concatenate([self.times, other.times]),
         )
 
 

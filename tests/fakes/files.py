@@ -281,6 +281,7 @@ def columns_of(rows: Sequence[tuple[Residency, ChunkHeader]]) -> IndexColumns:
         np.array([names.index(space) for space in spaces], np.uint16),
         b"".join(header.chain_digest for header in headers),
         b"".join(header.parent for header in headers),
+        np.array([header.stored_s for header in headers], np.uint32),
     )
 
 

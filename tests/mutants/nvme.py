@@ -25,6 +25,14 @@ T_ERRORS = "tests/tiers/test_nvme_errors.py"
 
 MUTANTS = [
     Mutant(
+        "times-of-another-snapshot",
+        DIRECTORY,
+        "        if data[:_CLEAN_BYTES] != bytes.fromhex(clean) or len(data) != _CLEAN_BYTES + 4 * count:\n",
+        "        if len(data) != _CLEAN_BYTES + 4 * count:\n",
+        "chunks are evicted by the age of others",
+        (f"{T_DIRECTORY}::test_without_its_times_a_snapshot_is_read_and_ages_are_not_known[another's]",),
+    ),
+    Mutant(
         "another-chunk-in-the-slot",
         CONTRACT,
         "    if header.storage_key != name.storage_key:\n",

@@ -31,6 +31,22 @@ T_LIFE = "tests/server/test_life.py"
 
 MUTANTS = [
     Mutant(
+        "digests-for-everybody",
+        "kvstore/server/web/facts.py",
+        'entry.digest.hex()[:DIGEST_DIGITS] if self._shows_digests else "",',
+        "entry.digest.hex()[:DIGEST_DIGITS],",
+        "any user of the machine learns whether a prompt that he guesses was fetched",
+        (f"{T_WEB}::test_what_it_shows_is_what_the_service_has",),
+    ),
+    Mutant(
+        "traces-with-models-names",
+        "kvstore/telemetry/spans.py",
+        "            reason = error.status if isinstance(error, KVStoreError) else type(error).__name__\n",
+        "            reason = str(error)\n",
+        "what a message names leaves the machine with a span",
+        ("tests/telemetry/test_tracing.py::test_a_failed_call_says_what_failed",),
+    ),
+    Mutant(
         "a-page-for-everybody",
         LISTENER,
         "        if route.is_page and not self.tokens and self.page_reason:\n",

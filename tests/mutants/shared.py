@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "documents-are-one-chain",
         SHARED_TIERS,
-        "            answers = await shared.ask(asked, timeout_s, lengths) if is_asked else None\n",
-        "            answers = await shared.ask(asked, timeout_s, [len(asked)]) if is_asked else None\n",
+        "            answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None\n",
+        "            answers = await self._answers(shared, asked, timeout_s, [len(asked)]) if is_asked else None\n",
         "a document that nobody has hides the next one",
         ("tests/tiers/test_shared_odd.py::test_a_document_that_nobody_has_hides_no_other",),
     ),

@@ -32,8 +32,8 @@ NOT_RUN = {
     ("vllm.md", "bash"): "takes vLLM, in an environment of its own",
 }
 """Examples that no test runs as they stand."""
-BY_OTHERS = {("operations.md", "bash"), ("upgrade.md", "bash")}
-"""Run by tests/ops/test_operations.py and tests/ops/test_boundaries.py."""
+BY_OTHERS = {("operations.md", "bash"), ("upgrade.md", "bash"), ("operations.md", "python")}
+"""Run by tests/ops/test_operations.py, tests/ops/test_boundaries.py and tests/telemetry/test_tracing.py."""
 WORDS_MAX = 900
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,6 +23,7 @@ from kvstore.config import TracingSettings
 from kvstore.errors import InvalidRequest
 from kvstore.spec import Tier
 from kvstore.telemetry import NO_TRACING
+from tests.conftest import ROOT
 from tests.server.raw import eventually
 from tests.specs import random_cache, small_spec, tokens_of
 
@@ -237,3 +240,27 @@ def test_a_client_on_another_host_is_part_of_its_trace(receiver: Receiver, door:
         assert client.fetch(SPEC, tokens_of(32, 5)).token_count == 32
     wanted = {"kvstore.reserve", "kvstore.commit", "kvstore.fetch"}
     eventually(lambda: wanted <= named(receiver, [other]).keys())
+
+
+BEFORE = """
+from kvstore_client import connect
+from tests.telemetry.test_tracing import SPEC
+from tests.specs import random_cache, tokens_of
+
+client, spec, tokens = connect(), SPEC, tokens_of(16, 7)
+client.store(spec, tokens, random_cache(spec, 16)).wait(10)
+headers = {{"traceparent": {parent!r}}}
+"""
+
+
+def test_the_pages_example_runs_as_written(receiver: Receiver, door: Sidecar) -> None:
+    other = "3" * 32
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    program = BEFORE.format(parent=SAMPLED.replace(TRACE, other)) + example + "print(kv.token_count)"
+    environment = {**os.environ, "KVSTORE_SOCKET": door.socket_address.removeprefix("unix://")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("16\n", 0), done.stderr
+    eventually(lambda: "kvstore.fetch" in named(receiver, [other]))

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvstore.chunk import Trust
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.seams import FaultPoints
 from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.spec import ChunkState, Durability, LayerSpec, MissReason
 from kvstore.tiers import NotOurs
 from kvstore.tiers.nvme import Directory
+from tests.chunk.test_envelope import ring
 from tests.specs import small_spec
 from tests.tiers.service import HOME, KIB, SEED, DeviceService, refused
 
@@ -553,5 +555,57 @@ def test_a_miss_says_so_in_a_lookup_too(service: DeviceService) -> None:
         assert await service.fetch(*PATHS[0]) == (0, MissReason.CORRUPT)
         runs = service.controller.lookup(service.query(*PATHS[0])).runs
         assert runs[0][:3] == (1, ChunkState.MISS, MissReason.CORRUPT)
+
+    service.run(scenario)
+
+
+# ---------------------------------------------------------------- how old chunks are
+
+
+def ages(service: DeviceService) -> set[float]:
+    """When the chunks that are stored came, in seconds of the service's clock."""
+    table = service.parts.catalog.table
+    return {table.stored_s[row] for row in table.rows() if table.is_resident(row)}
+
+
+@pytest.mark.parametrize("envelope", ["none", "mac"])
+@pytest.mark.parametrize("start", STARTS)
+def test_a_chunk_is_as_old_after_a_restart_as_it_is(start: str, envelope: str) -> None:
+    trust = None if envelope == "none" else Trust(envelope, ring())
+    service = DeviceService(arena_chunks=32, trust=trust)
+
+    async def scenario() -> None:
+        await service.clock.sleep(1000)
+        await service.keep(1, 2)
+        first = ages(service)
+        await service.clock.sleep(5000)
+        await service.keep(3)
+        came = ages(service)
+        assert len(came) == 2
+        assert all(each >= 1000 for each in first)
+        for _ in range(2):  # what a start found is as old after the next one, too
+            await service.restart(kill=start == "scan")
+            await service.clock.sleep(500)
+            assert ages(service) == came
+
+    service.run(scenario)
+
+
+@pytest.mark.parametrize("how", ["gone", "another's", "cut"])
+def test_without_its_times_a_snapshot_is_read_and_ages_are_not_known(service: DeviceService, how: str) -> None:
+    def harm() -> None:
+        path = HOME / "times"
+        if how == "gone":
+            service.disk.remove(path)
+        else:
+            data = service.disk.read_file(path)
+            service.disk.write_file(path, data[:-1] if how == "cut" else bytes(16) + data[16:])
+
+    async def scenario() -> None:
+        await service.clock.sleep(1000)
+        await stored(service)
+        await service.restart(meanwhile=harm)
+        assert ages(service) == {0}
+        assert await served(service) == {}
 
     service.run(scenario)

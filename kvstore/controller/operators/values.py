@@ -43,7 +43,7 @@ class CopyFacts:
 class ChunkEntry:
     """What the catalog knows of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: it is no E;
     ``model_id`` empty and ``byte_count`` 0 while its model is not registered; ``stored_seconds`` 0: it was here before
-    this start."""
+    this start, and nobody noted since when."""
 
     digest: bytes
     parent: bytes

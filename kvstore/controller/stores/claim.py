@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstore.arena import Placement
-from kvstore.catalog import Namespace
+from kvstore.catalog import Namespace, whole_seconds
 from kvstore.chunk import ChunkHeader
 from kvstore.chunk.checksum import Checksums
 from kvstore.controller.fetches import TICKET_BYTES, namespaces_of
@@ -198,6 +198,7 @@ class Claims:
             rope_digest=blake3(repr(space.spec.rope).encode()).digest(16),
             write_id=self._parts.random.bytes(16),
             checksums=checksums,
+            stored_s=whole_seconds(self._parts.clock.wall()),
         )
 
 

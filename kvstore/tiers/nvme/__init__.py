@@ -1,6 +1,7 @@
 """Chunks on a device: region files of equal slots, one chunk in each.
 
     <directory>/format            JSON: the format's version, and which snapshot is the one of the last clean stop
+    <directory>/times             when the chunks of the snapshot were stored
     <directory>/index             the snapshot: what the catalog knew, for a quick start after a clean stop; sealed, too
     <directory>/region-<number>-<slot bytes>.kvs
                                   a page that says how it is cut, then slots: header and body of one chunk each

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,16 @@ NEWEST = "newest"
 ENVELOPES_USED = "envelopes"
 """The feature of a directory with sealed copies: who does not know them takes their slots for free."""
 KNOWN_FEATURES = frozenset({NEWEST, ENVELOPES_USED})
-FORMAT_FILE, INDEX_FILE, LOCK_FILE = "format", "index", "lock"
+FORMAT_FILE, INDEX_FILE, TIMES_FILE, LOCK_FILE = "format", "index", "times", "lock"
 _INDEX_MAGIC = b"KVSINDEX"
-_INDEX_ABOUT = b"nvme snapshot"
+_INDEX_ABOUT, _TIMES_ABOUT = b"nvme snapshot", b"nvme times"
 _INDEX_HEAD = struct.Struct("<8sHHIQQ")
 _SPACE = struct.Struct("<32sBB2x")
 _PROVENANCES = (Provenance.IN_CONTEXT, Provenance.STANDALONE)
 _EXACTNESSES = (Exactness.EXACT, Exactness.DERIVED)
 FILE_BYTES_MAX = 1 << 40
+_CLEAN_BYTES = 16
+_log = logging.getLogger("kvstore.nvme")
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,10 @@ class Directory:
         packed = _pack(snapshot.columns)
         if sealing is not None:
             packed = seal_file(sealing, _INDEX_ABOUT, packed)
+        clean = xxhash.xxh3_128_hexdigest(packed)
         self.write(INDEX_FILE, packed)
         self._faults.reach("nvme.snapshot.written")
-        clean = xxhash.xxh3_128_hexdigest(packed)
+        self._end_times(clean, snapshot.columns, sealing)
         keys = {"keys": sorted(each.hex() for each in snapshot.key_ids)} if snapshot.key_ids else {}
         if snapshot.is_whole:
             self._write_format(clean, keys)
@@ -145,6 +149,25 @@ class Directory:
         # Not as "clean": a release that knows nothing of parts reads every header instead.
         part = {"clean": clean, "regions": regions, "unread": unread}
         self._write_format("", {"part": part, **keys})
+
+    def _end_times(self, clean: str, columns: IndexColumns, sealing: Sealing | None) -> None:
+        """When the snapshot's chunks were stored, in a file of its own: releases that do not know it read the snapshot.
+        A hint: without it their age is not known."""
+        data = bytes.fromhex(clean) + columns.times.tobytes()
+        try:
+            self.write(TIMES_FILE, seal_file(sealing, _TIMES_ABOUT, data) if sealing is not None else data)
+        except OSError as error:
+            _log.warning("how old chunks are will not be known", extra={"reason": str(error)})
+
+    def _read_times(self, clean: str, count: int, ring: EnvelopeRing) -> NDArray[np.uint32]:
+        """Of a snapshot of so many rows; empty where nothing is known of them."""
+        try:
+            data = open_file(ring, _TIMES_ABOUT, self.read(TIMES_FILE)) or b""
+        except (OSError, DataLoss):
+            data = b""
+        if data[:_CLEAN_BYTES] != bytes.fromhex(clean) or len(data) != _CLEAN_BYTES + 4 * count:
+            return np.empty(0, np.uint32)
+        return np.frombuffer(data, np.uint32, offset=_CLEAN_BYTES)
 
     def require(self, feature: str) -> None:
         """From now on no release opens the directory that does not know this. Raises OSError."""
@@ -200,7 +223,8 @@ class Directory:
     def _read_index(self, clean: str, ring: EnvelopeRing) -> IndexColumns | None:
         packed = self.read(INDEX_FILE)
         opened = open_file(ring, _INDEX_ABOUT, packed) if xxhash.xxh3_128_hexdigest(packed) == clean else None
-        return None if opened is None else _unpack(opened)
+        columns = None if opened is None else _unpack(opened)
+        return None if columns is None else replace(columns, stored_s=self._read_times(clean, len(columns), ring))
 
     def read(self, name: str) -> bytes:
         """A file, whole. Raises OSError."""

@@ -262,7 +262,7 @@ class Gathered:
         self._newest = newest
         self._plain = plain
         self._spaces: dict[SpaceName, int] = {}
-        self._rows: list[tuple[int, int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int, int]] = []
         self._digests: list[bytes] = []
         self._parents: list[bytes] = []
         self._stale: list[Residency] = []
@@ -284,13 +284,13 @@ class Gathered:
                 self._replaceable.setdefault(header.storage_key, []).append(len(self._rows))
             name = header.fingerprint, header.provenance, header.exactness
             space = self._spaces.setdefault(name, len(self._spaces))
-            self._rows.append((residency, mark, header.token_count, space))
+            self._rows.append((residency, mark, header.token_count, space, header.stored_s))
             self._digests.append(header.chain_digest)
             self._parents.append(header.parent)
 
     def columns(self, known: IndexColumns | None = None) -> tuple[IndexColumns, list[Residency]]:
         """What is to be believed beside what is ``known`` already; and what is not."""
-        columns = list(zip(*self._rows, strict=True)) or [(), (), (), ()]
+        columns = list(zip(*self._rows, strict=True)) or [(), (), (), (), ()]
         whole = IndexColumns(
             list(self._spaces),
             np.array(columns[0], np.int64),
@@ -299,6 +299,7 @@ class Gathered:
             np.array(columns[3], np.uint16),
             b"".join(self._digests),
             b"".join(self._parents),
+            np.array(columns[4], np.uint32),
         )
         doubtful = self._doubtful(known)
         stays = np.ones(len(whole), np.bool_)
