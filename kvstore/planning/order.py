@@ -160,13 +160,13 @@ def _hints(
     contexts: Sequence[WaitingContext], order: Iterable[tuple[int, float]], hints_max: int
 ) -> Iterator[PrefetchHint]:
     """What is stored below memory of the next contexts, each chunk for the first that needs it."""
-    told: set[bytes] = set()
+    told = {digest for context in contexts for digest in context.chunks[: context.warm_chunks]}
     given = 0
     for index, due_s in order:
         if given >= hints_max:
             return
         context = contexts[index]
-        start = context.warm_chunks
+        start = 0
         while start < context.stored_chunks and context.chunks[start] in told:
             start += 1
         if start < context.stored_chunks:

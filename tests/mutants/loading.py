@@ -13,6 +13,12 @@ CLIENT = "clients/kvstore_client/loading/planner.py"
 PATIENCE = "clients/kvstore_client/loading/patience.py"
 PREFILLS = "kvstore/controller/prefills/prefills.py"
 T_CALL = "tests/e2e/test_prefill_call.py"
+CANDIDATES = "kvstore/planning/loading/candidates.py"
+ORDER = "kvstore/planning/order.py"
+VLLM = "clients/kvstore_client/engines/vllm/planning.py"
+SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
+T_ORDER = "tests/planning/test_order.py"
+T_VLLM = "tests/engines/test_vllm_planned.py"
 T_PATIENCE = "tests/engines/test_patience.py"
 T_PLANNED = "tests/engines/test_planned_loads.py"
 T_LOADING = "tests/planning/test_loading.py"
@@ -20,6 +26,38 @@ T_METERS = "tests/tiers/test_meters.py"
 T_RATES = "tests/planning/test_rates.py"
 
 MUTANTS = [
+    Mutant(
+        "nobody-ages",
+        ORDER,
+        "        if contexts[index].waited_s + now_s < wait_s_max:\n",
+        "        if True:\n",
+        "a context that shares nothing waits for ever",
+        (f"{T_ORDER}::test_a_stranger_waits_no_longer_than_the_bound",),
+    ),
+    Mutant(
+        "observing-changes-what-vllm-loads",
+        SCHEDULER,
+        'decision is not None and self._planner.mode == "on" and',
+        "decision is not None and",
+        "an engine that observes computes what it would have loaded",
+        (f"{T_VLLM}::test_observing_says_what_it_would_do_and_loads_all_the_same",),
+    ),
+    Mutant(
+        "what-vllm-has-is-computed-once-more",
+        VLLM,
+        "            behind(given, computed), unit_tokens",
+        "            given, unit_tokens",
+        "a plan counts tokens that vLLM has, and stops where it need not",
+        (f"{T_VLLM}::test_what_vllm_has_is_neither_loaded_nor_computed",),
+    ),
+    Mutant(
+        "a-doubtful-tier-spoils-the-rest",
+        CANDIDATES,
+        "        if self.ttft_s(0, first, is_high=True) <= self._prefill_s:\n            return first\n",
+        "        return first\n",
+        "where the best stop is doubtful nothing is loaded, though a part of it is sure",
+        (f"{T_VLLM}::test_the_first_tokens_are_loaded_where_the_rest_lies_too_deep",),
+    ),
     Mutant(
         "a-load-that-is-faster-on-average",
         PLANNER,

@@ -209,3 +209,21 @@ def test_two_ranks_read_what_one_kept_and_back(models: dict[str, Path], plain: d
         with Engine(models["llama"], sidecar.address, **options) as engine:
             assert engine.ask(FORKED) == (plain["llama"][2:], [320])
         assert leases_of(sidecar) == (0, 0)
+
+
+def test_an_engine_that_plans_says_the_same(models: dict[str, Path], plain: dict[str, Any], durable: Sidecar) -> None:
+    """Before it was measured it loads all that is stored. Then it has measured steps and loads, and decides: with
+    weights that count for nothing computing is faster, but what it says is the same either way."""
+    own = {"enable_prefix_caching": False}
+    with Engine(models["llama"], durable.address, extra=CHUNK, **own) as first:
+        first.ask(*PROMPTS)
+    with Engine(models["llama"], durable.address, extra={**CHUNK, "planning": "on"}, **own) as second:
+        outputs, cached = second.ask(LONG)
+        assert (outputs, cached) == (plain["llama"][:1], [288])
+        for seed in range(4):  # what computing takes
+            second.ask(prompt(100 + 100 * seed, 100 + seed), max_tokens=1)
+        outputs, cached = second.ask(*PROMPTS)
+        assert outputs == plain["llama"]
+        assert all(count in range(0, stored + 1, 32) for count, stored in zip(cached, (288, 0, 320), strict=True))
+        assert cached != [288, 0, 320], second.log()[-3000:]
+    assert leases_of(durable) == (0, 0)

@@ -29,6 +29,7 @@ def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
             continue
         yield pattern.candidate(Way.LOAD, 0, usable)
         _, first = pattern.refined([(0, stop) for stop in pattern.stops(usable)], usable, may_meet=False)
+        first = pattern.sure(first, usable)
         if first < usable:
             yield pattern.candidate(Way.FIRST, 0, first)
         meets = [(pattern.front(stop), stop) for stop in pattern.boundaries(usable)]
@@ -125,6 +126,14 @@ class _Pattern:
         crossing = _first(outlasts, usable // unit, unit)
         beside = {crossing, max(unit, crossing - unit)}
         return sorted({*self.boundaries(usable), *beside})
+
+    def sure(self, first: int, usable: int) -> int:
+        """The best place to stop, which is ``first``; where that is later than a prefill in one case of ten, the best
+        boundary that is not, if there is one: a slow tier that is hard to foretell is left out."""
+        if self.ttft_s(0, first, is_high=True) <= self._prefill_s:
+            return first
+        safe = [stop for stop in self.boundaries(usable) if self.ttft_s(0, stop, is_high=True) <= self._prefill_s]
+        return min(safe, key=lambda stop: self._timed_s((0, stop)), default=first)
 
     def front(self, stop: int) -> int:
         """The best front of what is loaded up to ``stop``: where computing up to it, and the pass behind, takes as long

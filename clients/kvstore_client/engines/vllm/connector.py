@@ -52,10 +52,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             self._scheduler = SchedulerSide(
                 self._connect(), Adapters(spec), self._settings, self._geometry.block_tokens,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, ranks=self._geometry.ranks,
+                step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
             )  # fmt: skip
 
     def _connect(self) -> Any:
-        return connect(self._settings.address, required=False, timeout_s=self._settings.timeout_s)
+        settings = self._settings
+        return connect(settings.address, required=False, timeout_s=settings.timeout_s, planning=settings.planning)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -86,8 +88,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
-        if connector_output.invalid_block_ids:
-            self._scheduler.reported(connector_output.invalid_block_ids)
+        self._scheduler.received(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None

@@ -17,6 +17,7 @@ from kvstore_client.client import Client
 from kvstore_client.engines.vllm.identity import Adapters
 from kvstore_client.engines.vllm.naming import Naming
 from kvstore_client.engines.vllm.patience import SLOW_S, Patience
+from kvstore_client.engines.vllm.planning import Decision, RequestPlanner
 from kvstore_client.engines.vllm.settings import Settings
 from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.lookup.match import Match
@@ -29,13 +30,22 @@ LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """``match``: what is held, which may be less than the ``stored`` tokens where a decision says so."""
+
+    match: Match
+    stored: int
+    decision: Decision | None = None
+
+
 @dataclass
 class _Asked:
     """A lookup on its way. ``begun_s``: since when a thread of ours has been at it."""
 
     useful: int
     since_s: float
-    answer: Future[Match] = field(default_factory=Future)
+    answer: Future[_Answer] = field(default_factory=Future)
     begun_s: float | None = None
 
 
@@ -47,6 +57,7 @@ class _Found:
     useful: int
     stop: int
     at_s: float
+    decision: Decision | None = None
     computed: int = 0
 
 
@@ -69,7 +80,7 @@ class SchedulerSide:
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
-        loads: bool = True, saves: bool = True, ranks: int = 1, clock: Clock | None = None,
+        loads: bool = True, saves: bool = True, ranks: int = 1, step_tokens: int = 0, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._adapters = adapters
@@ -80,6 +91,11 @@ class SchedulerSide:
         self._ranks = ranks
         self._clock = clock or SystemClock()
         self._patience = Patience(self._clock)
+        self._planner = RequestPlanner(
+            client, adapters.spec_for(None), self._clock, step_tokens=step_tokens,
+            is_layerwise=settings.load == "layerwise",
+        )  # fmt: skip
+        self._waiting: set[str] = set()
         self._workers = WorkerThreads(LOOKUP_THREADS, "kvstore-lookup")
         self._wait_s = WAIT_S
         self._asked: dict[str, _Asked] = {}
@@ -96,7 +112,7 @@ class SchedulerSide:
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
-        found = self._look_up(request, useful)
+        found = self._look_up(request, useful, computed)
         if isinstance(found, _Asked):
             return None, False
         if found is None or found.stop <= computed:
@@ -104,7 +120,7 @@ class SchedulerSide:
         found.computed = computed
         return found.stop - computed, self._settings.load == "async"
 
-    def _look_up(self, request: Any, useful: int) -> _Found | _Asked | None:
+    def _look_up(self, request: Any, useful: int, computed: int) -> _Found | _Asked | None:
         name = str(request.request_id)
         found = self._found.get(name)
         now = self._clock.monotonic()
@@ -121,16 +137,16 @@ class SchedulerSide:
             return None
         if asked is None:
             self._forget(name)
-            asked = self._ask(name, request, tracked, useful)
-        match = self._answer(name, asked)
-        if match is None:
+            asked = self._ask(name, request, tracked, useful, computed)
+        answer = self._answer(name, asked)
+        if answer is None:
             return asked if name in self._asked else None
-        tracked.kept = max(tracked.kept, self._whole(match.prefix_token_count))
-        stop = min(self._whole(match.prefix_token_count), useful)
-        found = self._found[name] = _Found(match, useful, stop, asked.since_s)
+        tracked.kept = max(tracked.kept, self._whole(answer.stored))
+        stop = min(self._whole(answer.match.prefix_token_count), useful)
+        found = self._found[name] = _Found(answer.match, useful, stop, asked.since_s, answer.decision)
         return found
 
-    def _ask(self, name: str, request: Any, tracked: _Tracked, useful: int) -> _Asked:
+    def _ask(self, name: str, request: Any, tracked: _Tracked, useful: int, computed: int) -> _Asked:
         """What shows at once is answered at once; what is to be held, by a thread of ours."""
         asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
@@ -140,19 +156,20 @@ class SchedulerSide:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
             match = Match(0, ())
         if match is not None:
-            asked.answer.set_result(match)
+            asked.answer.set_result(_Answer(match, match.prefix_token_count))
         else:
-            asked.answer = begun(self._workers, self._hold, asked, tracked.spec, prompt, tracked.extras)
+            waiting = len(self._waiting - {name})
+            asked.answer = begun(self._workers, self._hold, asked, tracked, prompt, computed, waiting)
         return asked
 
-    def _answer(self, name: str, asked: _Asked) -> Match | None:
+    def _answer(self, name: str, asked: _Asked) -> _Answer | None:
         """None while it is on its way, and where it is given up."""
         started_s = self._clock.monotonic()
         try:
-            match = asked.answer.result(self._wait_s)
+            answer = asked.answer.result(self._wait_s)
         except NotBegun as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
-            match = Match(0, ())
+            answer = _NOTHING
         except TimeoutError:
             if asked.begun_s is not None and started_s - asked.begun_s > SLOW_S:
                 self._patience.end()
@@ -161,19 +178,30 @@ class SchedulerSide:
         finally:
             self._wait_s = max(0.0, self._wait_s - (self._clock.monotonic() - started_s))
         del self._asked[name]
-        return match
+        return answer
 
-    def _hold(self, asked: _Asked, spec: ModelSpec, prompt: Any, extras: tuple[Extra, ...]) -> Match:
-        """On a thread of ours."""
+    def _hold(self, asked: _Asked, tracked: _Tracked, prompt: Any, computed: int, waiting: int) -> _Answer:
+        """On a thread of ours: hold what is stored, or as much of it as is loaded sooner than computed."""
         asked.begun_s = self._clock.monotonic()
         if self._patience.is_spent:
-            return Match(0, ())
+            return _NOTHING
         try:
             with self._patience.watch():
-                return self._client.lookup(spec, prompt, hold=True, readers=self._ranks, extras=extras)
+                match = self._lookup(tracked, prompt)
+                decision = self._planner.decide(match, int(tracked.request.num_tokens), computed, waiting)
+                stored = match.prefix_token_count
+                if decision is not None and self._planner.mode == "on" and decision.stop < stored:
+                    self._client.release_ticket(match.ticket)
+                    cut = self._naming.prompt(tracked.request, decision.stop)
+                    begun(self._workers, self._planner.look, tracked.spec, prompt, decision, match)
+                    match = self._lookup(tracked, cut) if decision.stop > computed else Match(0, ())
+                return _Answer(match, stored, decision)
         except KVStoreError as error:
             _log.warning("kvstore: %s; the prompt is computed", error.message)
-            return Match(0, ())
+            return _NOTHING
+
+    def _lookup(self, tracked: _Tracked, prompt: Any) -> Match:
+        return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
 
     def _track(self, request: Any) -> _Tracked | None:
         """None for a request whose cache cannot be named."""
@@ -193,6 +221,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
         """vLLM gave the request its blocks, ``external`` tokens of them to be loaded."""
+        self._waiting.discard(str(request.request_id))
         found = self._found.pop(str(request.request_id), None)
         if found is None:
             self._forget(str(request.request_id))  # it does without an answer
@@ -202,15 +231,15 @@ class SchedulerSide:
             self._release(found)
             return
         start, count = found.computed, found.match.prefix_token_count
-        self._loads.append(
-            Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
-        )
+        load = Load(str(request.request_id), found.match.ticket, count, list(block_ids), start, start + external)
+        self._loads.append(self._planner.handed(load, found.decision))
 
     # ------------------------------------------------------------ every step
 
     def step(self, output: Any) -> Step:
         """What the workers do in the step that ``output`` describes."""
         self._wait_s = WAIT_S
+        self._planner.step_begins(output, loads=bool(self._loads))
         step = Step(self._loads, [], self._settled)
         self._loads, self._settled = [], []
         if self._does_save:
@@ -228,7 +257,8 @@ class SchedulerSide:
         """What is complete once the tokens ``start .. stop`` are computed: all whole blocks at the prompt's end, whole
         chunks before and after."""
         request, chunk = tracked.request, self._settings.chunk_tokens
-        tracked.kept = min(tracked.kept, self._whole(start))  # below it only when what was loaded failed
+        if tracked.has_failed:
+            tracked.kept = min(tracked.kept, self._whole(start))
         prompt, stop = self._whole(request.num_prompt_tokens), min(stop, int(request.num_tokens))
         limit = stop if self._settings.save_output else prompt
         until = prompt if start < request.num_prompt_tokens and prompt <= stop else min(stop, limit) // chunk * chunk
@@ -256,6 +286,18 @@ class SchedulerSide:
             writer.commit()
         return replace(save, ticket=ticket)
 
+    def received(self, output: Any) -> None:
+        """What the workers say of a step: results, loads that have ended, and blocks whose loads failed."""
+        failed = set(output.invalid_block_ids or ())
+        if failed:
+            self.reported(failed)
+        self._planner.landed(output.finished_recving or (), lambda name: self._has_failed(name, failed))
+        self._planner.step_ended()
+
+    def _has_failed(self, request_id: str, failed: set[int]) -> bool:
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and not failed.isdisjoint(tracked.block_ids)
+
     def reported(self, failed_blocks: Iterable[int]) -> None:
         """Workers could not load these blocks, and vLLM computes them: nobody tries to load them again. What was
         computed beside them in a layerwise step may have read them, and is not kept."""
@@ -269,10 +311,13 @@ class SchedulerSide:
     # ------------------------------------------------------------ the end
 
     def finished(self, request_id: str) -> None:
+        self._planner.forget(request_id)
+        self._waiting.discard(request_id)
         self._tracked.pop(request_id, None)
         self._forget(request_id)
 
     def new_request(self, request: Any) -> None:
+        self._waiting.add(str(request.request_id))
         if self._does_save:
             self._track(request)
 
@@ -294,7 +339,7 @@ class SchedulerSide:
         if found is not None:
             self._release(found)
         if asked is not None and not asked.answer.cancel():
-            begun(self._workers, lambda: self._let_go(asked.answer.result()))
+            begun(self._workers, lambda: self._let_go(asked.answer.result().match))
 
     def _release(self, found: _Found) -> None:
         if found.match.ticket is not None:
@@ -314,6 +359,9 @@ class SchedulerSide:
             self._forget(request_id)
         self._workers.close()
         self._client.close()
+
+
+_NOTHING = _Answer(Match(0, ()), 0)
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, list[int], bool, int]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from kvstore.errors import InvalidRequest
+from kvstore_client.loading import MODES
 
 LOADS = ("async", "layerwise")
 DIGESTS = ("kvstore", "vllm")
@@ -61,7 +62,8 @@ class Settings(Common):
 
     ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
     layer while those before it compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for who routes
-    by these (see ``hashes``).
+    by these (see ``hashes``). ``planning``: ``on`` loads only what comes sooner than it is computed; ``observe`` says
+    in the log what that would be, and loads all.
     """
 
     WHERE: ClassVar[str] = "kv_connector_extra_config"
@@ -69,10 +71,11 @@ class Settings(Common):
     load: str = "async"
     digests: str = "kvstore"
     save_output: bool = False
+    planning: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, values in (("load", LOADS), ("digests", DIGESTS)):
+        for name, values in (("load", LOADS), ("digests", DIGESTS), ("planning", MODES)):
             if getattr(self, name) not in values:
                 raise InvalidRequest(f"{self.WHERE}: {name} {getattr(self, name)!r} must be one of {', '.join(values)}")
 

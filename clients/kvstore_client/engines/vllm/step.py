@@ -23,7 +23,8 @@ def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> 
 
 @dataclass(frozen=True)
 class Load:
-    """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks."""
+    """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks. After
+    ``give_up_s`` it is given up, and computed; 0: a load takes as long as it takes."""
 
     request_id: str
     ticket: bytes
@@ -31,6 +32,7 @@ class Load:
     block_ids: list[int]
     start: int
     stop: int
+    give_up_s: float = 0.0
 
     def slots(self, block_tokens: int) -> NDArray[np.int64]:
         """[token_count]; -1 for tokens that the request has or does not want."""

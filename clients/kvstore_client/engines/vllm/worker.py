@@ -66,7 +66,8 @@ class WorkerSide:
                 transfer = self._client.start_fetch(load.ticket, into=into, heads=self._pages.heads)
             except KVStoreError as error:
                 _log.error("kvstore: %s; the prompt is computed", error.message)
-            self._moving[load.request_id] = _Moving(load, transfer, self._clock.monotonic() + LOAD_S_MAX)
+            until_s = self._clock.monotonic() + min(load.give_up_s or LOAD_S_MAX, LOAD_S_MAX)
+            self._moving[load.request_id] = _Moving(load, transfer, until_s)
 
     def wait_layer(self, layer: int) -> None:
         """Return when each layerwise load has brought this layer, or failed."""

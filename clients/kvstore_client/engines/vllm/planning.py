@@ -1,0 +1,215 @@
+"""Planning: how much of a waiting prompt is loaded, decided once, and what the engine's steps and loads teach.
+
+A decision is made on the thread that looked the prompt up, for that may wait for the sidecar's rates; the engine's loop
+reads it. What loads and steps take is seen from the scheduler, so a load's time has the wait for the next step in it,
+as the request has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
+from kvstore.seams import Clock
+from kvstore.spec import ModelSpec, Tier
+from kvstore_client.client import Client
+from kvstore_client.engines.vllm.step import Load
+from kvstore_client.loading.probe import probe
+from kvstore_client.lookup.match import Match
+
+WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
+"""vLLM computes nothing before the tokens that it has."""
+IN_MEMORY = (Tier.DRAM, Tier.HBM)
+BUDGET = 0.05
+"""A load may take longer than computing what it brings by this share of the prefill."""
+GIVE_UP_S_MIN = 0.05
+SUMMARY_S = 60.0
+STEPS_MAX = 2
+"""Steps on their way in an engine that schedules ahead."""
+_log = logging.getLogger("kvstore.vllm")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided of one waiting prompt, of which vLLM had the first ``computed`` tokens. ``facts`` and ``plan``
+    are of what lies behind these. ``stop``: up to where the prompt is loaded, 0: it is computed."""
+
+    computed: int
+    facts: LoadFacts
+    plan: LoadPlan
+    stop: int
+
+    @property
+    def give_up_s(self) -> float:
+        """A load that takes longer has been slower than computing: it is given up."""
+        return max(GIVE_UP_S_MIN, (1 + BUDGET) * self.plan.prefill.ttft_s)
+
+    def bytes_in_memory(self, stop: int) -> int:
+        """How many bytes a load up to ``stop`` brings from the sidecar's memory; 0 where a part lies below."""
+        stock = self.facts.stocks[0] if self.facts.stocks else Stock(())
+        count = min(stop - self.computed, stock.token_count)
+        sizes = {tier: stock.bytes_of(tier, 0, count) for tier in stock.tiers}
+        is_whole = not any(size for tier, size in sizes.items() if tier not in IN_MEMORY)
+        return int(sum(sizes.values())) if is_whole else 0
+
+
+class RequestPlanner:
+    """One per scheduler. ``mode``: as ``connect(planning=...)``. ``step_tokens``: what vLLM computes in a step at most;
+    ``is_layerwise``: whether loads run beside the step that computes behind them. All requests' steps are taken
+    together, adapters and all: they have one shape."""
+
+    def __init__(self, client: Client, spec: ModelSpec, clock: Clock, *, step_tokens: int, is_layerwise: bool) -> None:
+        self._client = client
+        self._spec = spec
+        self._clock = clock
+        self._step_tokens = step_tokens
+        self._is_layerwise = is_layerwise
+        self._steps = deque[_Running](maxlen=STEPS_MAX)
+        self._ended_s = 0.0
+        self._loading: dict[str, tuple[float, int]] = {}
+        self._told_s = clock.monotonic()
+        self._saved_s = 0.0
+        self.counts = Counter[str]()
+        """Decisions by their way, and loads that failed or were given up."""
+
+    @property
+    def mode(self) -> str:
+        return self._client.planner.mode
+
+    # ------------------------------------------------------------ decisions
+
+    def decide(self, match: Match, token_count: int, computed: int, waiting: int) -> Decision | None:
+        """What becomes of a prompt of which ``match`` says what is stored, while ``waiting`` others wait: each second
+        of the engine's is one of theirs, too. None: nothing is planned. May wait for the sidecar's rates. Called on a
+        thread of its own."""
+        if self.mode == "off" or match.prefix_token_count <= computed:
+            return None
+        whole, chunk = match.prefix_token_count, self._spec.chunk_tokens
+        given = self._client.planner.facts(self._spec, match, token_count, token_count - 1, self._step_tokens, WAYS)
+        facts = replace(
+            behind(given, computed), unit_tokens=chunk, prices=Prices(compute=float(waiting)),
+            layer_count=given.layer_count if self._is_layerwise else 1,
+        )  # fmt: skip
+        plan = plan_loading(facts)
+        stop = whole
+        if plan.chosen.way is not Way.LOAD and plan.is_measured:
+            stop = (computed + plan.chosen.load_stop) // chunk * chunk if plan.loaded_tokens else 0
+        decision = Decision(computed, facts, plan, stop)
+        self._count(plan)
+        _log.info(
+            "kvstore: %d of %d stored tokens %s: %s", stop, whole,
+            "are loaded" if self.mode == "on" else "would be loaded", plan,
+        )  # fmt: skip
+        return decision
+
+    def _count(self, plan: LoadPlan) -> None:
+        """Say once in a while what came of the decisions: vLLM shows warnings of others' loggers, and no less."""
+        self.counts[plan.chosen.way] += 1
+        loads = [each.ttft_s for each in plan.candidates if each.way is Way.LOAD]
+        if plan.is_measured and loads:
+            self._saved_s += loads[0] - plan.chosen.ttft_s
+        now = self._clock.monotonic()
+        if now - self._told_s >= SUMMARY_S:
+            self._told_s = now
+            _log.warning(
+                "kvstore: planning is %s: %s; by what was measured, first tokens come %.3f s sooner in all than if all "
+                "that is stored were loaded",
+                self.mode, ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items())), self._saved_s,
+            )  # fmt: skip
+
+    def look(self, spec: ModelSpec, prompt: Any, decision: Decision, match: Match) -> None:
+        """Measure, if it is time, what the decision leaves out. On a thread of its own; never raises."""
+        if self.mode == "on" and decision.stop < match.prefix_token_count and self._client.planner.may_look():
+            probe(self._client, spec, prompt, decision.stop, match)
+
+    # ------------------------------------------------------------ what loads take
+
+    def handed(self, load: Load, decision: Decision | None) -> Load:
+        """The workers are told of this load. With the time after which it is given up, where plans are carried out."""
+        if decision is None:
+            return load
+        if not self._is_layerwise:
+            self._loading[load.request_id] = self._clock.monotonic(), decision.bytes_in_memory(load.stop)
+        if self.mode != "on" or not decision.plan.is_measured:
+            return load
+        return replace(load, give_up_s=decision.give_up_s)
+
+    def landed(self, request_ids: Iterable[str], failed: Callable[[str], bool]) -> None:
+        """The loads of these requests have ended; ``failed`` says how."""
+        now = self._clock.monotonic()
+        for name in request_ids:
+            begun_s, byte_count = self._loading.pop(name, (now, 0))
+            has_failed = failed(name)
+            self.counts["failed"] += has_failed
+            if byte_count:
+                learn = self._client.planner.late if has_failed else self._client.planner.landed
+                learn(byte_count, now - begun_s)
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone."""
+        self._loading.pop(request_id, None)
+
+    # ------------------------------------------------------------ what steps take
+
+    def step_begins(self, output: Any, *, loads: bool) -> None:
+        """vLLM has scheduled a step. ``loads``: it loads as it goes, and says nothing of computing alone."""
+        if self.mode != "off" and output.num_scheduled_tokens:
+            is_measured = not (loads and self._is_layerwise)
+            self._steps.append(_Running.of(output, self._clock.monotonic(), is_measured=is_measured))
+
+    def step_ended(self) -> None:
+        """The results of the oldest step have come. Two may be on their way: the second begins when the first ends."""
+        if not self._steps:
+            return
+        done, now = self._steps.popleft(), self._clock.monotonic()
+        took_s, self._ended_s = now - max(done.begun_s, self._ended_s), now
+        if done.is_measured and done.has_prefill:
+            prefill = Prefill(done.new_tokens, done.context_tokens, took_s)
+            self._client.planner.computed(self._spec, self._step_tokens, prefill)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A step on its way: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average."""
+
+    begun_s: float
+    new_tokens: int
+    context_tokens: int
+    has_prefill: bool
+    is_measured: bool
+
+    @staticmethod
+    def of(output: Any, now: float, *, is_measured: bool) -> _Running:
+        counts = output.num_scheduled_tokens
+        contexts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        contexts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
+        total = sum(counts.values())
+        pairs = sum(count * (contexts.get(name, 0) + count / 2) for name, count in counts.items())
+        context = max(0, round(pairs / total - total / 2)) if total else 0
+        has_prefill = any(count > 1 for count in counts.values())
+        return _Running(now, total, context, has_prefill, is_measured)
+
+
+def behind(facts: LoadFacts, computed: int) -> LoadFacts:
+    """The facts of what lies behind the first ``computed`` tokens, which the engine has: each token there attends to
+    these, too."""
+    rate = facts.compute
+    stocks = tuple(replace(stock, runs=_later(stock, computed)) for stock in facts.stocks)
+    return replace(
+        facts, token_count=facts.token_count - computed, reusable_tokens=facts.reusable_tokens - computed,
+        compute=replace(rate, token_s=rate.token_s + rate.pair_s * computed),
+        stocks=tuple(stock for stock in stocks if stock.runs),
+    )  # fmt: skip
+
+
+def _later(stock: Stock, start: int) -> tuple[HeldRun, ...]:
+    return tuple(
+        replace(run, token_count=min(run.token_count, stop - start))
+        for run, stop in zip(stock.runs, stock.starts[1:], strict=True)
+        if stop > start
+    )
