@@ -9,7 +9,15 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-MODULES = ("planning", "plans", "operators.reading", "operators.changing", "doctor.command", "top.screen")
+MODULES = (
+    "planning",
+    "fleet.command",
+    "plans",
+    "operators.reading",
+    "operators.changing",
+    "doctor.command",
+    "top.screen",
+)
 """Each of these modules has ``register``, which adds its commands to an app."""
 
 
