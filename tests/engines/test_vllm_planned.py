@@ -96,6 +96,7 @@ def test_what_is_faster_computed_is_computed_and_nothing_is_held(sidecar: Sideca
     step = engine.compute(asked("a", stored[0]), blocks_of(COUNT), 0, COUNT)
     assert not step.saves, "what is stored is not kept once more"
     eventually(lambda: engine.clients[0].stats().sessions.ticket_count == 0)
+    assert not engine.planner.may_look(), "what was left out has just been looked at"
     engine.close()
 
 

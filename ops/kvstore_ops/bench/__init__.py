@@ -13,6 +13,7 @@ SHARED = frozenset(
         "alone",
         "lmcache",
         "lmcache_peer",
+        "throttled",
     }
 )
 """Modules of this package that are no benchmark."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvstore.planning.loading import HeldRun, LoadFacts, LoadPlan, Prefill, Prices, Stock, Way, plan_loading
 from kvstore.seams import Clock
 from kvstore.spec import ModelSpec, Tier
 from kvstore_client.client import Client
 from kvstore_client.engines.vllm.step import Load
-from kvstore_client.loading.probe import probe
+from kvstore_client.loading.probe import begin_probe
 from kvstore_client.lookup.match import Match
 
 WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
@@ -121,10 +123,11 @@ class RequestPlanner:
                 self.mode, ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items())), self._saved_s,
             )  # fmt: skip
 
-    def look(self, spec: ModelSpec, prompt: Any, decision: Decision, match: Match) -> None:
-        """Measure, if it is time, what the decision leaves out. On a thread of its own; never raises."""
-        if self.mode == "on" and decision.stop < match.prefix_token_count and self._client.planner.may_look():
-            probe(self._client, spec, prompt, decision.stop, match)
+    def look(self, spec: ModelSpec, prompt: Any, decision: Decision) -> None:
+        """Begin to measure, if it is time, what a decision to load less leaves out. ``prompt``: its tokens; what an
+        engine's own hashes name is not looked at. Never raises, and waits for nothing."""
+        if isinstance(prompt, np.ndarray):
+            begin_probe(self._client, spec, prompt, decision.stop)
 
     # ------------------------------------------------------------ what loads take
 

@@ -193,7 +193,8 @@ class SchedulerSide:
                 if decision is not None and self._planner.mode == "on" and decision.stop < stored:
                     self._client.release_ticket(match.ticket)
                     cut = self._naming.prompt(tracked.request, decision.stop)
-                    begun(self._workers, self._planner.look, tracked.spec, prompt, decision, match)
+                    if not tracked.extras:
+                        self._planner.look(tracked.spec, prompt, decision)
                     match = self._lookup(tracked, cut) if decision.stop > computed else Match(0, ())
                 return _Answer(match, stored, decision)
         except KVStoreError as error:
