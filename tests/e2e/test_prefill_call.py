@@ -135,7 +135,7 @@ def test_a_front_that_was_computed_stays_when_the_rest_is_lost(
         TransformersRunner, "embed", lambda runner, ids: (embedded.append(len(ids)), embed(runner, ids))[1]
     )
     found = client.partial_prefill(RECEIVER, tokens)
-    assert found.plan.reason == "lost, says the test: what it was to bring was computed"
+    assert found.plan.reason == "lost, says the test: what was to come was computed"
     assert torch.allclose(found.logits[-1], wanted, atol=1e-4)
     front, behind, again = embedded
     assert 0 < front < COUNT

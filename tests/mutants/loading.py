@@ -162,4 +162,20 @@ MUTANTS = [
         "the ticket for all that was found is forgotten, and holds it",
         (f"{T_CALL}::test_it_is_computed_where_that_is_fastest_and_nothing_is_held",),
     ),
+    Mutant(
+        "a-race-without-an-end",
+        "clients/kvstore_client/recompute/racing.py",
+        "            if self.token_count >= self._stop:\n",
+        "            if self.token_count >= len(self._request.tokens):\n",
+        "a prompt whose load stopped is computed, and waits on",
+        ("tests/engines/test_racing.py::test_what_was_computed_while_a_load_was_late_is_not_computed_again",),
+    ),
+    Mutant(
+        "what-a-race-computed-is-lost",
+        "clients/kvstore_client/recompute/prefill.py",
+        "            if self._race is not None and self._race.token_count:\n",
+        "            if False:\n",
+        "a load that is given up costs a second prefill",
+        ("tests/engines/test_racing.py::test_what_was_computed_while_a_load_was_late_is_not_computed_again",),
+    ),
 ]

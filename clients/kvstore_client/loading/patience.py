@@ -24,6 +24,14 @@ second."""
 _log = logging.getLogger("kvstore.client")
 
 
+def _until(plan: LoadPlan) -> float:
+    """How many seconds a load may take. One whose front is computed beside it is given up when it is late by a part of
+    a prefill, for no more than what it was to bring is lost with it."""
+    chosen, prefill_s = plan.chosen, plan.prefill.ttft_s
+    late_s = max(chosen.front_s, chosen.load_s) + chosen.ttft_high_s - chosen.ttft_s
+    return (late_s if chosen.front_s else prefill_s) + BUDGET * prefill_s
+
+
 class Patience:
     """Ends a load that has not landed when a plain prefill, and a twentieth of it, would have been over: whoever waits
     for it then computes the prompt. So a tier that stops in the middle of a plan costs one prefill more at most, and
@@ -43,7 +51,7 @@ class Patience:
         if plan is None or client.planner.mode != "on" or not plan.is_measured or not plan.loaded_tokens:
             return
         self._prefill_s = plan.prefill.ttft_s
-        self._left_s = since_s + (1 + BUDGET) * self._prefill_s - client.planner.clock.monotonic()
+        self._left_s = since_s + _until(plan) - client.planner.clock.monotonic()
         try:
             start_thread(self._wait, "kvstore-patience")
         except KVStoreError as error:

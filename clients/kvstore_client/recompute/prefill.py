@@ -28,9 +28,11 @@ from kvstore_client.loading.probe import begin_probe
 from kvstore_client.recompute.arrivals import Arrivals
 from kvstore_client.recompute.fused import recompute
 from kvstore_client.recompute.inquiry import ask
+from kvstore_client.recompute.racing import Race, RacedRun
 from kvstore_client.recompute.request import Request
 from kvstore_client.recompute.result import PartialPrefill, Recomputed, Timeline
 from kvstore_client.recompute.runs import InPlace, Run
+from kvstore_client.recompute.sources import FetchedRun
 
 if TYPE_CHECKING:
     from kvstore_client.client import Client
@@ -82,6 +84,7 @@ class _Prompt:
         self._is_given_up = self._is_late = False
         self._front = 0
         self._planes: Planes | None = None
+        self._race: Race | None = None
 
     def reused(self) -> tuple[Plan, Recomputed, float]:
         """The prompt with what is there of it, and when computing began."""
@@ -124,12 +127,17 @@ class _Prompt:
                 plan = decide(facts)
             runs, self._planes = arrivals.run(plan)
             prepared_s = clock.monotonic()
-            with Patience(client, plan.loading, began_s, lambda: arrivals.is_waiting, arrivals.stop) as patience:
+            front = plan.front_token_count
+            with Patience(
+                client, plan.loading, began_s, lambda: self._front >= front and arrivals.is_waiting, arrivals.stop
+            ) as patience:
                 try:
-                    runs = self._with_front(plan, runs)
+                    runs = self._with_front(plan, runs) if front else self._raced(plan, runs)
                     result = _computed(request, runs, self._planes, clock, plan.recompute)
                 except DataLoss as error:
                     self._is_given_up = True
+                    if self._race is not None and self._race.has_won:
+                        client.planner.given_up()
                     self._is_late = patience.is_spent
                     if self._is_late:
                         raise DeadlineExceeded("loading took longer than a plain prefill") from error
@@ -138,6 +146,8 @@ class _Prompt:
             self._call = self._call or arrivals.held.call
             if not arrivals.close():  # something may still be written where the front is
                 self._front = 0
+            if self._race is not None and self._race.token_count:
+                self._front, self._planes = self._race.token_count, self._race.planes
             raise
         for took in arrivals.measured():
             client.planner.landed(took.byte_count, took.busy_s)
@@ -149,8 +159,6 @@ class _Prompt:
         """Compute the tokens before what loads. Afterwards both are one run, which begins the prompt: of the front
         nothing is waited for."""
         front = plan.front_token_count
-        if not front:
-            return runs
         assert self._planes is not None, "the runs land in them"
         planes = [(k[:, :front], v[:, :front]) for k, v in self._planes]
         tokens = self._request.tokens[:front].astype("int64")
@@ -158,9 +166,19 @@ class _Prompt:
         self._front = front
         return [replace(runs[0], token_start=0, token_count=runs[0].token_stop, rotated_from=0), *runs[1:]]
 
+    def _raced(self, plan: Plan, runs: list[Run]) -> list[Run]:
+        """An exact prefix and nothing else, in the sidecar's plan: computed meanwhile, should it be late."""
+        loading, source = plan.loading, runs[0].source if len(runs) == 1 else None
+        if self._client.planner.mode != "on" or loading is None or not loading.is_measured:
+            return runs
+        if not isinstance(source, FetchedRun) or not runs[0].is_exact or runs[0].token_start:
+            return runs
+        self._race = Race(self._request, plan, self._clock)
+        return [replace(runs[0], source=RacedRun(source, self._race))]
+
     def _from_front(self, reason: str) -> tuple[Plan, Recomputed, float]:
         """The rest of a prompt whose front was computed, and of which nothing came."""
-        reason = f"{reason}: what it was to bring was computed"
+        reason = f"{reason}: what was to come was computed"
         _log.warning("kvstore: %s", reason)
         prepared_s = self._clock.monotonic()
         runs = [Run(0, self._front, InPlace(), is_exact=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,13 @@ class FetchedRun:
             v.copy_(come[1][:, self._ahead.rows])
         if turn is not None:
             rotate(k, turn, out=k)
+
+    def comes(self, layer: int, wait_s: float) -> bool:
+        """Whether a layer has come, or turns out not to come, within so many seconds."""
+        transfer = next((each for each in self._transfers if each.brings(layer)), None)
+        assert transfer is not None, "a layer that nobody fetches"
+        wait((transfer.landing(layer),), wait_s)
+        return transfer.landing(layer).done()
 
     def hidden(self) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None  # whoever asked has it: it is as large as the rows it becomes

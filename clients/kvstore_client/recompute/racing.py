@@ -1,0 +1,85 @@
+"""The race: while a load keeps its prompt waiting, the prompt's front is computed beside it. Whichever is through
+first is taken: so a tier that is slower than its plan, or stops, costs a few hundredths of a plain prefill, and no
+second one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from kvstore_kernels import Rotation
+
+from kvstore.errors import DataLoss
+from kvstore.planning import Plan, Recompute
+from kvstore.seams import Clock
+from kvstore_client.recompute.fused import recompute
+from kvstore_client.recompute.merged import dense_planes
+from kvstore_client.recompute.request import Request
+from kvstore_client.recompute.runs import InPlace, Run
+from kvstore_client.recompute.sources import FetchedRun
+
+STEPS = 32
+"""A front is computed in so many steps, so that each delays a load that comes in its middle by no more than that part
+of a plain prefill."""
+
+
+class Race:
+    """The front of one prompt, computed step by step. ``token_count``: how far it is; ``planes``: where it stands, the
+    prompt's whole cache, for what is computed behind it; ``has_won``: all that was to be loaded is there.
+    Memory: a second cache, once a load is late.
+
+    A step begins when a layer has been waited for as long as a step takes; after each layer that came in the middle of
+    one, twice as long: layers that always come a little late are not held up each time."""
+
+    def __init__(self, request: Request, plan: Plan, clock: Clock) -> None:
+        loading = plan.loading
+        assert loading is not None, "without a plan nobody knows what a step takes"
+        self._request, self._clock = request, clock
+        step, whole = request.runner.spec.chunk_tokens, loading.token_count
+        self._step_tokens = step * max(1, math.ceil(whole / STEPS / step))
+        self._step_s = loading.prefill.ttft_s * self._step_tokens / whole
+        self._stop = plan.runs[0].token_stop
+        self._delays = 0
+        self.has_won = False
+        self.token_count = 0
+        self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def wait(self, source: FetchedRun, layer: int) -> None:
+        """Return when a layer has come. Raises DataLoss when all that was to be loaded is computed before."""
+        idle_s = self._step_s * 2**self._delays
+        while not source.comes(layer, idle_s):
+            if self.token_count >= self._stop:
+                self.has_won = True
+                raise DataLoss("loading took longer than computing")
+            self._step()
+            if not idle_s:
+                continue
+            idle_s, self._delays = 0.0, self._delays + 1
+
+    def _step(self) -> None:
+        runner, done = self._request.runner, self.token_count
+        if not self.planes:
+            self.planes = dense_planes(runner.spec, len(self._request.tokens), runner.device)
+        stop = min(done + self._step_tokens, self._stop)
+        runs = [Run(0, done, InPlace(), is_exact=True)] if done else []
+        planes = [(k[:, :stop], v[:, :stop]) for k, v in self.planes]
+        tokens = self._request.tokens[:stop].astype("int64")
+        recompute(runner, tokens, runs, Recompute.reuse(), kv=planes, clock=self._clock)
+        self.token_count = stop
+
+
+class RacedRun:
+    """A run whose load races with its computation."""
+
+    def __init__(self, source: FetchedRun, race: Race) -> None:
+        self._source, self._race = source, race
+
+    def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
+        """See ``Source.land``. Raises DataLoss, too, when computing was faster."""
+        self._race.wait(self._source, layer)
+        self._source.land(layer, k, v, turn)
+
+    def hidden(self) -> torch.Tensor:
+        """See ``Source.hidden``."""
+        return self._source.hidden()
