@@ -48,11 +48,11 @@ test-vllm: $(STAMP) $(VLLM_STAMP) ## The vLLM connector, in a real vLLM
 	$(VLLM)/bin/python -m pytest tests/vllm
 
 test-s3: $(STAMP) ## The S3 tier against KVSTORE_TEST_S3_ENDPOINT (with AWS_* keys), else Ceph's RADOS gateway where this machine has one, else moto
-	$(BIN)/python -m tests.fakes.rados_gateway $(BIN)/python -m pytest tests/e2e/test_s3.py tests/contracts/test_shared_tier.py tests/tiers -k s3 -rs
+	$(BIN)/python -m tests.fakes.rados_gateway $(BIN)/python -m pytest tests/e2e/test_s3.py tests/contracts/shared tests/tiers -k s3 -rs
 
 test-redis: $(STAMP) ## The Redis tier against KVSTORE_TEST_REDIS_SERVER (a program), else the PATH's Redis or Valkey, else the wheel's
 	KVSTORE_TEST_REDIS_SERVER="$${KVSTORE_TEST_REDIS_SERVER:-$$(command -v redis-server || command -v valkey-server)}" \
-		$(BIN)/python -m pytest tests/contracts/test_shared_tier.py tests/tiers tests/e2e/test_redis.py tests/directory -k redis -rs
+		$(BIN)/python -m pytest tests/contracts/shared tests/tiers tests/e2e/test_redis.py tests/directory -k redis -rs
 
 sim: $(STAMP) ## Simulate 20,000 crashes of the whole service, or for as long as SECONDS=7200 says
 	$(BIN)/python -m tests.sim --cuts $(if $(SECONDS),--seconds $(SECONDS),--crashes 20000)

@@ -23,7 +23,7 @@ from tests.controller.service import Service
 from tests.controller.test_operators import Held, meant_rows, pause, words_of
 from tests.fakes import ObjectSettings, ObjectTier
 from tests.tiers.service import DeviceService
-from tests.tiers.shared import Node, run
+from tests.tiers.shared.world import Node, run
 
 
 def done(service: Service, plan: ClearingPlan) -> list[tuple[Fate, bool]]:

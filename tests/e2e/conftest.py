@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kvstore_client import Client, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
 PLANES = ("local", "remote")
@@ -28,6 +29,13 @@ def sidecar(plane: str) -> Iterator[Sidecar]:
     """A real server process with a small arena, shared by a module's tests."""
     with Sidecar("--capacity", "64 MiB", plane=plane) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(sidecar: Sidecar) -> Iterator[Client]:
+    """A module's own client of it."""
+    with connect(sidecar.address) as connected:
+        yield connected
 
 
 @pytest.fixture

@@ -1,64 +1,31 @@
-"""Random models, prompts and values in a sidecar, and the dict that they are compared with."""
+"""A sidecar through every door, and the dict that it is compared with."""
 
 from __future__ import annotations
 
 import os
-import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from kvstore_client import Client, Extra, Paged, connect
+from kvstore_client import Client, Paged, connect
 from kvstore_ops.sidecar import TOKEN, Sidecar
 
 from kvstore.errors import DataLoss
-from kvstore.spec import DTYPES, Durability, LayerKind, LayerSpec, ModelSpec
-from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
+from kvstore.spec import DTYPES, Durability
+from tests.e2e.kept import Drawn, Kept
+from tests.specs import UNSIGNED, bits
 
 WAIT_S = 60.0
 RESTART_EACH = 8
 """Steps."""
-VOCABULARY = 1 << 30
-"""No two prompts begin alike by chance."""
-
-
-@dataclass(eq=False)
-class Kept:
-    """A prompt in the dict. ``planes``: (K, V) or (E,) of each layer that has a slab, as unsigned integers."""
-
-    spec: ModelSpec
-    tokens: Any
-    planes: dict[int, tuple[Any, ...]]
-    hidden: dict[int, Any] = field(default_factory=dict)
-    extras: tuple[Extra, ...] = ()
-    is_segment: bool = False
-
-    @property
-    def count(self) -> int:
-        return int(self.tokens.size)
-
-    @property
-    def given(self) -> list[Any]:
-        """As ``store`` takes it."""
-        given = [self.planes.get(layer) for layer in range(self.spec.layer_count)]
-        return [each[0] for each in given] if self.spec.keeps_e else given  # type: ignore[index]
-
-    @property
-    def head_count(self) -> int:
-        """Heads that every layer has; 0 where they cannot be told apart."""
-        spec = self.spec
-        if spec.mla or spec.keeps_e:
-            return 0
-        return min(spec.layers[layer].kv_heads for layer in self.planes)
 
 
 class World:
     """A sidecar, clients by both planes, and the dict."""
 
     def __init__(self, seed: int, sidecar: Sidecar, *, is_roomy: bool) -> None:
-        self.chance = random.Random(seed)
-        self.numbers = np.random.default_rng(seed)
+        self.drawn = Drawn(seed)
+        self.chance, self.numbers = self.drawn.chance, self.drawn.numbers
         self.sidecar = sidecar
         self.is_roomy = is_roomy
         self.seed = seed
@@ -101,78 +68,6 @@ class World:
     @property
     def client(self) -> Client:
         return self.chance.choice(self.clients)
-
-    def size(self, most: int) -> int:
-        """Small ones are as likely as large ones."""
-        return max(1, int(most ** self.chance.random()))
-
-    # ------------------------------------------------------------ what is stored
-
-    def spec(self, number: int) -> ModelSpec:
-        chance, dtype = self.chance, self.chance.choice(sorted(DTYPES))
-        shape = chance.choice(["kv", "kv", "kv", "mla", "e"])
-
-        def layer(first: bool) -> LayerSpec:
-            if not first and shape != "e" and chance.random() < 0.15:
-                return LayerSpec(kind=LayerKind.NONE)
-            window = self.size(99) if chance.random() < 0.3 else 0
-            kind = LayerKind.SLIDING_WINDOW if window else LayerKind.FULL
-            heads = 1 if shape == "mla" else self.size(6)
-            return LayerSpec(kind=kind, window=window, kv_heads=heads, k_dim=self.size(130), v_dim=self.size(70))
-
-        layers = tuple(layer(not each) for each in range(self.size(4)))
-        hidden_size = self.size(100)
-        if shape == "e":  # it must save something
-            hidden_size = min(hidden_size, *(each.kv_heads * (each.k_dim + each.v_dim) - 1 for each in layers))
-        return small_spec(
-            model_id=f"{self.seed}-{number}", layers=layers, weights_digest=self.numbers.bytes(32).hex(),
-            vocab_size=VOCABULARY, cache_dtype=dtype, hidden_dtype=dtype, chunk_tokens=self.size(150),
-            mla=shape == "mla", keeps_e=shape == "e", hidden_size=hidden_size,
-        )  # fmt: skip
-
-    def make(self, number: int) -> Kept:
-        """Of a new model, or another prompt of one that is known, which may begin as one that is stored."""
-        chance = self.chance
-        old = chance.choice(self.prompts) if self.prompts and chance.random() < 0.4 else None
-        spec = old.spec if old else self.spec(number)
-        count = self.size(400)
-        tokens = tokens_of(count, self.seed * 1000 + number, VOCABULARY)
-        planes = self.planes_of(spec, count)
-        rows = UNSIGNED[DTYPES[spec.hidden_dtype]]
-        hidden: dict[int, Any] = {}
-        if not spec.keeps_e and chance.random() < 0.3:
-            layer = chance.randrange(spec.layer_count)
-            hidden[layer] = self.random((count, spec.hidden_size), rows)
-        extras: tuple[Extra, ...] = ()
-        if chance.random() < 0.3:
-            extras = (Extra(chance.randrange(count), self.numbers.bytes(self.size(40))),)
-        made = Kept(spec, tokens, planes, hidden, extras, chance.random() < 0.2)
-        if old is not None and chance.random() < 0.6:
-            self.begin_as(made, old)
-        return made
-
-    def planes_of(self, spec: ModelSpec, count: int) -> dict[int, tuple[Any, ...]]:
-        if spec.keeps_e:
-            dtype = UNSIGNED[DTYPES[spec.hidden_dtype]]
-            return {layer: (self.random((count, spec.hidden_size), dtype),) for layer in range(spec.layer_count)}
-        cache = random_cache(spec, count, self.chance.randrange(1 << 30))
-        return {layer: pair for layer, pair in enumerate(cache) if pair is not None}
-
-    def random(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Sometimes such as an encoding makes small."""
-        high = int(np.iinfo(dtype).max) if self.chance.random() < 0.6 else 3
-        return self.numbers.integers(0, high, shape, dtype, endpoint=True)
-
-    def begin_as(self, made: Kept, old: Kept) -> None:
-        """The same words in the same place have the same cache."""
-        shared = min(self.chance.randint(1, old.count), made.count)
-        made.tokens[:shared] = old.tokens[:shared]
-        made.extras = tuple(extra for extra in old.extras if extra.position < shared)
-        made.is_segment, made.hidden = old.is_segment, {}
-        for layer, planes in made.planes.items():
-            for ours, theirs in zip(planes, old.planes[layer], strict=True):
-                axis = slice(shared) if made.spec.keeps_e else (slice(None), slice(shared))
-                ours[axis] = theirs[axis]  # type: ignore[index]
 
     # ------------------------------------------------------------ stores
 
@@ -232,7 +127,7 @@ class World:
 
     def pages(self, planes: Any, count: int) -> tuple[Any, Any]:
         """Pages of any size, in any order, that hold so many tokens: (K, V), and the tokens' slots."""
-        size = self.size(40)
+        size = self.drawn.size(40)
         page_count = -(-count // size) + 2
         order = self.numbers.permutation(page_count)
         slots = np.array([order[token // size] * size + token % size for token in range(count)])
@@ -314,7 +209,7 @@ class World:
 
     def _memory(self, kept: Kept, count: int, options: dict[str, Any]) -> list[Any]:
         """Planes of a caller's, poisoned: each with memory of its own, or cut from what is longer."""
-        made, slack = [], self.chance.choice([0, self.size(20)])
+        made, slack = [], self.chance.choice([0, self.drawn.size(20)])
         for layer in options["layers"]:
             planes = kept.planes[layer]
             if kept.spec.keeps_e:
@@ -357,7 +252,7 @@ class World:
         count = int(tokens.size)
         memory = self._memory(kept, count, options)
         layers, slots = [], None
-        size = self.size(40)
+        size = self.drawn.size(40)
         page_count = -(-count // size) + 1
         order = self.numbers.permutation(page_count)
         slots = np.array([order[token // size] * size + token % size for token in range(count)])
@@ -375,7 +270,7 @@ class World:
     def put_value(self) -> None:
         """Of any length, in the place of what the key had."""
         name = f"space/{self.seed}-{self.chance.randrange(3)}", f"key {self.chance.randrange(6)}"
-        data = self.random((self.size(9 << 20),), np.uint8)
+        data = self.drawn.random((self.drawn.size(9 << 20),), np.uint8)
         level = self.client.put_bytes(*name, data).wait(WAIT_S)
         assert level is Durability.LOCAL or not self.is_roomy
         self.values.pop(name, None)  # where there is no room, a kill may take it
@@ -388,7 +283,7 @@ class World:
         at = self.chance.randrange(len(self.prompts))
         spec, key = self.prompts[at].spec, f"item {self.chance.randrange(3)}"
         dtype = UNSIGNED[DTYPES[spec.cache_dtype]]
-        data = self.random((self.size(50), self.size(200)), dtype)
+        data = self.drawn.random((self.drawn.size(50), self.drawn.size(200)), dtype)
         level = self.client.put_encoder(spec, key, data, dtype=spec.cache_dtype).wait(WAIT_S)
         assert level is Durability.LOCAL or not self.is_roomy
         self.embeddings = {
@@ -427,7 +322,7 @@ def live(seed: int, number: int, *, steps: int, reads: int) -> World:
         world = World(seed, sidecar, is_roomy=is_roomy)
         try:
             for step in range(steps):
-                world.store(world.make(step))
+                world.store(world.drawn.make(step, world.prompts))
                 for kept in [world.prompts[-1], *world.chance.choices(world.prompts, k=reads - 1)]:
                     world.read(kept)
                 if step % 4 == 1:

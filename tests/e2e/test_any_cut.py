@@ -4,15 +4,13 @@ from pages, it comes back to the bit in any other way."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_client import Client, Paged, connect
+from kvstore_client import Client, Paged
 from kvstore_client.store.writer import StoreWriter
-from kvstore_ops.sidecar import Sidecar
 
 from kvstore.spec import DTYPES, LayerKind, LayerSpec, ModelSpec
 from tests.specs import UNSIGNED, bits, random_cache, small_spec, tokens_of
@@ -21,12 +19,6 @@ SEEDS = range(16)
 LAYOUTS = ("kv page slot head dim", "page kv head slot dim", "page head slot dim", "head page slot kv dim")
 DIMS = ((8, 8), (64, 64), (128, 128), (40, 24))
 NOBODYS = 0xDB
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 class Case:

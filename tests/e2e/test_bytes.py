@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -34,12 +33,6 @@ SIZES = [0, 1, 959, 960, 961, 65536, MOST - 1, MOST, MOST + 1, MOST + CHUNK_BYTE
 
 def noise(size: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -75,12 +75,6 @@ def sidecar(redis: RedisServer) -> Iterator[Sidecar]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
-
-
 @pytest.fixture
 def say(sidecar: Sidecar) -> Any:
     def said(*arguments: str) -> Done:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvstore_client import AsyncClient, Client, Paged, StoreWriter, connect, connect_async
+from kvstore_client import AsyncClient, Client, Paged, StoreWriter, connect_async
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
@@ -72,12 +72,6 @@ def test_every_argument_that_may_be_an_array_has_a_door(kind: type) -> None:
 def test_the_asyncio_client_has_no_doors_of_its_own() -> None:
     own = {name for name, _ in public(AsyncClient)} - {name for name, _ in public(Client)}
     assert own == {"call", "wait", "aclose"}
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,18 +3,16 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kvstore_client import Client, Exactness, MissReason, ModelSpec, Paged, Recompute, connect
+from kvstore_client import Client, Exactness, MissReason, ModelSpec, Paged, Recompute
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 from kvstore_client.recompute.rows import STEP_ROWS
-from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import fingerprint
@@ -35,12 +33,6 @@ FAMILIES = (
 )
 MHA = {"num_key_value_heads": 4, "max_position_embeddings": 1024}
 SPEC = small_spec(hidden_size=24, hidden_dtype="bfloat16", chunk_tokens=100, keeps_e=True)
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 def runner_of(model: Any, **more: Any) -> TransformersRunner:

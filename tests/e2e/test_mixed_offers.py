@@ -3,27 +3,19 @@ hand, to the bit; and one setting for both, or no mix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kvstore_client import Client, Exactness, ModelSpec, Recompute, connect
+from kvstore_client import Client, Exactness, ModelSpec, Recompute
 from kvstore_client.recompute import Gate, Permit, recompute
-from kvstore_ops.sidecar import Sidecar
 
 from kvstore.planning import Pair
 from kvstore.spec import Provenance
-from tests.e2e.test_partial_prefill import RECEIVER, SENDER, alone, given, keep, keep_alone, same
+from tests.e2e.prefills import RECEIVER, SENDER, alone, given, keep, keep_alone, same
 from tests.recompute.models import prompt
 
 SETTINGS = [Recompute.reuse(), Recompute.cacheblend(1, 0.2), Recompute(1, 2, 0.3), Recompute(1, 1, 0.25, "product")]
-
-
-@pytest.fixture
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 def kept(client: Client, seed: int) -> tuple[torch.Tensor, list[Any]]:

@@ -3,73 +3,36 @@ the right answer or a worse one that says so and is never taken for exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Event
-from time import sleep
 from typing import Any
 
 import pytest
 import torch
-from kvstore_client import Client, Exactness, LayerStream, ModelSpec, Recompute, connect
+from kvstore_client import Client, Exactness, Recompute, connect
 from kvstore_client.engines.transformers import CachedModel, TransformersRunner, cache_of, chat_frame
 from kvstore_client.fetch.target import DenseTarget
-from kvstore_client.recompute import GivenKV, PartialPrefill, Recomputed, Run, recompute
+from kvstore_client.recompute import GivenKV, Recomputed, Run, recompute
 from kvstore_ops.sidecar import Sidecar
 
-from kvstore.errors import DataLoss, InvalidRequest
+from kvstore.errors import InvalidRequest
+from tests.e2e.prefills import (
+    FULL,
+    FUSED,
+    LOOKING,
+    MODEL,
+    RECEIVER,
+    SENDER,
+    STEP,
+    alone,
+    computed,
+    given,
+    in_full,
+    keep,
+    keep_alone,
+    same,
+)
 from tests.recompute.models import LAYERS, model_of, prompt, sibling_of
-
-STEP = 16
-MODEL = model_of("qwen3", max_position_embeddings=1024)
-RECEIVER = TransformersRunner(MODEL, chunk_tokens=STEP)
-SENDER = TransformersRunner(sibling_of(MODEL, 3), chunk_tokens=STEP)
-FULL = Recompute.full(LAYERS)
-FUSED = Recompute(1, 1, 0.25, "product")
-LOOKING = Recompute(0, -1, 0.2, "suffix_attention")
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
-
-
-def computed(runner: TransformersRunner, tokens: torch.Tensor) -> Recomputed:
-    return recompute(runner, tokens, [], FULL, hidden_layers=range(LAYERS))
-
-
-def keep(client: Client, runner: TransformersRunner, tokens: torch.Tensor, *hidden: int) -> Recomputed:
-    """Store what a runner computes of some tokens, with E of some layers."""
-    made = computed(runner, tokens)
-    client.store(runner.spec, tokens, made.kv, hidden={layer: made.hidden[layer] for layer in hidden}).wait(10.0)
-    return made
-
-
-def given(made: Recomputed, start: int, stop: int, hidden: int = 0, sender: ModelSpec | None = None) -> Run:
-    """What was made, as a run in hand."""
-    kv = [(k[:, start:stop], v[:, start:stop]) for k, v in made.kv]
-    return Run(
-        start, stop - start, GivenKV(kv, made.hidden[hidden][start:stop]), start, sender, is_exact=sender is None
-    )  # fmt: skip
-
-
-def same(found: Recomputed, expected: Recomputed) -> None:
-    """To the bit."""
-    assert torch.equal(found.logits, expected.logits)
-    for ours, theirs in zip(found.kv, expected.kv, strict=True):
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
-    assert {layer: rows.tolist() for layer, rows in found.chosen.items()} == {
-        layer: rows.tolist() for layer, rows in expected.chosen.items()
-    }
-    assert (found.exactness, found.share) == (expected.exactness, expected.share)
-
-
-def in_full(found: PartialPrefill, tokens: torch.Tensor) -> None:
-    same(found, computed(RECEIVER, tokens))
-    assert found.exactness is Exactness.EXACT
-    assert found.plan.runs == ()
 
 
 def test_nothing_there_is_a_plain_prefill(client: Client) -> None:
@@ -125,20 +88,6 @@ def test_a_siblings_cache_is_reused_as_the_setting_says(client: Client, setting:
     ]
     assert found.plan.runs[-1].layers == setting.loaded_layers(LAYERS)
     assert found.timeline.recompute_s > 0
-
-
-def keep_alone(client: Client, runner: TransformersRunner, tokens: torch.Tensor, *hidden: int) -> Recomputed:
-    made = computed(runner, tokens)
-    client.store_segment(runner.spec, tokens, made.kv, hidden={layer: made.hidden[layer] for layer in hidden}).wait(10)
-    return made
-
-
-def alone(made: Recomputed, start: int, skip: int = 0, hidden: int = 0, sender: ModelSpec | None = None) -> Run:
-    """A document that was computed alone, from its token ``skip`` on, as a run in hand at ``start``."""
-    kv = [(k[:, skip:], v[:, skip:]) for k, v in made.kv]
-    count = kv[0][0].shape[1]
-    is_exact = start == 0 and sender is None
-    return Run(start, count, GivenKV(kv, made.hidden[hidden][skip:]), skip, sender, is_exact)
 
 
 SEGMENTS = [Recompute.reuse(), Recompute.cacheblend(1, 0.2), Recompute(1, 1, 0.3), Recompute(0, -1, 0.2, "product")]
@@ -205,22 +154,6 @@ def test_hidden_states_are_waited_for_where_they_are_needed(
         found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
         assert seen == [True]
         same(found, expected)
-
-
-def test_hidden_states_that_do_not_come_cost_time_not_answers(
-    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: Any) -> None:
-        raise DataLoss("the hidden states were lost under the copy")
-
-    tokens = prompt(70, 351)
-    with connect(local_sidecar.address) as client:
-        keep(client, SENDER, tokens[:64], 1)
-        monkeypatch.setattr(DenseTarget, "copy_hidden", lost)
-        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
-        in_full(found, tokens)
-        assert "lost under the copy" in found.plan.reason
-        assert client.stats().sessions.lease_count == 0
 
 
 def test_a_full_recompute_fetches_nothing_of_a_sender(client: Client) -> None:
@@ -366,92 +299,6 @@ def test_a_merged_cache_that_is_exact_is_kept_and_decoded_from(client: Client) -
     ids = torch.cat((tokens, found.logits[-1].argmax()[None]))[None]
     decoded = MODEL.generate(ids, past_key_values=cache_of(found.kv), max_new_tokens=20, do_sample=False)
     assert torch.equal(decoded, MODEL.generate(tokens[None], max_new_tokens=21, do_sample=False))
-
-
-def lost(sidecar: Sidecar, client: Client) -> None:
-    def lose() -> None:
-        raise DataLoss("lost, says the test")
-
-    client.faults.arm("fetch.copy.middle", lose)
-
-
-def killed_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
-    start_fetch = client.start_fetch
-
-    def gone(*arguments: Any, **options: Any) -> Any:
-        sidecar.stop(kill=True)
-        return start_fetch(*arguments, **options)
-
-    client.start_fetch = gone  # type: ignore[method-assign]
-
-
-def restarted_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
-    start_fetch = client.start_fetch
-
-    def forgotten(*arguments: Any, **options: Any) -> Any:
-        sidecar.stop(kill=True)
-        sidecar.start()
-        return start_fetch(*arguments, **options)
-
-    client.start_fetch = forgotten  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("happens", [lost, killed_before_the_fetch, restarted_before_the_fetch])
-def test_a_sidecar_that_goes_in_the_middle_costs_time_only(
-    own_sidecar: Sidecar, happens: Callable[[Sidecar, Client], None]
-) -> None:
-    tokens = prompt(40, 407)
-    with connect(own_sidecar.address, timeout_s=2.0) as client:
-        keep(client, SENDER, tokens, 1)
-        keep(client, RECEIVER, tokens[:16])
-        happens(own_sidecar, client)
-        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
-        in_full(found, tokens)
-        assert "computed in full" in found.plan.reason
-
-
-def test_no_sidecar_is_a_plain_prefill_that_says_so(own_sidecar: Sidecar) -> None:
-    tokens = prompt(40, 408)
-    with connect(own_sidecar.address) as client:
-        own_sidecar.stop(kill=True)
-        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
-        in_full(found, tokens)
-        assert "unavailable" in found.plan.reason
-
-
-def test_nothing_stays_held(client: Client) -> None:
-    """Tickets and leases of calls that took one sender of two, or nothing, are given back."""
-    tokens = prompt(70, 409)
-    keep(client, SENDER, tokens[:64], 1)
-    other = TransformersRunner(sibling_of(MODEL, 5), chunk_tokens=STEP)
-    keep(client, other, tokens[:32], 1)
-    for setting in (FUSED, Recompute.droidspeak(1, 3), FULL, None):
-        client.partial_prefill(RECEIVER, tokens, senders=[other.spec, SENDER.spec], recompute=setting)
-    for _ in range(200):
-        held = client.stats().sessions
-        if (held.ticket_count, held.lease_count) == (0, 0):
-            return
-        sleep(0.02)  # leases are given back beside the caller
-    raise AssertionError(f"still held: {held}")
-
-
-def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sibling's whole prompt is exact as the sibling's, and lands in memory that is a merged cache by then."""
-    tokens, end = prompt(64, 901), LayerStream._await_commit
-    keep(client, SENDER, tokens)
-
-    def late(stream: LayerStream, *arguments: Any) -> None:
-        sleep(0.5)
-        end(stream, *arguments)
-
-    monkeypatch.setattr(LayerStream, "_await_commit", late)
-    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=Recompute.reuse())
-    assert found.exactness is Exactness.DERIVED
-    with pytest.raises(InvalidRequest, match="DERIVED"):
-        client.store(RECEIVER.spec, tokens, [(k, v) for k, v in found.kv])
-    assert client.lookup(RECEIVER.spec, tokens).prefix_token_count == 0
 
 
 def keep_behind(client: Client, preamble: torch.Tensor, tokens: torch.Tensor) -> Recomputed:

@@ -15,7 +15,8 @@ from kvstore_ops.sidecar import Sidecar
 
 from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
 from kvstore.v1alpha import admin_pb2
-from tests.e2e.test_partial_prefill import RECEIVER, SENDER, STEP, keep, prompt, same
+from tests.e2e.prefills import RECEIVER, SENDER, STEP, keep, same
+from tests.e2e.test_partial_prefill import prompt
 from tests.server.raw import eventually
 
 COUNT, STORED = STEP * 12 + 3, STEP * 12

@@ -23,7 +23,8 @@ from kvstore.errors import Exhausted, Internal, InvalidRequest, KVStoreError, Un
 from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2, prefill_pb2
-from tests.e2e.test_partial_prefill import RECEIVER, STEP, computed, keep, prompt
+from tests.e2e.prefills import RECEIVER, STEP, computed, keep
+from tests.e2e.test_partial_prefill import prompt
 from tests.server.raw import eventually
 
 COUNT, STORED = STEP * 12 + 3, STEP * 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_client import Client, Extra, connect, connect_async
+from kvstore_client import Client, Extra, connect_async
 from kvstore_ops.sidecar import Sidecar
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import DTYPES, ChunkState, Durability, Exactness, LayerSpec, MissReason
 from tests.specs import bits, odd_spec, random_cache, small_spec, tokens_of
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 def assert_same(fetched: Any, kv: list[Any], layers: list[int], count: int, heads: slice = slice(None)) -> None:

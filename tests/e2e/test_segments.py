@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from kvstore.spec import ChunkState, Durability, Exactness, MissReason, Tier
 from tests.specs import bits, odd_spec, random_cache, small_spec, tokens_of
 
 SPEC = small_spec()  # chunks of 16 tokens
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as connected:
-        yield connected
 
 
 def joined(*parts: Any) -> Any:

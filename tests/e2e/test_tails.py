@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from tests.server.raw import eventually
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 STEP = 16
-
-
-@pytest.fixture(scope="module")
-def client(sidecar: Sidecar) -> Iterator[Client]:
-    with connect(sidecar.address) as found:
-        yield found
 
 
 def joined(*parts: Any) -> Any:

@@ -181,7 +181,7 @@ MUTANTS = [
         "        if (pages.slots < 0).any():\n",
         "        if False:\n",
         "a slot of -1 stores the last page's tokens",
-        ("tests/e2e/test_writers.py::test_a_token_without_a_slot_is_refused",),
+        ("tests/e2e/writers/test_pieces.py::test_a_token_without_a_slot_is_refused",),
     ),
     Mutant(
         "document-by-its-hash",
@@ -221,7 +221,7 @@ MUTANTS = [
         "            is_doubtful = any(block in self._doubtful for block in save.block_ids)\n",
         "            is_doubtful = False\n",
         "what was computed from blocks that never came is stored as the model's own",
-        ("tests/engines/test_vllm.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
+        ("tests/engines/vllm/test_loads.py::test_what_is_computed_over_a_failed_load_is_not_kept",),
     ),
     Mutant(
         "failed-load-is-not-told",
@@ -229,7 +229,7 @@ MUTANTS = [
         "        self._failed |= set(blocks)\n",
         "        pass\n",
         "vLLM attends to blocks that never came",
-        ("tests/engines/test_vllm.py::test_a_load_that_fails_is_told_and_not_tried_again",),
+        ("tests/engines/vllm/test_loads.py::test_a_load_that_fails_is_told_and_not_tried_again",),
     ),
     Mutant(
         "copies-that-failed-unseen",
@@ -261,7 +261,7 @@ MUTANTS = [
         "        if found is not None and self._is_open():",
         "        if found is not None:",
         "a sidecar that ended still says what it has",
-        ("tests/presence/test_lookup.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
+        ("tests/presence/test_lookup_without.py::test_a_killed_sidecar_has_nothing_before_anybody_noticed",),
     ),
     Mutant(
         "layer-of-a-lost-chunk",

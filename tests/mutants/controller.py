@@ -24,12 +24,12 @@ TICKETS = "kvstore/controller/fetches/tickets.py"
 WRITES = "kvstore/movement/writes.py"
 SPACES = "kvstore/catalog/spaces.py"
 TABLE = "kvstore/catalog/table.py"
-T_NEWEST = "tests/tiers/test_nvme_newest.py"
+T_NEWEST = "tests/tiers/nvme/test_newest.py"
 T_CONTROLLER = "tests/controller/test_controller.py"
 T_TICKETS = "tests/controller/test_tickets.py"
-T_RECOVERED = "tests/tiers/test_nvme_recovered.py"
-T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
-T_ERRORS = "tests/tiers/test_nvme_errors.py"
+T_RECOVERED = "tests/tiers/nvme/test_recovered.py"
+T_DIRECTORY = "tests/tiers/nvme/test_directory.py"
+T_ERRORS = "tests/tiers/nvme/test_errors.py"
 
 MUTANTS = [
     Mutant(
@@ -241,7 +241,7 @@ MUTANTS = [
         "        if fingerprint != reservation.fingerprint:\n",
         "        if False:\n",
         "a rank of another model fills a part of the chunks",
-        ("tests/e2e/test_writers.py::test_ranks_that_disagree_are_told",),
+        ("tests/e2e/writers/test_ranks.py::test_ranks_that_disagree_are_told",),
     ),
     Mutant(
         "prefix-chunks-replaced",
@@ -268,7 +268,7 @@ MUTANTS = [
         "space.layout(table.token_counts[row]), table.write_marks[row]\n",
         "space.layout(table.token_counts[row]), None\n",
         "an older write that lies in the slot is taken for the one that was acknowledged",
-        ("tests/tiers/test_nvme_strangers.py::test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk",),
+        ("tests/tiers/nvme/test_strangers.py::test_an_earlier_write_of_the_chunk_in_the_slot_is_not_the_chunk",),
     ),
     Mutant(
         "recovered-and-believed",
@@ -357,7 +357,7 @@ MUTANTS = [
         "        return self.is_visible(row)\n",
         "LOCAL is said of a chunk that went, because its row has another by now",
         (
-            "tests/tiers/test_nvme_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before",
+            "tests/tiers/nvme/test_meanwhile.py::test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before",
         ),
     ),
     Mutant(
@@ -366,6 +366,6 @@ MUTANTS = [
         "        if row in self._memory:\n            return\n        if not loading.source.is_current(header) or",
         "        if",
         "a read that ends late puts an older value in a newer one's place",
-        ("tests/tiers/test_nvme_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),
+        ("tests/tiers/nvme/test_meanwhile.py::test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one",),
     ),
 ]

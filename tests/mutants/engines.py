@@ -11,7 +11,7 @@ SCHEDULER = "clients/kvstore_client/engines/vllm/scheduler.py"
 JOBS = "kvstore/seams/scheduler.py"
 T_BYTES = "tests/e2e/test_bytes.py"
 T_SGLANG = "tests/engines/test_sglang.py"
-T_VLLM = "tests/engines/test_vllm.py"
+T_VLLM = "tests/engines/vllm/test_loads.py"
 INDICES = f"{T_SGLANG}::test_indices_that_are_no_page_of_the_pool_touch_no_memory"
 
 MUTANTS = [

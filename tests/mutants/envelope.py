@@ -18,9 +18,11 @@ NVME_PLAIN = "kvstore/tiers/nvme/plain.py"
 SECRETS = "kvstore/server/secrets.py"
 TRUST = "kvstore/server/trust.py"
 T_CHUNK = "tests/chunk/test_envelope.py"
-T_REDIS = "tests/tiers/test_redis_envelope.py"
-T_S3 = "tests/tiers/test_s3_envelope.py"
-T_NVME = "tests/tiers/test_nvme_envelope.py"
+T_REDIS = "tests/tiers/redis/test_envelope.py"
+T_S3 = "tests/tiers/s3/test_envelope.py"
+T_NVME = "tests/tiers/nvme/test_envelope_turned_on.py"
+T_ENVELOPE_KEYS = "tests/tiers/nvme/test_envelope_keys.py"
+T_ENVELOPE = "tests/tiers/nvme/test_envelope.py"
 T_TRUST = "tests/server/test_trust.py"
 ATTACKED = "test_an_attacker_gets_a_wrong_byte_in_only_without_an_envelope"
 
@@ -175,7 +177,7 @@ MUTANTS = [
         "    return seat == region.seat(slot) or (seat == 0 and not is_sealed(header))\n",
         "    return True\n",
         "a copy is believed in another slot than its own",
-        (f"{T_NVME}::test_a_copy_proves_where_it_was_written",),
+        (f"{T_ENVELOPE}::test_a_copy_proves_where_it_was_written",),
     ),
     Mutant(
         "device-copies-without-their-envelope",
@@ -191,7 +193,7 @@ MUTANTS = [
         "header.write_id, slabs, memory, header.seal)\n",
         "header.write_id, slabs, memory)\n",
         "strips are checked as if they had no envelope",
-        (f"{T_NVME}::test_chunks_of_any_shape_come_back",),
+        (f"{T_ENVELOPE}::test_chunks_of_any_shape_come_back",),
     ),
     Mutant(
         "encoded-strips-not-opened-from-the-device",
@@ -199,7 +201,7 @@ MUTANTS = [
         "    if not open_slabs(header, layout, slabs, stored):\n        return False\n",
         "",
         "encrypted strips are decoded as they are",
-        (f"{T_NVME}::test_chunks_of_any_shape_come_back",),
+        (f"{T_ENVELOPE}::test_chunks_of_any_shape_come_back",),
     ),
     Mutant(
         "slots-of-other-keys-are-free",
@@ -207,7 +209,7 @@ MUTANTS = [
         "        raise LockedSlot(shown.storage_key, write_mark(shown.write_id))\n",
         "        return None\n",
         "while a key is away what it sealed is overwritten",
-        (f"{T_NVME}::test_without_its_key_a_chunk_is_a_miss_and_stays",),
+        (f"{T_ENVELOPE_KEYS}::test_without_its_key_a_chunk_is_a_miss_and_stays",),
     ),
     Mutant(
         "keys-taken-out-are-damage",
@@ -215,7 +217,7 @@ MUTANTS = [
         "EnvelopeRing(list(self._keys.values())) if residency",
         "self._trust.ring if residency",
         "a key that is taken out has what it sealed erased",
-        (f"{T_NVME}::test_a_key_that_is_taken_out_while_it_is_used_counts_from_the_next_start",),
+        (f"{T_ENVELOPE_KEYS}::test_a_key_that_is_taken_out_while_it_is_used_counts_from_the_next_start",),
     ),
     Mutant(
         "snapshot-of-keys-that-went",
@@ -223,7 +225,7 @@ MUTANTS = [
         "        if snapshot is not None and not snapshot.key_ids <= set(ring.key_ids):\n",
         "        if False:\n",
         "a start promises chunks that it cannot open, and gives them up as damaged",
-        (f"{T_NVME}::test_an_old_key_that_is_taken_out_costs_what_it_sealed",),
+        (f"{T_ENVELOPE_KEYS}::test_an_old_key_that_is_taken_out_costs_what_it_sealed",),
     ),
     Mutant(
         "sealed-directories-are-anybodys",
@@ -239,7 +241,7 @@ MUTANTS = [
         "            if self._plain.is_demanding or recovery.has_sealed(self.regions, columns):\n",
         "            if self._plain.is_demanding:\n",
         "once the format file was damaged, releases that know no envelopes take sealed chunks' slots for free",
-        (f"{T_NVME}::test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there",),
+        (f"{T_ENVELOPE_KEYS}::test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there",),
     ),
     Mutant(
         "locked-copies-that-settings-know-nothing-of",
@@ -247,7 +249,7 @@ MUTANTS = [
         " or any(each.locked for each in regions.by_number.values())\n",
         "\n",
         "releases that know no envelopes take the slots of chunks for free whose key is away",
-        (f"{T_NVME}::test_locked_chunks_alone_keep_earlier_releases_out",),
+        (f"{T_ENVELOPE_KEYS}::test_locked_chunks_alone_keep_earlier_releases_out",),
     ),
     Mutant(
         "snapshot-that-says-no-keys",
@@ -255,7 +257,7 @@ MUTANTS = [
         "        key_ids = frozenset(self._keys) if recovery.has_sealed(self.regions, columns) else frozenset()\n",
         "        key_ids = frozenset[bytes]()\n",
         "a start promises chunks that it cannot open, and gives them up as damaged",
-        (f"{T_NVME}::test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there",),
+        (f"{T_ENVELOPE_KEYS}::test_a_start_that_knows_of_no_envelopes_finds_them_by_what_lies_there",),
     ),
     Mutant(
         "values-of-locked-slots-closed",
@@ -263,7 +265,7 @@ MUTANTS = [
         "                if (writes and key in writes) or (is_any",
         "                if True or (is_any",
         "values whose key is away are lost once many others were put",
-        (f"{T_NVME}::test_values_whose_key_is_away_outlive_any_number_of_others",),
+        (f"{T_ENVELOPE_KEYS}::test_values_whose_key_is_away_outlive_any_number_of_others",),
     ),
     Mutant(
         "values-of-locked-slots-not-noted",
@@ -271,7 +273,7 @@ MUTANTS = [
         "                if (writes and key in writes) or",
         "                if",
         "an older value comes back with its key",
-        (f"{T_NVME}::test_a_value_whose_key_was_away_does_not_come_back_after_a_newer_one",),
+        (f"{T_ENVELOPE_KEYS}::test_a_value_whose_key_was_away_does_not_come_back_after_a_newer_one",),
     ),
     Mutant(
         "older-values-of-locked-slots-forgotten",
@@ -279,7 +281,7 @@ MUTANTS = [
         " or (is_any_stale and self.newest.is_stale(key, mark, (file, slot)))\n",
         "\n",
         "what is newer than a locked value is forgotten, and that comes back with its key",
-        (f"{T_NVME}::test_values_whose_key_is_away_outlive_any_number_of_others",),
+        (f"{T_ENVELOPE_KEYS}::test_values_whose_key_is_away_outlive_any_number_of_others",),
     ),
     Mutant(
         "record-of-another-directory",
@@ -367,7 +369,7 @@ MUTANTS = [
         "        if sealing is not None:\n",
         "        if False:\n",
         "the snapshot says by digests which prompts are there",
-        (f"{T_NVME}::test_what_could_confirm_a_prompt_is_nowhere_on_the_device",),
+        (f"{T_ENVELOPE}::test_what_could_confirm_a_prompt_is_nowhere_on_the_device",),
     ),
     Mutant(
         "rot-in-memory-closes-a-region",
@@ -375,7 +377,7 @@ MUTANTS = [
         "        except DataLoss:  # memory's, which is not sealed: no header was written\n",
         "        except ZeroDivisionError:\n",
         "one bad chunk in memory, and a region file takes no more",
-        (f"{T_NVME}::test_what_went_bad_in_memory_is_not_sealed_and_closes_nothing",),
+        (f"{T_ENVELOPE}::test_what_went_bad_in_memory_is_not_sealed_and_closes_nothing",),
     ),
     Mutant(
         "file-tag-not-checked",

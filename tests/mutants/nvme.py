@@ -16,12 +16,17 @@ SYNC = "kvstore/tiers/nvme/sync.py"
 TIER = "kvstore/tiers/nvme/tier.py"
 NEWEST = "kvstore/tiers/nvme/newest.py"
 DEVICE = "kvstore/server/tiers.py"
-T_NEWEST = "tests/tiers/test_nvme_newest.py"
-T_ERASURES = "tests/tiers/test_nvme_erasures.py"
-T_UNSEEN = "tests/tiers/test_nvme_unseen.py"
-T_CONTRACT = "tests/contracts/test_local_tier.py"
-T_DIRECTORY = "tests/tiers/test_nvme_directory.py"
-T_ERRORS = "tests/tiers/test_nvme_errors.py"
+T_NEWEST = "tests/tiers/nvme/test_newest.py"
+T_ERASURES = "tests/tiers/nvme/test_erasures.py"
+T_UNSEEN = "tests/tiers/nvme/test_unseen.py"
+T_CONTRACT = "tests/contracts/local/test_room.py"
+T_WEATHER = "tests/contracts/local/test_weather.py"
+T_COPIES = "tests/contracts/local/test_copies.py"
+T_DIRECTORY = "tests/tiers/nvme/test_directory.py"
+T_AGE = "tests/tiers/nvme/test_age.py"
+T_OTHER_FORMATS = "tests/tiers/nvme/test_other_formats.py"
+T_SNAPSHOT = "tests/tiers/nvme/test_snapshot.py"
+T_ERRORS = "tests/tiers/nvme/test_errors.py"
 
 MUTANTS = [
     Mutant(
@@ -30,7 +35,7 @@ MUTANTS = [
         "        if data[:_CLEAN_BYTES] != bytes.fromhex(clean) or len(data) != _CLEAN_BYTES + 4 * count:\n",
         "        if len(data) != _CLEAN_BYTES + 4 * count:\n",
         "chunks are evicted by the age of others",
-        (f"{T_DIRECTORY}::test_without_its_times_a_snapshot_is_read_and_ages_are_not_known[another's]",),
+        (f"{T_AGE}::test_without_its_times_a_snapshot_is_read_and_ages_are_not_known[another's]",),
     ),
     Mutant(
         "another-chunk-in-the-slot",
@@ -38,7 +43,7 @@ MUTANTS = [
         "    if header.storage_key != name.storage_key:\n",
         "    if False:\n",
         "another chunk's bytes, whole and checked, are served",
-        ("tests/tiers/test_nvme_strangers.py::test_a_region_file_of_another_tenant_serves_nobody",),
+        ("tests/tiers/nvme/test_strangers.py::test_a_region_file_of_another_tenant_serves_nobody",),
     ),
     Mutant(
         "another-write-in-the-slot",
@@ -46,7 +51,7 @@ MUTANTS = [
         "    if name.mark is not None and write_mark(header.write_id) != name.mark:\n",
         "    if False:\n",
         "an earlier value is served for the one that was acknowledged",
-        (f"{T_CONTRACT}::test_two_writes_of_a_chunk_are_told_apart",),
+        (f"{T_COPIES}::test_two_writes_of_a_chunk_are_told_apart",),
     ),
     Mutant(
         "read-and-unchecked",
@@ -70,7 +75,7 @@ MUTANTS = [
         "        if not decode_slab(header, layout, slab, stored[start : start + size], into, seeds):\n",
         "        if decode_slab(header, layout, slab, stored[start : start + size], into, seeds) is None:\n",
         "a compressed slab that failed its check is served",
-        (f"{T_CONTRACT}::test_one_bad_slab_leaves_the_others",),
+        (f"{T_WEATHER}::test_one_bad_slab_leaves_the_others",),
     ),
     Mutant(
         "read-past-the-end",
@@ -80,7 +85,7 @@ MUTANTS = [
         "memory that nothing was read into is taken for what the device has",
         (
             f"{T_DIRECTORY}::test_a_truncated_region",
-            "tests/tiers/test_nvme_strangers.py::test_a_file_that_ends_early_is_a_loss",
+            "tests/tiers/nvme/test_strangers.py::test_a_file_that_ends_early_is_a_loss",
         ),
     ),
     Mutant(
@@ -90,8 +95,8 @@ MUTANTS = [
         "open_file(ring, _INDEX_ABOUT, packed)\n",
         "a catalog is made of what rotted, or of another time",
         (
-            f"{T_DIRECTORY}::test_a_snapshot_of_another_time_is_not_believed",
-            f"{T_DIRECTORY}::test_a_damaged_snapshot_costs_a_scan",
+            f"{T_SNAPSHOT}::test_a_snapshot_of_another_time_is_not_believed",
+            f"{T_SNAPSHOT}::test_a_damaged_snapshot_costs_a_scan",
         ),
     ),
     Mutant(
@@ -100,7 +105,7 @@ MUTANTS = [
         '            self._write_format("")  # no copy of an old snapshot is believed later on\n',
         "            pass\n",
         "after a crash a snapshot that somebody put back hides what was stored since",
-        (f"{T_DIRECTORY}::test_a_snapshot_of_another_time_is_not_believed",),
+        (f"{T_SNAPSHOT}::test_a_snapshot_of_another_time_is_not_believed",),
     ),
     Mutant(
         "snapshot-of-one-slot-twice",
@@ -108,7 +113,7 @@ MUTANTS = [
         "    if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):\n        return False\n",
         "",
         "two chunks are looked for in one slot, and freeing one frees the other's",
-        ("tests/tiers/test_nvme_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
+        ("tests/tiers/nvme/test_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
     ),
     Mutant(
         "snapshot-beyond-its-files",
@@ -116,7 +121,7 @@ MUTANTS = [
         "        if region is not None and int(slots[numbers == number].max()) >= region.slot_count:\n",
         "        if False:\n",
         "chunks are promised in slots that no file has",
-        ("tests/tiers/test_nvme_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
+        ("tests/tiers/nvme/test_strangers.py::test_a_snapshot_that_does_not_fit_the_files_is_not_believed",),
     ),
     Mutant(
         "directory-of-a-newer-release",
@@ -124,7 +129,7 @@ MUTANTS = [
         "        if not isinstance(minimum, int) or minimum > FORMAT or unknown:\n",
         "        if not isinstance(minimum, int) or unknown:\n",
         "a release that does not know a format writes over it",
-        (f"{T_DIRECTORY}::test_a_future_format_is_refused_and_untouched",),
+        (f"{T_OTHER_FORMATS}::test_a_future_format_is_refused_and_untouched",),
     ),
     Mutant(
         "region-of-a-newer-release",
@@ -132,7 +137,7 @@ MUTANTS = [
         "        if reader > FORMAT or features:\n",
         "        if False:\n",
         "slots of a form that nobody here knows are written over",
-        (f"{T_DIRECTORY}::test_a_region_of_a_future_format_is_left_alone",),
+        (f"{T_OTHER_FORMATS}::test_a_region_of_a_future_format_is_left_alone",),
     ),
     Mutant(
         "region-page-unchecked",
@@ -148,7 +153,7 @@ MUTANTS = [
         "            if not disk.lock(self._lock, LOCK_WAIT_S):\n",
         "            if False:\n",
         "two services write to the same slots",
-        (f"{T_DIRECTORY}::test_one_directory_one_service",),
+        (f"{T_OTHER_FORMATS}::test_one_directory_one_service",),
     ),
     Mutant(
         "failed-sync-is-forgotten",
@@ -260,7 +265,7 @@ MUTANTS = [
         "        files = [(size - PAGE_BYTES, size, name) for name, size in self.away.items() if size]\n",
         "        files = list[tuple[int, int, str]]()\n",
         "files exceed a capacity that was made smaller, and what can be served goes for what cannot",
-        ("tests/tiers/test_nvme_capacity.py::test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would",),
+        ("tests/tiers/nvme/test_capacity.py::test_a_file_that_a_start_cannot_open_goes_as_a_full_one_would",),
     ),
     Mutant(
         "what-a-smaller-capacity-takes",
@@ -268,7 +273,7 @@ MUTANTS = [
         "    _keep_capacity(directory, settings.capacity_bytes)\n",
         "",
         "the default capacity follows the free room, and deletes what was acknowledged",
-        ("tests/tiers/test_nvme_capacity.py::test_the_default_is_chosen_once",),
+        ("tests/tiers/nvme/test_capacity.py::test_the_default_is_chosen_once",),
     ),
     Mutant(
         "quarantine-without-an-end",
@@ -284,7 +289,7 @@ MUTANTS = [
         "            if row in copies and copies.tier.stalled_s() <= STALL_S:\n",
         "            if row in copies:\n",
         "every reader waits for a device that answers nobody",
-        ("tests/tiers/test_nvme_stalled.py::test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does",),
+        ("tests/tiers/nvme/test_stalled.py::test_lookups_memory_hits_and_stores_end_before_a_stalled_read_does",),
     ),
     Mutant(
         "files-renamed-before-they-are-synced",
@@ -292,7 +297,7 @@ MUTANTS = [
         "        disk.sync(descriptor)\n    finally:",
         "        pass\n    finally:",
         "after a power cut the format file is empty, and the directory anybody's",
-        ("tests/tiers/test_nvme_recovered.py::test_a_clean_stop_outlives_a_power_cut",),
+        ("tests/tiers/nvme/test_recovered.py::test_a_clean_stop_outlives_a_power_cut",),
     ),
     Mutant(
         "chunk-that-ends-in-the-next-slot",
@@ -300,7 +305,7 @@ MUTANTS = [
         "        if start + byte_count > self._region.slot_bytes:\n",
         "        if False:\n",
         "a chunk is read to the end of the next one",
-        ("tests/tiers/test_nvme_corruption.py::test_an_encoded_chunk_that_ends_in_the_next_slot_is_not_served",),
+        ("tests/tiers/nvme/test_corruption.py::test_an_encoded_chunk_that_ends_in_the_next_slot_is_not_served",),
     ),
     Mutant(
         "directory-that-a-power-cut-takes",
@@ -317,7 +322,7 @@ MUTANTS = [
         "        self._is_damaged = len(data) % size != 0\n",
         "a file that a crash emptied says that nothing is newer than anything",
         (
-            "tests/tiers/test_nvme_strangers.py::test_of_a_memory_of_what_is_newest_that_was_cut_nothing_replaceable_is_believed",
+            "tests/tiers/nvme/test_strangers.py::test_of_a_memory_of_what_is_newest_that_was_cut_nothing_replaceable_is_believed",
         ),
     ),
     Mutant(
@@ -350,7 +355,7 @@ MUTANTS = [
         "        if held is not None:\n            await self.erasures.erase_doomed()\n",
         "",
         "what was removed for ever lies there after a clean stop, for the scan of a later crash to find",
-        (f"{T_CONTRACT}::test_what_was_erased_never_comes_back",),
+        (f"{T_WEATHER}::test_what_was_erased_never_comes_back",),
     ),
     Mutant(
         "stray-copies-scanned",

@@ -11,11 +11,11 @@ READS = "kvstore/tiers/redis/reads.py"
 TIER = "kvstore/tiers/redis/tier.py"
 CHUNK = "kvstore/tiers/redis/chunk.py"
 EMBEDDED = "kvstore/tiers/redis/embedded.py"
-ENGINE = "tests/tiers/test_redis_engine.py"
-LINES = "tests/tiers/test_redis_lines.py"
-REFUSALS = "tests/tiers/test_redis_refusals.py"
-ALTERATIONS = "tests/tiers/test_redis_alterations.py::test_no_alteration_gives_a_wrong_byte"
-TOPOLOGY = "tests/tiers/test_redis_topology.py"
+ENGINE = "tests/tiers/redis/test_engine.py"
+LINES = "tests/tiers/redis/test_lines.py"
+REFUSALS = "tests/tiers/redis/test_refusals.py"
+ALTERATIONS = "tests/tiers/redis/test_alterations.py::test_no_alteration_gives_a_wrong_byte"
+TOPOLOGY = "tests/tiers/redis/test_topology.py"
 NODES = "tests/e2e/test_redis.py"
 
 MUTANTS = [
@@ -65,7 +65,7 @@ MUTANTS = [
         "  elseif not redis.pcall('SET', claim, ARGV[1], 'NX', 'PX', ARGV[2]) then\n",
         "  elseif not redis.call('SET', claim, ARGV[1], 'NX', 'PX', ARGV[2]) then\n",
         "a user who may write chunks and no claims is refused",
-        ("tests/tiers/test_claims.py::test_a_server_that_takes_no_claims_takes_chunks_as_before",),
+        ("tests/tiers/shared/test_claims.py::test_a_server_that_takes_no_claims_takes_chunks_as_before",),
     ),
     Mutant(
         "taken-by-nobody",
@@ -73,7 +73,7 @@ MUTANTS = [
         "    elseif type(who) == 'string' then\n",
         "    else\n",
         "a user who may set claims and not get them leaves every chunk to others",
-        ("tests/tiers/test_claims.py::test_a_claim_that_cannot_be_read_is_nobodys",),
+        ("tests/tiers/shared/test_claims.py::test_a_claim_that_cannot_be_read_is_nobodys",),
     ),
     Mutant(
         "a-claim-outlives-a-write-that-failed",
@@ -81,7 +81,7 @@ MUTANTS = [
         "            self._errands.given_up(claim)\n",
         "",
         "other nodes wait for what nobody writes",
-        ("tests/tiers/test_claims.py::test_a_claim_ends_with_a_write_that_failed",),
+        ("tests/tiers/shared/test_claims.py::test_a_claim_ends_with_a_write_that_failed",),
     ),
     Mutant(
         "encodings-under-one-name",
@@ -100,7 +100,7 @@ MUTANTS = [
         "redis.call('UNLINK', KEYS[3])\n",
         "",
         "what an engine drops soon after it was written is stored anew only when the claim ends",
-        ("tests/tiers/test_redis_topology.py::test_what_a_node_is_about_to_write_is_claimed_on_each_chunks_own_node",),
+        ("tests/tiers/redis/test_topology.py::test_what_a_node_is_about_to_write_is_claimed_on_each_chunks_own_node",),
     ),
     Mutant(
         "chunks-in-redis-stay-for-ever",

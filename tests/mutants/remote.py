@@ -12,8 +12,8 @@ DOOR = "kvstore/remote/door.py"
 RECEIVING = "kvstore/remote/receiving.py"
 SENDING = "kvstore/remote/sending.py"
 SESSION = "kvstore/remote/session.py"
-T_REMOTE = "tests/e2e/test_remote.py"
-T_STRANGERS = "tests/e2e/test_remote_strangers.py"
+T_REMOTE = "tests/e2e/remote/test_bad_peers.py"
+T_STRANGERS = "tests/e2e/remote/test_strangers.py"
 T_JOINS = "tests/e2e/test_joins.py"
 
 MUTANTS = [

@@ -5,11 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ROOM = "kvstore/tiers/s3"
-TESTS = "tests/tiers/test_s3.py"
-WAYS = "tests/tiers/test_s3_ways.py"
+TESTS = "tests/tiers/s3/test_objects.py"
+T_ENDPOINTS = "tests/tiers/s3/test_endpoints.py"
+T_LIMITS = "tests/tiers/s3/test_limits.py"
+WAYS = "tests/tiers/s3/test_ways.py"
 E2E = "tests/e2e/test_s3.py"
-ENVELOPE = "tests/tiers/test_s3_envelope.py"
-CONTRACT = "tests/contracts/test_shared_tier.py"
+ENVELOPE = "tests/tiers/s3/test_envelope.py"
+CONTRACT = "tests/contracts/shared/test_chunks.py"
 SHARED = "kvstore/movement/shared.py"
 
 MUTANTS = [
@@ -59,7 +61,7 @@ MUTANTS = [
         "        self._day_began_s, self._bytes, self._requests = self._read()\n",
         "        self._day_began_s, self._bytes, self._requests = 0.0, 0, 0\n",
         "a service that is started again and again spends its day's limit each time",
-        (f"{TESTS}::test_a_days_limit_outlives_the_process",),
+        (f"{T_LIMITS}::test_a_days_limit_outlives_the_process",),
     ),
     Mutant(
         "credentials-that-were-renewed-are-not-tried",
@@ -107,7 +109,7 @@ MUTANTS = [
         '        return {"IfNoneMatch": "*"}\n',
         "        return {}\n",
         "a node writes over what another one put there at that moment",
-        (f"{TESTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
+        (f"{T_ENDPOINTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
     ),
     Mutant(
         "damage-stays-where-no-etag-matches",
@@ -131,7 +133,7 @@ MUTANTS = [
         "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX or not self._budget.spend():\n",
         "                if not is_worth_it or attempt + 1 == ATTEMPTS_MAX:\n",
         "a store that is overloaded is asked four times as much",
-        (f"{TESTS}::test_retries_have_a_budget",),
+        (f"{T_ENDPOINTS}::test_retries_have_a_budget",),
     ),
     Mutant(
         "waiting-for-a-word-that-never-comes",
@@ -139,7 +141,7 @@ MUTANTS = [
         '    del request.headers["Expect"]\n',
         "    pass\n",
         "uploads wait for stores that never say Continue",
-        (f"{TESTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
+        (f"{T_ENDPOINTS}::test_a_request_says_whose_the_bucket_is_and_what_it_checks_to",),
     ),
     Mutant(
         "a-server-that-sends-elsewhere-is-asked-on",
@@ -179,7 +181,7 @@ MUTANTS = [
         "        if refused.code not in DENIED:\n",
         "        if True:\n",
         "without the right to list every miss is a failure of the tier",
-        (f"{TESTS}::test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write",),
+        (f"{T_ENDPOINTS}::test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write",),
     ),
     Mutant(
         "the-days-limit-is-none",
@@ -187,7 +189,7 @@ MUTANTS = [
         "        if self._is_spent():\n            return None\n",
         "",
         "a bucket costs more than it may",
-        (f"{TESTS}::test_a_day_has_its_limit",),
+        (f"{T_LIMITS}::test_a_day_has_its_limit",),
     ),
     Mutant(
         "a-header-no-answer-can-carry",

@@ -23,8 +23,10 @@ T_DESCRIPTORS = "tests/server/test_descriptors.py"
 APP = "kvstore/server/app.py"
 T_PROCESS = "tests/security/test_process.py"
 T_SESSIONS = "tests/security/test_sessions.py"
-T_TENANTS = "tests/security/test_tenants.py"
-T_REMOTE = "tests/e2e/test_remote.py"
+T_TENANTS = "tests/security/test_tenant_users.py"
+T_REMOTE = "tests/e2e/remote/test_admission.py"
+T_BAD_PEERS = "tests/e2e/remote/test_bad_peers.py"
+T_TLS = "tests/e2e/remote/test_tls.py"
 T_SECRETS = "tests/server/test_secrets.py"
 T_SERVER = "tests/server/test_server.py"
 T_LIFE = "tests/server/test_life.py"
@@ -255,7 +257,7 @@ MUTANTS = [
         "who has no token may call what looks at none",
         (
             f"{T_REMOTE}::test_a_wrong_token_is_refused_and_said",
-            f"{T_REMOTE}::test_garbage_and_unknown_calls_are_refused",
+            f"{T_BAD_PEERS}::test_garbage_and_unknown_calls_are_refused",
         ),
     ),
     Mutant(
@@ -264,7 +266,7 @@ MUTANTS = [
         "require_client_auth=authority is not None)",
         "require_client_auth=False)",
         "mutual TLS asks nobody for a certificate",
-        (f"{T_REMOTE}::test_mutual_tls",),
+        (f"{T_TLS}::test_mutual_tls",),
     ),
     Mutant(
         "listening-in-the-open",
@@ -296,7 +298,7 @@ MUTANTS = [
         '        if found and found.get("owner", "") != self._owner:\n',
         "        if False:\n",
         "a tenant is given another's device, and writes over it",
-        ("tests/tiers/test_nvme_strangers.py::test_another_tenants_directory_is_refused_and_untouched",),
+        ("tests/tiers/nvme/test_strangers.py::test_another_tenants_directory_is_refused_and_untouched",),
     ),
     Mutant(
         "events-of-another-tenant",

@@ -1,35 +1,23 @@
-"""Shared tiers: what comes from beyond the node, and what goes there."""
+"""Shared tiers: what comes from beyond the node."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-LEVELS = "kvstore/movement/levels.py"
 SHARED = "kvstore/movement/shared.py"
 SHARED_TIERS = "kvstore/movement/shared_tiers.py"
 SOURCES = "kvstore/movement/sources.py"
 LOADS = "kvstore/movement/loads.py"
 FETCH = "kvstore/controller/fetches/fetch.py"
 LOOKUP = "kvstore/controller/fetches/lookup.py"
-TESTS = "tests/tiers/test_shared.py"
-FAILING = "tests/tiers/test_shared_failing.py"
-MEANWHILE = "tests/tiers/test_shared_meanwhile.py"
-STORED = "tests/tiers/test_shared_writes.py"
-USES = "tests/tiers/test_shared_uses.py"
-CLAIMS = "tests/tiers/test_claims.py"
-LEVEL_TESTS = "tests/tiers/test_levels.py"
+TESTS = "tests/tiers/shared/test_loads.py"
+FAILING = "tests/tiers/shared/test_failing.py"
+MEANWHILE = "tests/tiers/shared/test_meanwhile.py"
 WRITES = "kvstore/movement/writes.py"
-ODD = "tests/tiers/test_shared_odd.py"
+ODD = "tests/tiers/shared/test_odd.py"
+T_WHILE_ASKED = "tests/tiers/shared/test_while_asked.py"
 
 MUTANTS = [
-    Mutant(
-        "values-that-may-be-replaced-are-shared",
-        SHARED,
-        "    return not space.may_be_replaced\n",
-        "    return True\n",
-        "another node finds a value that was replaced",
-        (f"{STORED}::test_values_that_may_be_replaced_stay_on_their_node",),
-    ),
     Mutant(
         "loaded-beside-a-store-in-flight",
         SOURCES,
@@ -87,14 +75,6 @@ MUTANTS = [
         (f"{TESTS}::test_clients_see_that_what_is_not_here_may_be_elsewhere",),
     ),
     Mutant(
-        "a-row-that-keeps-anothers-hints",
-        "kvstore/catalog/table.py",
-        "        self.shared[row] = 0\n",
-        "",
-        "a chunk is never written to a shared tier, for the row's last chunk was",
-        (f"{STORED}::test_a_row_that_is_used_again_has_no_hints",),
-    ),
-    Mutant(
         "nowhere-although-it-was-written",
         SHARED,
         "        self.shared.bad.pop(self._names.of(row).storage_key, None)\n        self._written(row)\n",
@@ -132,7 +112,7 @@ MUTANTS = [
         "        elif not isinstance(error, Exhausted):  # a limit of our own says nothing of the tier\n",
         "        else:\n",
         "a node that reads much leaves a bucket alone that answers",
-        ("tests/tiers/test_shared_odd.py::test_a_limit_of_our_own_costs_chunks_and_no_tier",),
+        ("tests/tiers/shared/test_odd.py::test_a_limit_of_our_own_costs_chunks_and_no_tier",),
     ),
     Mutant(
         "documents-are-one-chain",
@@ -140,15 +120,7 @@ MUTANTS = [
         "            answers = await self._answers(shared, asked, timeout_s, lengths) if is_asked else None\n",
         "            answers = await self._answers(shared, asked, timeout_s, [len(asked)]) if is_asked else None\n",
         "a document that nobody has hides the next one",
-        ("tests/tiers/test_shared_odd.py::test_a_document_that_nobody_has_hides_no_other",),
-    ),
-    Mutant(
-        "a-level-is-promised-on-what-was-not-asked-for",
-        "kvstore/movement/levels.py",
-        "            answers = await copies.ask(keys, until.left_s) if until.left_s > 0 else None\n",
-        "            answers = await copies.ask(keys, until.left_s, [len(keys)]) if until.left_s > 0 else None\n",
-        "OBJECT is reached by a chain of which the bucket lost a chunk in the middle",
-        ("tests/tiers/test_levels.py::test_a_chunk_that_went_in_the_middle_of_a_long_chain_is_missed",),
+        ("tests/tiers/shared/test_while_asked.py::test_a_document_that_nobody_has_hides_no_other",),
     ),
     Mutant(
         "an-answer-of-another-length",
@@ -220,7 +192,7 @@ MUTANTS = [
         "        return above is not None and not above.lost\n",
         "        return False\n",
         "what a second fetch adds to a prefix is brought and thrown away",
-        (f"{ODD}::test_a_chunk_whose_parent_is_still_coming_stays",),
+        (f"{T_WHILE_ASKED}::test_a_chunk_whose_parent_is_still_coming_stays",),
     ),
     Mutant(
         "hangs-on-a-chunk-that-was-lost",
@@ -236,7 +208,7 @@ MUTANTS = [
         "        if walk.hit_count < here_count:  # some of it left meanwhile: a ticket is for what is here\n",
         "        if False:\n",
         "a ticket is given for a chunk that it does not hold",
-        (f"{ODD}::test_a_ticket_is_for_what_is_here_when_it_is_given",),
+        (f"{T_WHILE_ASKED}::test_a_ticket_is_for_what_is_here_when_it_is_given",),
     ),
     Mutant(
         "what-left-the-node-behind-a-gap",
@@ -244,7 +216,7 @@ MUTANTS = [
         "                if hint is None or not hint.is_there or (not key and digest not in space.index):\n",
         "                if hint is None or not hint.is_there:\n",
         "a lookup counts a chunk that nobody has by then",
-        (f"{ODD}::test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit",),
+        (f"{T_WHILE_ASKED}::test_what_left_the_node_behind_a_gap_while_a_tier_was_asked_is_no_hit",),
     ),
     Mutant(
         "a-chain-that-turns-back",
@@ -260,7 +232,7 @@ MUTANTS = [
         "        if not session.is_open:  # nobody could give back what it would lease\n",
         "        if False:\n",
         "chunks are held by a lease that nobody gives back",
-        (f"{ODD}::test_a_session_that_ends_while_its_fetch_asks_leases_nothing",),
+        (f"{T_WHILE_ASKED}::test_a_session_that_ends_while_its_fetch_asks_leases_nothing",),
     ),
     Mutant(
         "no-namespace-for-a-fetch",
@@ -268,7 +240,7 @@ MUTANTS = [
         "        except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch\n",
         "        except MemoryError:\n",
         "a fetch fails for the limit of stores",
-        (f"{ODD}::test_a_fetch_of_what_others_have_finds_no_namespace_here",),
+        (f"{T_WHILE_ASKED}::test_a_fetch_of_what_others_have_finds_no_namespace_here",),
     ),
     Mutant(
         "chunks-of-many-parts-are-all-named",
@@ -276,7 +248,7 @@ MUTANTS = [
         "        for digest in digests[: PROBE_COUNT_MAX // len(spaces)]:\n",
         "        for digest in digests[:PROBE_COUNT_MAX]:\n",
         "a fetch of many hidden layers holds up everybody",
-        (f"{ODD}::test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for",),
+        (f"{T_WHILE_ASKED}::test_chunks_of_many_parts_are_named_no_further_than_they_are_asked_for",),
     ),
     Mutant(
         "short-chunks-are-shared",
@@ -303,259 +275,11 @@ MUTANTS = [
         (f"{TESTS}::test_a_tier_that_was_wrong_hides_no_slower_one_and_is_mended",),
     ),
     Mutant(
-        "promised-without-being-asked-for",
-        LEVELS,
-        "                if not is_there:\n",
-        "                if False:\n",
-        "a receipt says SHARED of what the engine dropped",
-        (f"{LEVEL_TESTS}::test_shared_was_readable_when_it_was_said",),
-    ),
-    Mutant(
-        "a-level-of-another-chunk-in-the-row",
-        LEVELS,
-        "        return all(self._table.identity(row) == identity for row, identity in chunks.items())\n",
-        "        return True\n",
-        "a receipt says OBJECT of a chunk that went, for the one that its row became is there",
-        (f"{LEVEL_TESTS}::test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row",),
-    ),
-    Mutant(
-        "a-level-of-another-models-chunk",
-        "kvstore/catalog/table.py",
-        "        return self.spaces[row], self.digests[row]\n",
-        "        return 0, self.digests[row]\n",
-        "a receipt says OBJECT of a chunk that went, for that of another model with the same tokens is there",
-        (f"{LEVEL_TESTS}::test_a_chunk_that_goes_while_it_is_waited_for_has_no_level_of_another_in_its_row",),
-    ),
-    Mutant(
-        "in-memory-when-it-was-asked",
-        LEVELS,
-        "        if not all(self._catalog.is_here(*each) for each in chunks.items()):",
-        "        if False:",
-        "a receipt says MEMORY of what left the node while other tiers were asked",
-        (f"{LEVEL_TESTS}::test_what_leaves_the_node_while_other_tiers_are_asked_has_none_of_its_levels",),
-    ),
-    Mutant(
-        "an-object-without-its-ancestors",
-        LEVELS,
-        "        return [*self._above(found), *found]\n",
-        "        return found\n",
-        "a receipt says OBJECT of what no start can reach",
-        (f"{LEVEL_TESTS}::test_object_is_not_reached_while_an_ancestor_is_missing",),
-    ),
-    Mutant(
-        "a-tiers-word-is-a-promise",
-        SHARED,
-        "        return bool(self._column[row] & self._seen)\n",
-        "        return bool(self._column[row] & self._said)\n",
-        "a receipt says OBJECT of what is damaged there",
-        (f"{LEVEL_TESTS}::test_what_a_tier_merely_says_is_no_promise_until_it_was_read",),
-    ),
-    Mutant(
-        "adopted-unread",
-        SHARED,
-        "            if not await self.is_whole(row):\n",
-        "            if False:\n",
-        "a receipt says OBJECT of what is damaged there",
-        (f"{LEVEL_TESTS}::test_what_a_tier_merely_says_is_no_promise_until_it_was_read",),
-    ),
-    Mutant(
         "damaged-and-never-written-anew",
         SHARED,
         "        if key in shared.bad:\n",
         "        if False:\n",
         "a damaged copy keeps its place for ever",
         (f"{FAILING}::test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store",),
-    ),
-    Mutant(
-        "every-node-sends-it",
-        WRITES,
-        "            state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))\n",
-        "            state = UploadState.FREE\n",
-        "a hundred nodes send the same prompt",
-        (f"{STORED}::test_many_nodes_that_meet_one_prompt_send_it_once",),
-    ),
-    Mutant(
-        "two-nodes-send-it-at-once",
-        WRITES,
-        "            if state is UploadState.TAKEN and self._may_be_left(row):\n",
-        "            if False:\n",
-        "nodes that store the same at the same moment all send it",
-        (f"{CLAIMS}::test_a_herd_that_stores_one_prompt_at_once_sends_each_chunk_once",),
-    ),
-    Mutant(
-        "a-claim-is-believed-for-ever",
-        WRITES,
-        "        return now_s - self._left[row].since_s < LEFT_S_MAX\n",
-        "        return True\n",
-        "what somebody wrote in a claim's place keeps a chunk from ever being sent",
-        (f"{CLAIMS}::test_a_claim_that_never_ends_delays_a_chunk_and_no_other",),
-    ),
-    Mutant(
-        "a-look-ten-times-a-second",
-        WRITES,
-        "        left.pause_s = min(2 * left.pause_s, LATER_S)\n",
-        "",
-        "what another node writes costs hundreds of requests that are billed",
-        (f"{CLAIMS}::test_what_is_left_is_looked_for_less_and_less_often",),
-    ),
-    Mutant(
-        "asked-for-and-left",
-        WRITES,
-        "                self._left[row].pause_s = SOON_S\n                self._queue.resume([row])\n",
-        "                pass\n",
-        "a store that asks for a level waits out a pause that was for nobody",
-        (f"{CLAIMS}::test_what_is_asked_for_while_it_is_left_is_looked_for_at_once",),
-    ),
-    Mutant(
-        "gone-is-damaged",
-        "kvstore/movement/loads.py",
-        '                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT\n',
-        "                why = MissReason.CORRUPT\n",
-        "what an engine drops while it is read looks like damage",
-        (f"{CLAIMS}::test_what_goes_while_it_is_read_is_a_miss_and_no_damage",),
-    ),
-    Mutant(
-        "what-is-claimed-is-looked-for",
-        "kvstore/tiers/s3/tier.py",
-        "        there = set(compress(own, await self.probe(own, timeout_s)))\n",
-        "        there = set(compress(keys, await self.probe(keys, timeout_s)))\n",
-        "each look for what another node uploads is a request that is billed",
-        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
-    ),
-    Mutant(
-        "what-is-there-stays-claimed",
-        "kvstore/tiers/s3/tier.py",
-        "        await claims.release(list(there))\n",
-        "",
-        "nodes wait for a chunk that is in the bucket until the claim of who looked for it ends",
-        (f"{CLAIMS}::test_uploads_to_s3_are_claimed_in_redis_while_it_answers",),
-    ),
-    Mutant(
-        "an-upload-stays-claimed",
-        "kvstore/tiers/s3/tier.py",
-        "                await self._claims.release([header.storage_key])\n",
-        "                pass\n",
-        "nodes wait for a chunk that is in the bucket until the claim of who put it there ends",
-        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
-    ),
-    Mutant(
-        "a-level-waits-for-a-claim",
-        LEVELS,
-        "                writes.insist(chunks)\n",
-        "                pass\n",
-        "a store that asked for a level fails because another node's claim outlives its deadline",
-        (f"{CLAIMS}::test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends",),
-    ),
-    Mutant(
-        "left-and-told-done",
-        WRITES,
-        "        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))\n",
-        "        is_through = not self._is_demanded(row) or row not in self._queue or self._queue.is_aside(row)\n",
-        "a store that asked for a level is told at once that it was not reached",
-        (f"{CLAIMS}::test_a_herd_that_asks_for_shared_has_it_proven_by_each_node",),
-    ),
-    Mutant(
-        "a-model-that-nobody-registered",
-        SHARED,
-        "        if space.model_spec is None:  # an earlier life's: its size is not known before it is registered\n",
-        "        if False:\n",
-        "where chunks are demoted the device takes none once it has to give up an earlier life's",
-        (f"{STORED}::test_what_an_earlier_life_stored_of_a_model_that_nobody_registered_leaves_like_any_other",),
-    ),
-    Mutant(
-        "a-level-waits-for-the-device",
-        LEVELS,
-        "        is_waited_for = asked is None or bool(beyond[wanted].reason and beyond[wanted].is_settled)\n",
-        "        is_waited_for = True\n",
-        "a device that stalls delays what is in the object store",
-        (f"{LEVEL_TESTS}::test_a_device_that_stalls_delays_no_level_beyond_it",),
-    ),
-    Mutant(
-        "another-chunks-row-is-sent",
-        WRITES,
-        "not self._lacks(row) or not self.takes(row):\n",
-        "not self._lacks(row):\n",
-        "a value that may be replaced goes to other nodes",
-        (f"{STORED}::test_a_row_of_another_chunk_is_not_sent_in_the_place_of_one_that_went",),
-    ),
-    Mutant(
-        "values-asked-beyond-the-node",
-        "kvstore/controller/stores/claim.py",
-        "        if request.durability > Durability.LOCAL and any(space.may_be_replaced for space in spaces):\n",
-        "        if False:\n",
-        "a store waits for a level that its value never reaches",
-        (f"{STORED}::test_no_store_of_values_can_ask_for_a_level_beyond_the_node",),
-    ),
-    Mutant(
-        "a-level-of-no-tier",
-        "kvstore/controller/controller.py",
-        "        self.parts.movement.levels.check(request.durability)\n",
-        "",
-        "a store asks for a level that nothing gives",
-        (f"{LEVEL_TESTS}::test_a_level_of_no_tier_says_which_setting_adds_it_and_no_store_can_ask_for_it",),
-    ),
-    Mutant(
-        "reading-back-pushes-out-last-copies",
-        "kvstore/movement/readbacks.py",
-        "evict_unwritten=is_urgent)\n",
-        "evict_unwritten=True)\n",
-        "acknowledged chunks go for a move that nobody waits for",
-        (f"{STORED}::test_reading_back_makes_nothing_go_that_no_slower_tier_has",),
-    ),
-    Mutant(
-        "read-back-for-good",
-        "kvstore/movement/readbacks.py",
-        "            self._lent.add(row)\n",
-        "            pass\n",
-        "moves between slower tiers push out what readers use",
-        (f"{STORED}::test_what_an_earlier_life_stored_has_come_back_with_its_first_use",),
-    ),
-    Mutant(
-        "undemoted-in-silence",
-        "kvstore/movement/eviction.py",
-        "            self._leaves(row)\n",
-        "            pass\n",
-        "nobody hears that chunks leave before a tier took them",
-        (f"{STORED}::test_making_room_waits_for_no_shared_tier_and_what_goes_undemoted_is_counted",),
-    ),
-    Mutant(
-        "told-of-every-use",
-        "kvstore/movement/uses.py",
-        "            fresh = set(chain) - self._touched\n",
-        "            fresh = set(chain)\n",
-        "an engine is told of each use of a hot prompt",
-        (f"{USES}::test_an_engine_is_told_of_one_chunk_once_a_minute",),
-    ),
-    Mutant(
-        "never-told",
-        "kvstore/movement/uses.py",
-        "            self._waiting |= fresh\n",
-        "            pass\n",
-        "engines drop the beginnings of hot prompts",
-        (f"{USES}::test_what_every_node_has_itself_stays_in_the_engine",),
-    ),
-    Mutant(
-        "the-old-level-is-the-highest",
-        LEVELS,
-        "        return Durability.MEMORY if Durability.LOCAL in self.missing else Durability.LOCAL\n",
-        "        return max(set(Durability) - self.missing.keys())\n",
-        "a client of an earlier release takes SHARED for more than the device",
-        (f"{LEVEL_TESTS}::test_every_level_is_reached_by_itself_and_the_old_one_is_the_nodes_own",),
-    ),
-    Mutant(
-        "values-asked-beyond-the-node-by-a-client",
-        "clients/kvstore_client/opaque/calls.py",
-        "    if durability is not None and durability > Durability.LOCAL:\n",
-        "    if False:\n",
-        "a value is copied before its store is refused",
-        ("tests/e2e/test_levels.py::test_values_stay_on_their_node",),
-    ),
-    Mutant(
-        "what-found-the-queue-full-is-forgotten",
-        WRITES,
-        "            self._lacks_some = True\n",
-        "            pass\n",
-        "an outage leaves chunks out of a tier for ever",
-        (f"{STORED}::test_what_found_the_queue_full_is_found_again_also_once_memory_let_it_go",),
     ),
 ]

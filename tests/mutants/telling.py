@@ -18,7 +18,8 @@ PROFILES = "clients/kvstore_client/gate/profiles.py"
 RECEIVING = "kvstore/remote/receiving.py"
 T_CATALOG = "tests/catalog/test_catalog.py"
 T_LOOKUP = "tests/presence/test_lookup.py"
-T_NEWEST = "tests/tiers/test_nvme_newest.py"
+T_LOOKUP_WITHOUT = "tests/presence/test_lookup_without.py"
+T_NEWEST = "tests/tiers/nvme/test_newest.py"
 T_PUBLISHING = "tests/server/test_publishing.py"
 T_EXACTNESS = "tests/e2e/test_exactness.py"
 T_GATE = "tests/recompute/test_gate.py"
@@ -79,7 +80,7 @@ MUTANTS = [
         "        if seen is None or (readers and seen[0].hit_count):\n",
         "        if seen is None:\n",
         "who asks to hold what is there is given nothing that holds it",
-        (f"{T_LOOKUP}::test_a_peek_waits_for_nobody", f"{T_LOOKUP}::test_ragged_tails_are_found"),
+        (f"{T_LOOKUP_WITHOUT}::test_a_peek_waits_for_nobody", f"{T_LOOKUP}::test_ragged_tails_are_found"),
     ),
     Mutant(
         "newest-before-the-format-says-so",

@@ -39,6 +39,7 @@ BAD = {
     "only its tier knows": "kvstore/movement/x.py|np.frombuffer(self._residencies, np.int64)[rows] & 0xFF\n",
     "what the number means": "kvstore/server/x.py|residency &= mask\n",
     "a room is missing": "kvstore/x.py|" + "x = 1\n" * 401,
+    "401 lines": "tests/x.py|" + "x = 1\n" * 401,
     "imports torch: planning is pure": "kvstore/planning/x.py|if TYPE_CHECKING:\n    import torch\n",
     "imports grpc: planning is pure": "kvstore/planning/x.py|import grpc\n",
     "imports numpy: planning is pure": "kvstore/planning/x.py|from numpy import load\n",

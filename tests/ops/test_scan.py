@@ -17,9 +17,9 @@ from kvstore.chunk import check_alone, encode_chunk
 from kvstore.errors import DataLoss, KVStoreError
 from kvstore.seams import TenantKeys
 from tests.contracts.chunks import SMALL, Chunk, chunk, layouts
-from tests.contracts.s3_stand import S3Stand
-from tests.contracts.test_shared_tier import write
-from tests.tiers.test_s3 import bytes_of, newer, put_bytes
+from tests.contracts.shared.s3_stand import S3Stand
+from tests.contracts.shared.stands import write
+from tests.tiers.s3.objects import bytes_of, newer, put_bytes
 
 MODELS = {"one": b"\x11" * 32, "other": b"\x22" * 32}
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.descriptors import open_files
-from tests.seams.mover_scenarios import SCENARIOS, WAIT_S, until
+from tests.seams.mover_jobs import WAIT_S, until
+from tests.seams.mover_scenarios import SCENARIOS
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)

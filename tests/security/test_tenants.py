@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,16 @@ from kvstore.seams import TenantKeys
 from kvstore.spec import Durability, MissReason
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha.admin_pb2 import StatsRequest
-from tests.e2e.test_remote import METHODS, SERVICE, Peer, status
+from tests.e2e.remote.peers import METHODS, SERVICE, Peer, status
 from tests.security.tenancy import NAMES, client_of, secret_of, tenants_sidecar, token_of
 from tests.security.test_sessions import CALLS
 from tests.server.raw import Handoff, Raw
 from tests.specs import bits, random_cache, small_spec, tokens_of
 
 PLANES = ("local", "remote")
+
 SPEC = small_spec()
+
 COUNT = 40
 
 
@@ -65,9 +65,6 @@ def same(fetched: Any, cache: Any) -> bool:
         for pair, own in zip(fetched, cache, strict=True)
         for got, put in zip(pair, own, strict=True)
     )
-
-
-# ------------------------------------------------------------ what one has stored
 
 
 def test_what_one_stored_is_cold_for_the_other(pair: tuple[Client, Client], tenants: Sidecar) -> None:
@@ -161,9 +158,6 @@ def test_a_watcher_is_told_of_its_own_tenant_only(pair: tuple[Client, Client]) -
     assert [each.sequence for each in found] == [events.sequence + number for number in (1, 2, 3)]
 
 
-# ------------------------------------------------------------ who one is
-
-
 def test_a_session_is_worth_nothing_at_the_others_door(tenants: Sidecar) -> None:
     with Raw(tenants, "a") as one, Raw(tenants, "b") as other, Raw(tenants) as default:
         assert [each.stats().tenant for each in (one, other, default)] == ["a", "b", "default"]
@@ -195,9 +189,6 @@ def test_a_token_says_whose_its_client_is(tenants: Sidecar) -> None:
                 if method != SERVICE + "Connect":
                     call = stranger.channel.stream_stream(method)(iter([b""]), metadata=stolen, timeout=10)
                     assert status(call) == "UNAUTHENTICATED", method
-
-
-# ------------------------------------------------------------ what one takes up
 
 
 def test_a_full_arena_evicts_its_own_and_limits_are_ones_own() -> None:
@@ -273,9 +264,6 @@ def refuse_the_others_secret(sidecar: Sidecar) -> None:
     secrets.write_text(right)
 
 
-# ------------------------------------------------------------ what the operator sees
-
-
 def kvstore(*arguments: str) -> str:
     command = [sys.executable, "-m", "kvstore_ops.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -311,102 +299,3 @@ def test_a_clean_stop_leaves_no_socket_behind() -> None:
         assert not list(run.iterdir())
         assert "Traceback" not in (sidecar.directory / "log").read_text()
         client.close()
-
-
-# ------------------------------------------------------------ what is refused
-
-
-def same_token(place: Path) -> None:
-    (place / "b.tokens").write_text(f"{token_of('b')}\n{token_of('a')}\n")
-
-
-def same_secret(place: Path) -> None:
-    (place / "b.secret").write_text(secret_of("a"))
-
-
-def open_to_others(place: Path) -> None:
-    (place / "a.secret").chmod(0o644)
-
-
-def absent(place: Path) -> None:
-    (place / "b.secret").unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (same_token, r"tenants\.b\.token_file: one of its tokens is tenant a's"),
-        (same_secret, r"tenants\.b\.secret_file = .*tenant a, too: give each tenant its own"),
-        (open_to_others, r"tenants\.a\.secret_file = .*run chmod 600"),
-        (absent, r"tenants\.b\.secret_file = .*cannot be read"),
-    ],
-)
-def test_a_start_that_would_mix_tenants_is_refused(spoil: Callable[[Path], None], words: str) -> None:
-    sidecar = tenants_sidecar("--capacity", "8 MiB")
-    spoil(sidecar.directory)
-    with pytest.raises(Unavailable, match=words):
-        sidecar.start()
-    sidecar.stop()
-    run = sidecar.directory / "run"
-    assert not run.exists() or not list(run.iterdir())
-    assert "Traceback" not in (sidecar.directory / "log").read_text()
-
-
-# ------------------------------------------------------------ users
-
-AS_OTHER = """
-import os, sys
-from pathlib import Path
-from kvstore.errors import KVStoreError
-from kvstore.seams import SystemDisk
-from kvstore.server.state import SocketDirectory
-from kvstore_client import connect
-os.umask(0o077)
-if os.geteuid() == 0:
-    os.setgroups([]); os.setgid(65534); os.setuid(int(sys.argv[3]))
-try:
-    if sys.argv[1] == "connect":
-        with connect(sys.argv[2]) as client:
-            print(client.stats().tenant)
-    else:
-        SocketDirectory(Path(sys.argv[2]), SystemDisk(), tenant="a", uid=1, is_own=False).listen()
-except KVStoreError as error:
-    print(type(error).__name__, error.message)
-"""
-
-
-def as_other(what: str, where: str, uid: int = 65534) -> str:
-    """What another user is told; without the right to be one, what this user is."""
-    command = [sys.executable, "-c", AS_OTHER, what, where, str(uid)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-
-
-def test_a_server_that_may_not_give_sockets_away_says_so() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o777)
-        words = as_other("listen", name)
-    assert "Unavailable tenants.a.uid = 1" in words
-    assert "leave tenants.a.uid out" in words
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give sockets to another user and act as one")
-def test_a_tenant_with_a_user_is_served_to_that_user_alone() -> None:
-    sidecar = tenants_sidecar("--capacity", "8 MiB", KVSTORE__TENANTS__A__UID="65534")
-    run = sidecar.directory / "run"
-    with pytest.raises(Unavailable, match=r"tenants\.a\.uid = 65534: .*keeps that user from"):
-        sidecar.start()
-    sidecar.stop()
-    assert not list(run.iterdir())
-    sidecar.directory.chmod(0o711)
-    with sidecar:
-        place = f"unix://{run}/{{}}/kvstore.sock"
-        assert as_other("connect", place.format("a")) == "a"
-        for closed in ("b", "."):
-            assert "Permission denied" in as_other("connect", place.format(closed))
-        assert "Permission denied" in as_other("connect", place.format("a"), 65533)
-        (run / "a" / "data.sock").chmod(0o666)
-        assert as_other("connect", place.format("a"), 65533).startswith("PermissionDenied")
-        with client_of(sidecar, "a", "remote") as client:  # the remote plane is the server's own process
-            assert client.stats().tenant == "a"
-        sidecar.stop()
-        assert (run.stat().st_mode & 0o777, list(run.iterdir())) == (0o700, [])

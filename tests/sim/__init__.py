@@ -11,7 +11,9 @@ the next one recovers what the disk has left. Equal seeds give equal traces.
 - ``oracle``   what must be there: acknowledged copies, and every removal with its cause
 - ``life``     one process: a controller with its tier, from recovery to its end
 - ``books``    what must add up
-- ``clients``  what clients do, and what they may be told
+- ``knowledge``  what the clients of a run have stored, and may ask for next
+- ``clients``  what clients do
+- ``judge``    what they may be told
 - ``nemesis``  errors, delays, rot
 - ``run``      one seed, whole
 - ``steps``    one fixed scenario, cut at every step of the disk

@@ -1,25 +1,22 @@
-"""What clients do, and what they may be told. Every answer is checked on the spot; every call ends in its time."""
+"""What clients do. Every answer is checked on the spot; every call ends in its time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable
 
-from kvstore.chunk import parse_header
-from kvstore.controller import Arrival, FetchResult, Fill, ReserveRequest, Session, StoreResult
-from kvstore.controller.values import Resident
+from kvstore.controller import FetchResult, Fill, ReserveRequest, Session, StoreResult
 from kvstore.errors import DataLoss, DeadlineExceeded, Exhausted, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.spec import Durability, Exactness, MissReason, StoreState
 from tests.presence.shown import answer, is_the_same
+from tests.sim.judge import Judge
+from tests.sim.knowledge import Knowledge
 from tests.sim.life import DEADLINE_S, Life
 from tests.sim.models import (
     KEYS,
-    NARROW,
     SPECS,
     VALUE_LAYOUT,
-    WIDE,
     Chain,
     body,
     value_body,
@@ -28,30 +25,9 @@ from tests.sim.models import (
 )
 from tests.sim.oracle import row_of, told
 
-STEP_COUNT, DEPTH_MAX = 3, 4
 SETTLE_S = 40.0
 OpCall = Callable[[], Awaitable[str]]
 TOLERATED = (Exhausted, Unavailable, DeadlineExceeded)
-
-
-class Knowledge:
-    """What the clients of a run have stored, most recent last."""
-
-    def __init__(self) -> None:
-        self.chains: deque[Chain] = deque(maxlen=24)
-
-    def pick(self, chance: random.Random) -> Chain:
-        """Something stored, or stored in part, or never."""
-        if self.chains and chance.random() < 0.8:
-            return chance.choice(self.chains)
-        return self.fresh(chance)
-
-    def fresh(self, chance: random.Random) -> Chain:
-        spec = chance.choice(SPECS)
-        path = tuple(chance.randrange(STEP_COUNT) for _ in range(chance.randint(1, DEPTH_MAX)))
-        tail = chance.choice((0, 0, 8)) if spec is WIDE else chance.choice((0, 0, 0, 5, 9))
-        hidden = (1,) if spec is NARROW and chance.random() < 0.3 else ()
-        return Chain(spec, path, tail, hidden)
 
 
 class Client:
@@ -64,6 +40,7 @@ class Client:
         self._known = known
         self._controller = life.controller
         self._trace = life.trace
+        self._judge = Judge(life)
         self.session: Session = self._controller.open_session()
         self._leases: list[tuple[int, Chain, FetchResult]] = []
         self._tickets: list[bytes] = []
@@ -235,17 +212,17 @@ class Client:
             result = self._controller.fetch(self.session, chain.query())
         else:
             result = await self._controller.fetch_wide(self.session, chain.query())
-        self._check_extent(chain, result)
+        self._judge.check_extent(chain, result)
         lost: set[int] = set()
         for position, chunk in enumerate(result.chunks):
             if chunk.loading is None:
-                self._check_bytes(chain, result, position, range(len(chunk.placement.pieces) - 1))
+                self._judge.check_bytes(self.session, chain, result, position, range(len(chunk.placement.pieces) - 1))
         cold = sum(chunk.loading is not None for chunk in result.chunks)
         if cold:
             lost = await self._arrived(chain, result)
         whole = 0
         for position in range(len(result.chunks)):
-            if position not in lost and self._check_bytes(chain, result, position, None):
+            if position not in lost and self._judge.check_bytes(self.session, chain, result, position, None):
                 whole += 1
         self._life.oracle.totals["fetched"] += whole
         self._life.oracle.totals["promoted"] += cold - len(lost)
@@ -256,18 +233,6 @@ class Client:
         reason = result.reason.name
         return f"{result.hit_count} of {len(chain.digests)} {reason}, {cold} cold, {len(lost)} lost, {whole} whole"
 
-    def _check_extent(self, chain: Chain, result: FetchResult) -> None:
-        count = result.hit_count
-        self._trace.check(len(result.chunks) == count * len(chain.layers), "a fetch with chunks missing")
-        if count == len(chain.digests):
-            return
-        self._trace.check(result.reason is not MissReason.NONE, f"{chain} misses for no reason")
-        if result.reason not in (MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT):
-            names = [chain.name(count, layer) for layer in chain.layers]
-            oracle = self._life.oracle
-            gone = any(name not in oracle.must or name in oracle.hidden for name in names) or self._life.nvme is None
-            self._trace.check(gone, f"{chain} misses chunk {count}, which was acknowledged: {result.reason.name}")
-
     async def _arrived(self, chain: Chain, result: FetchResult) -> set[int]:
         """Take what lands, checking it as it does. Returns the positions that were lost."""
         chance, lost = self._chance, set()
@@ -275,12 +240,12 @@ class Client:
         pause_s = chance.choice((0.0, 0.0, 0.0003, 4.0))
         async for news in self._controller.arrivals(result, None):
             for arrival in news:
-                position, landed = arrival.position, _landed(arrival)
+                position, landed = arrival.position, arrival.landed
                 self._trace.check(landed & have[position] == have[position], "a slab landed and went")
                 fresh = [slab for slab in range(landed.bit_length()) if landed >> slab & 1]
                 if arrival.lost:
                     lost.add(position)
-                self._check_bytes(chain, result, position, fresh, is_lost=bool(arrival.lost))
+                self._judge.check_bytes(self.session, chain, result, position, fresh, is_lost=bool(arrival.lost))
                 have[position] = landed
             if pause_s:
                 await asyncio.sleep(pause_s)
@@ -288,40 +253,6 @@ class Client:
             slabs = len(result.chunks[position].placement.pieces) - 1
             self._trace.check(position in lost or landed == (1 << slabs) - 1, f"{chain}: arrivals ended early")
         return lost
-
-    def _check_bytes(
-        self,
-        chain: Chain,
-        result: FetchResult,
-        position: int,
-        slabs: range | list[int] | None,
-        *,
-        is_lost: bool = False,
-    ) -> bool:
-        """The bytes of these slabs are the chunk's; None: all, and the header. False when the generation says that
-        the chunk has gone, for which there is a cause."""
-        chunk = result.chunks[position]
-        layer = chain.layers[chunk.part]
-        name, layout = chain.name(chunk.chain_index, layer), chain.layout(chunk.chain_index, layer)
-        place = chunk.placement.slot, chunk.placement.generation
-        if not self._is_here(chunk):
-            revoked = result.lease_id not in self._life.parts.leases.of(self.session)
-            known = is_lost or revoked or place in self._life.oracle.gone
-            self._trace.check(known, f"{told(name)} went from under its lease")
-            return False
-        if place in self._life.oracle.tainted:
-            return False
-        expected = body(name, layout)
-        for slab in range(len(expected)) if slabs is None else slabs:
-            same = (chunk.placement.pieces[1 + slab] == expected[slab]).all()
-            self._trace.check(same, f"{told(name)} slab {slab} has other bytes")
-        if slabs is None:
-            digest = parse_header(chunk.placement.pieces[0], layout).chain_digest
-            self._trace.check(digest == name[1], f"{told(name)} has another chunk's header")
-        return True
-
-    def _is_here(self, chunk: Resident) -> bool:
-        return int(self._life.arena._values[chunk.placement.slot]) == chunk.placement.generation
 
     # ------------------------------------------------------------ values
 
@@ -365,7 +296,7 @@ class Client:
         if result.chunks and not lost:
             chunk = result.chunks[0]
             place = chunk.placement.slot, chunk.placement.generation
-            if self._is_here(chunk) and place not in oracle.tainted:
+            if self._judge.is_here(chunk) and place not in oracle.tainted:
                 said = f"version {oracle.served(name, oldest, chunk.placement.pieces[1:])}"
         elif not result.chunks and result.reason not in (
             MissReason.OVERLOADED, MissReason.UNAVAILABLE, MissReason.CORRUPT,
@@ -393,7 +324,7 @@ class Client:
         whole = 0
         for position, chunk in enumerate(result.chunks):
             if chunk.loading is None or (chunk.loading.is_done and not chunk.loading.lost):
-                whole += self._check_bytes(chain, result, position, None)
+                whole += self._judge.check_bytes(self.session, chain, result, position, None)
         self._controller.release(self.session, [lease_id])
         return f"{lease_id}, {whole} still whole"
 
@@ -446,8 +377,3 @@ class Client:
     async def _left(self) -> str:
         await self._controller.close_session(self.session)
         return "closed"
-
-
-def _landed(arrival: Arrival) -> int:
-    """The slabs that are there, as a bitmap."""
-    return arrival.landed

@@ -18,8 +18,9 @@ from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES
 from kvstore.tiers.nvme import newest, plain
 from tests.sim.books import settle_down
-from tests.sim.clients import Client, Knowledge
+from tests.sim.clients import Client
 from tests.sim.cloud import Cloud, has_cloud
+from tests.sim.knowledge import Knowledge
 from tests.sim.life import Life, Setup
 from tests.sim.nemesis import Nemesis, draw_errors
 from tests.sim.oracle import Oracle

@@ -17,7 +17,8 @@ from kvstore.simulated import SimulatedDisk, simulate
 from kvstore.simulated.disk import DiskStopped
 from kvstore.spec import ENVELOPES, Durability
 from tests.sim.books import settle_down
-from tests.sim.clients import SETTLE_S, Client, Knowledge
+from tests.sim.clients import SETTLE_S, Client
+from tests.sim.knowledge import Knowledge
 from tests.sim.life import KIB, Life, Setup
 from tests.sim.models import KEYS, NARROW, WIDE, Chain
 from tests.sim.oracle import Oracle

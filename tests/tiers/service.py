@@ -30,7 +30,7 @@ from kvstore.simulated import (
 from kvstore.spec import Durability, Encoding, MissReason, ModelSpec
 from kvstore.telemetry import Counters
 from kvstore.tiers.nvme import NvmeTier
-from tests.contracts.stands import nvme_tier
+from tests.contracts.local.stands import nvme_tier
 from tests.controller.service import Service
 from tests.specs import small_spec
 

@@ -17,11 +17,11 @@ from kvstore.spec import ENVELOPES, CacheKind, Encoding, LayerSpec
 from kvstore.tiers import SharedTier
 from kvstore.tiers.redis.names import FIELD_BYTES_MAX, HEADER_FIELD, fields_of
 from tests.contracts.chunks import LARGE, Chunk, chunk, layouts
-from tests.contracts.s3_stand import S3Stand, tier_of
+from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.fakes.redis_server import KEYS, RedisServer
 from tests.specs import small_spec
 from tests.tiers.attacks import trust
-from tests.tiers.redis_tiers import got, redis_tier
+from tests.tiers.redis.tiers import got, redis_tier
 
 WIDE = LayerSpec(kv_heads=4, k_dim=256, v_dim=256)
 CUT = layout_of(small_spec(layers=(WIDE,) * 4, chunk_tokens=500), CacheKind.KV, 500)

@@ -26,7 +26,7 @@ from kvstore.tiers.nvme.slots import RegionFile
 from kvstore.tiers.nvme.sync import GroupSync
 from tests.contracts.chunks import SMALL, Chunk, balance, chunk
 from tests.contracts.evictors import KeepsAll
-from tests.contracts.stands import HOME, nvme_tier, scan
+from tests.contracts.local.stands import HOME, nvme_tier, scan
 
 SEEDS = range(12)
 LIVES = 5

@@ -1,0 +1,89 @@
+"""The remote plane in TLS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from kvstore_client import TLS, connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
+from kvstore.spec import Durability
+from tests.e2e.remote.peers import SPEC, left
+from tests.e2e.test_failures import until
+from tests.specs import bits, random_cache, tokens_of
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA, a server's and a client's certificate of it, and a stranger's."""
+    place = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=place, check=True, capture_output=True, timeout=60)
+
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+                "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")  # fmt: skip
+    (place / "extensions").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for name in ("server", "client"):
+        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+                "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+                "-days", "1", "-extfile", "extensions", "-out", f"{name}.pem")  # fmt: skip
+    return place
+
+
+def tls_sidecar(place: Path, *, mutual: bool) -> Sidecar:
+    own = {"CERTIFICATE_FILE": str(place / "server.pem"), "KEY_FILE": str(place / "server.key")}
+    if mutual:
+        own["CLIENT_CA_FILE"] = str(place / "ca.pem")
+    settings = {f"KVSTORE__REMOTE__{name}": value for name, value in own.items()}
+    return Sidecar("--capacity", "16 MiB", environment={**os.environ, **settings}, plane="remote")
+
+
+@needs_openssl
+def test_tls(certificates: Path) -> None:
+    tokens, kv = tokens_of(40), random_cache(SPEC, 40)
+    with tls_sidecar(certificates, mutual=False) as sidecar:
+        with connect(sidecar.address, tls=TLS(ca_file=certificates / "ca.pem")) as client:
+            assert client.store(SPEC, tokens, kv).wait(10.0) is Durability.MEMORY
+            fetched = client.fetch(SPEC, tokens)
+            assert fetched.token_count == 40
+            assert (bits(fetched[0][0]) == kv[0][0]).all()
+        with pytest.raises(Unavailable, match="tls="):
+            connect(sidecar.address, timeout_s=5.0)  # in the open, to a port that speaks TLS
+        with pytest.raises(Unavailable, match="tls="):
+            connect(sidecar.address, tls=TLS(ca_file=certificates / "stranger.pem"), timeout_s=5.0)
+        with pytest.raises(Unavailable, match="tls="):
+            connect(sidecar.address, tls=TLS(ca_file=certificates / "ca.pem", server_name="other"), timeout_s=5.0)
+        with pytest.raises(Unauthenticated, match="token"):
+            connect(sidecar.address, token="another-token-than-ours", tls=TLS(ca_file=certificates / "ca.pem"))
+        until(lambda: left(sidecar) == (0,) * 7)
+
+
+@needs_openssl
+def test_mutual_tls(certificates: Path) -> None:
+    def named(name: str) -> TLS:
+        own = {"certificate_file": certificates / f"{name}.pem", "key_file": certificates / f"{name}.key"}
+        return TLS(ca_file=certificates / "ca.pem", **own)
+
+    with tls_sidecar(certificates, mutual=True) as sidecar:
+        with connect(sidecar.address, tls=named("client")) as client:
+            assert client.stats().sessions.session_count == 1
+        for tls in (TLS(ca_file=certificates / "ca.pem"), named("stranger")):
+            with pytest.raises(Unavailable, match="tls="):
+                connect(sidecar.address, tls=tls, timeout_s=5.0)
+        with pytest.raises(InvalidRequest, match="certificate_file"):
+            connect(sidecar.address, tls=TLS(key_file=certificates / "client.key"))
+
+
+def test_tls_to_a_port_without(remote: Sidecar) -> None:
+    with pytest.raises(Unavailable, match="tls="):
+        connect(remote.address, tls=True, timeout_s=5.0)

@@ -1,0 +1,120 @@
+"""What partial prefill had counted on goes: it costs time, and no answer is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import sleep
+from typing import Any
+
+import pytest
+from kvstore_client import Client, Exactness, LayerStream, Recompute, connect
+from kvstore_client.engines.transformers import TransformersRunner
+from kvstore_client.fetch.target import DenseTarget
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.errors import DataLoss, InvalidRequest
+from tests.e2e.prefills import FULL, FUSED, MODEL, RECEIVER, SENDER, STEP, in_full, keep
+from tests.e2e.test_partial_prefill import SIBLINGS
+from tests.recompute.models import prompt, sibling_of
+
+
+def test_hidden_states_that_do_not_come_cost_time_not_answers(
+    local_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise DataLoss("the hidden states were lost under the copy")
+
+    tokens = prompt(70, 351)
+    with connect(local_sidecar.address) as client:
+        keep(client, SENDER, tokens[:64], 1)
+        monkeypatch.setattr(DenseTarget, "copy_hidden", lost)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=SIBLINGS[3])
+        in_full(found, tokens)
+        assert "lost under the copy" in found.plan.reason
+        assert client.stats().sessions.lease_count == 0
+
+
+def lost(sidecar: Sidecar, client: Client) -> None:
+    def lose() -> None:
+        raise DataLoss("lost, says the test")
+
+    client.faults.arm("fetch.copy.middle", lose)
+
+
+def killed_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
+    start_fetch = client.start_fetch
+
+    def gone(*arguments: Any, **options: Any) -> Any:
+        sidecar.stop(kill=True)
+        return start_fetch(*arguments, **options)
+
+    client.start_fetch = gone  # type: ignore[method-assign]
+
+
+def restarted_before_the_fetch(sidecar: Sidecar, client: Client) -> None:
+    start_fetch = client.start_fetch
+
+    def forgotten(*arguments: Any, **options: Any) -> Any:
+        sidecar.stop(kill=True)
+        sidecar.start()
+        return start_fetch(*arguments, **options)
+
+    client.start_fetch = forgotten  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("happens", [lost, killed_before_the_fetch, restarted_before_the_fetch])
+def test_a_sidecar_that_goes_in_the_middle_costs_time_only(
+    own_sidecar: Sidecar, happens: Callable[[Sidecar, Client], None]
+) -> None:
+    tokens = prompt(40, 407)
+    with connect(own_sidecar.address, timeout_s=2.0) as client:
+        keep(client, SENDER, tokens, 1)
+        keep(client, RECEIVER, tokens[:16])
+        happens(own_sidecar, client)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+        in_full(found, tokens)
+        assert "computed in full" in found.plan.reason
+
+
+def test_no_sidecar_is_a_plain_prefill_that_says_so(own_sidecar: Sidecar) -> None:
+    tokens = prompt(40, 408)
+    with connect(own_sidecar.address) as client:
+        own_sidecar.stop(kill=True)
+        found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=FUSED)
+        in_full(found, tokens)
+        assert "unavailable" in found.plan.reason
+
+
+def test_nothing_stays_held(client: Client) -> None:
+    """Tickets and leases of calls that took one sender of two, or nothing, are given back."""
+    tokens = prompt(70, 409)
+    keep(client, SENDER, tokens[:64], 1)
+    other = TransformersRunner(sibling_of(MODEL, 5), chunk_tokens=STEP)
+    keep(client, other, tokens[:32], 1)
+    for setting in (FUSED, Recompute.droidspeak(1, 3), FULL, None):
+        client.partial_prefill(RECEIVER, tokens, senders=[other.spec, SENDER.spec], recompute=setting)
+    for _ in range(200):
+        held = client.stats().sessions
+        if (held.ticket_count, held.lease_count) == (0, 0):
+            return
+        sleep(0.02)  # leases are given back beside the caller
+    raise AssertionError(f"still held: {held}")
+
+
+def test_a_fetch_that_ends_behind_the_merge_does_not_make_it_exact(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sibling's whole prompt is exact as the sibling's, and lands in memory that is a merged cache by then."""
+    tokens, end = prompt(64, 901), LayerStream._await_commit
+    keep(client, SENDER, tokens)
+
+    def late(stream: LayerStream, *arguments: Any) -> None:
+        sleep(0.5)
+        end(stream, *arguments)
+
+    monkeypatch.setattr(LayerStream, "_await_commit", late)
+    found = client.partial_prefill(RECEIVER, tokens, senders=[SENDER.spec], recompute=Recompute.reuse())
+    assert found.exactness is Exactness.DERIVED
+    with pytest.raises(InvalidRequest, match="DERIVED"):
+        client.store(RECEIVER.spec, tokens, [(k, v) for k, v in found.kv])
+    assert client.lookup(RECEIVER.spec, tokens).prefix_token_count == 0

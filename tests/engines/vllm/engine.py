@@ -1,0 +1,127 @@
+"""Stands in for vLLM: requests and steps as it passes them, and one engine's pages with both sides of the connector."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from kvstore_client import Client, ModelSpec, connect
+from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.pages import PagesOfModel
+from kvstore_client.engines.vllm.scheduler import SchedulerSide
+from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.step import Step
+from kvstore_client.engines.vllm.worker import WorkerSide
+
+from kvstore.spec import LayerSpec
+from tests.specs import small_spec
+
+BLOCK, BLOCKS = 4, 64
+
+SPEC = small_spec()  # two layers, two heads of 8, chunks of 16
+
+MLA = small_spec(model_id="latent", layers=(LayerSpec(kv_heads=1, k_dim=24, v_dim=8),) * 2, mla=True)
+
+
+def request(name: str, tokens: Any, **more: Any) -> SimpleNamespace:
+    given = {
+        "lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
+        "skip_reading_prefix_cache": False, **more,
+    }  # fmt: skip
+    ids = [int(each) for each in tokens]
+    return SimpleNamespace(request_id=name, all_token_ids=ids, num_tokens=len(ids), num_prompt_tokens=len(ids), **given)
+
+
+def scheduled(name: str, blocks: list[int], computed: int, count: int, *, is_new: bool = True) -> SimpleNamespace:
+    """A step that computes ``count`` tokens of one request."""
+    new = [SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)] if is_new else []
+    names = [] if is_new else [name]
+    cached = SimpleNamespace(
+        req_ids=names, new_block_ids=[(blocks,)], num_computed_tokens=[computed], resumed_req_ids=set()
+    )
+    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={name: count})
+
+
+def matched(side: SchedulerSide, asked: Any, computed: int) -> tuple[int, bool]:
+    """As vLLM does: it asks again while the answer is on its way."""
+    until = time.monotonic() + 10.0
+    while (found := side.matched(asked, computed))[0] is None:
+        assert not found[1]
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return found  # type: ignore[return-value]  # a number now
+
+
+class Engine:
+    """Pages and both sides, as one vLLM has them. Its cache of a token is what the seed makes of its place."""
+
+    def __init__(self, address: str, spec: ModelSpec = SPEC, load: str = "async", **options: Any) -> None:
+        settings = Settings(chunk_tokens=16, load=load, **options)
+        self.clients = [connect(address, timeout_s=settings.timeout_s) for _ in range(2)]
+        each = spec.layers[0]
+        shape = (BLOCKS, each.kv_heads, BLOCK, each.k_dim + each.v_dim)
+        self.pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in spec.layers]
+        views = PagesOfModel(spec, self.pages, BLOCK, "TRITON_MLA" if spec.mla else "FLASH_ATTN")
+        self.scheduler = SchedulerSide(self.clients[0], Adapters(spec), settings, BLOCK)
+        self.worker = WorkerSide(self.clients[1], views, BLOCK, is_layerwise=load == "layerwise")
+
+    def fill(self, blocks: list[int], seed: int) -> list[Any]:
+        """Compute: other numbers into a request's blocks. What they hold, per layer."""
+        made = torch.Generator().manual_seed(seed)
+        for pages in self.pages:
+            pages[blocks] = torch.randn(pages[blocks].shape, generator=made).to(torch.bfloat16)
+        return self.content(blocks)
+
+    def content(self, blocks: list[int]) -> list[Any]:
+        return [pages[blocks].clone() for pages in self.pages]
+
+    def compute(self, asked: Any, blocks: list[int], computed: int, count: int, **more: Any) -> Step:
+        step = self.scheduler.step(scheduled(asked.request_id, blocks, computed, count, **more))
+        self.worker.begin(step)
+        for layer in range(len(self.pages)):
+            self.worker.wait_layer(layer)
+        self.worker.end_layerwise()
+        self.worker.save(step.saves)
+        return step
+
+    def admit(self, asked: Any, blocks: list[int]) -> int:
+        """As vLLM does before a request runs: how many tokens will be loaded."""
+        self.scheduler.new_request(asked)
+        count, is_async = matched(self.scheduler, asked, 0)
+        assert is_async == (count > 0 and self.scheduler._settings.load == "async")
+        self.scheduler.allocated(asked, blocks, count)
+        return count
+
+    def landed(self) -> set[str]:
+        until = time.monotonic() + 10.0
+        while not (done := self.worker.landed()):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return done
+
+    def keep(self, asked: Any, blocks: list[int], seed: int = 1) -> list[Any]:
+        """Compute a whole prompt and wait until it is stored."""
+        assert self.admit(asked, blocks) == 0
+        filled = self.fill(blocks, seed)
+        step = self.compute(asked, blocks, 0, asked.num_tokens)
+        for save in step.saves:
+            wait_stored(self.clients[0], save)
+        self.scheduler.finished(asked.request_id)
+        return filled
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def wait_stored(client: Client, save: Any) -> None:
+    until = time.monotonic() + 10.0
+    while client.lookup(save.spec, save.tokens, extras=save.extras).prefix_token_count < save.tokens.size:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def blocks_of(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + -(-count // BLOCK)))[::-1]

@@ -1,0 +1,349 @@
+"""The vLLM connector's two sides without vLLM: requests and steps as vLLM passes them, a real sidecar below."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_client import ModelSpec, connect
+from kvstore_client.engines.vllm.identity import Adapters
+from kvstore_client.engines.vllm.pages import PagesOfModel
+from kvstore_client.engines.vllm.scheduler import SchedulerSide
+from kvstore_client.engines.vllm.settings import Settings
+from kvstore_client.engines.vllm.worker import WorkerSide
+from kvstore_ops.sidecar import Sidecar
+
+from tests.engines.vllm.engine import (
+    BLOCK,
+    BLOCKS,
+    MLA,
+    SPEC,
+    Engine,
+    blocks_of,
+    matched,
+    request,
+    scheduled,
+    wait_stored,
+)
+from tests.server.raw import eventually
+from tests.specs import tokens_of
+
+
+@pytest.mark.parametrize("spec", [SPEC, MLA], ids=["heads", "latent"])
+def test_what_one_engine_computed_lies_in_the_others_blocks(sidecar: Sidecar, spec: ModelSpec) -> None:
+    tokens = tokens_of(42, 1 if spec.mla else 2)
+    first, second = Engine(sidecar.address, spec), Engine(sidecar.address, spec)
+    filled = first.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert second.admit(asked, blocks) == 40  # whole blocks
+    second.worker.begin(second.scheduler.step(scheduled("x", [], 0, 0)))
+    assert second.landed() == {"b"}
+    assert second.worker.failed_blocks() == set()
+    for ours, theirs in zip(second.content(blocks[:10]), filled, strict=True):
+        assert torch.equal(ours, theirs[:10])
+    assert all(not page[blocks[10]].any() for page in second.pages)  # the block that was not loaded
+    first.close()
+    second.close()
+
+
+def test_a_prompt_that_is_whole_leaves_a_block_to_compute(engine: Engine) -> None:
+    tokens = tokens_of(48, 3)
+    engine.keep(request("a", tokens), blocks_of(48))
+    assert matched(engine.scheduler, request("b", tokens), 0) == (44, True)
+    assert matched(engine.scheduler, request("c", tokens), 44) == (0, False)
+    assert matched(engine.scheduler, request("d", tokens), 32) == (12, True)
+    assert matched(engine.scheduler, request("e", tokens, skip_reading_prefix_cache=True), 0) == (0, False)
+    assert matched(engine.scheduler, request("f", tokens, prompt_embeds=object()), 0) == (0, False)
+
+
+def test_a_prefill_in_pieces_is_kept_chunk_by_chunk(engine: Engine) -> None:
+    asked, blocks = request("a", tokens_of(75, 4)), blocks_of(75)
+    engine.admit(asked, blocks[:5])
+    engine.fill(blocks, 7)
+    kept = []
+    for start, stop in ((0, 20), (20, 40), (40, 60), (60, 75)):
+        first, last = -(-start // BLOCK), -(-stop // BLOCK)
+        step = engine.compute(asked, blocks[first:last], start, stop - start, is_new=start == 0)
+        kept += [save.tokens.size for save in step.saves]
+        for save in step.saves:
+            assert save.block_ids == blocks[: save.tokens.size // BLOCK]
+            wait_stored(engine.clients[0], save)
+    assert kept == [16, 32, 48, 72]
+    assert not engine.compute(asked, [], 75, 1, is_new=False).saves  # answers are kept only when asked for
+
+
+def test_answers_are_kept_by_chunks_when_asked_for(sidecar: Sidecar) -> None:
+    engine = Engine(sidecar.address, save_output=True)
+    asked, blocks = request("a", tokens_of(30, 5)), blocks_of(80)
+    engine.admit(asked, blocks)
+    assert [save.tokens.size for save in engine.compute(asked, blocks, 0, 30).saves] == [28]
+    kept = []
+    for _ in range(30):
+        asked.all_token_ids.append(7)
+        asked.num_tokens += 1
+        step = engine.compute(asked, [], asked.num_tokens - 1, 1, is_new=False)
+        kept += [save.tokens.size for save in step.saves]
+    assert kept == [32, 48]
+    engine.close()
+
+
+def test_a_request_that_was_preempted_starts_over(engine: Engine) -> None:
+    asked = request("a", tokens_of(60, 6))
+    engine.admit(asked, blocks_of(60))
+    engine.fill(blocks_of(60), 3)
+    step = engine.compute(asked, blocks_of(60), 0, 20)
+    wait_stored(engine.clients[0], step.saves[0])
+    blocks = blocks_of(60, 30)
+    assert matched(engine.scheduler, asked, 0) == (16, True)
+    engine.scheduler.allocated(asked, blocks, 16)
+    step = engine.compute(asked, blocks, 16, 44)
+    assert [load.block_ids for load in step.loads] == [blocks]
+    assert [save.block_ids for save in step.saves] == [blocks[:15]]
+    assert engine.landed() == {"a"}
+
+
+def test_an_engine_that_only_stores_forgets_the_blocks_of_before_it_was_preempted(sidecar: Sidecar) -> None:
+    """They are another request's by then. vLLM says so in the step that goes on with it."""
+    engine = Engine(sidecar.address)
+    side = SchedulerSide(engine.clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, loads=False)
+    asked, blocks, later = request("a", tokens_of(60, 73)), blocks_of(60), blocks_of(60, 30)
+    side.new_request(asked)
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, blocks, 0)
+    assert [save.block_ids for save in side.step(scheduled("a", blocks[:5], 0, 20)).saves] == [blocks[:4]]
+    side.allocated(asked, later, 0)
+    resumed = scheduled("a", later, 0, 60, is_new=False)
+    resumed.scheduled_cached_reqs.resumed_req_ids.add("a")
+    assert [save.block_ids for save in side.step(resumed).saves] == [later[:15]]
+    side.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_load_that_fails_is_told_and_not_tried_again(sidecar: Sidecar, load: str) -> None:
+    tokens = tokens_of(42, 8 if load == "async" else 9)
+    engine = Engine(sidecar.address, load=load)
+    engine.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(asked, blocks) == 40
+    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
+    if load == "async":
+        engine.worker.begin(engine.scheduler.step(scheduled("x", [], 0, 0)))
+        assert engine.landed() == {"b"}
+    else:
+        engine.compute(asked, blocks, 40, 2)
+    failed = engine.worker.failed_blocks()
+    assert failed == set(blocks[:10])
+    engine.scheduler.reported(failed)
+    assert matched(engine.scheduler, asked, 0) == (0, False)
+    step = engine.compute(asked, blocks, 0, 42)
+    assert set(step.settled) == failed
+    assert bool(step.saves) == (load == "async")  # a layerwise step may have read what was not there
+    other = request("c", tokens_of(42, 20 if load == "async" else 21))
+    assert engine.admit(other, blocks) == 0
+    assert engine.compute(other, blocks, 0, 42).saves
+    engine.close()
+
+
+def test_what_is_computed_over_a_failed_load_is_not_kept(sidecar: Sidecar) -> None:
+    engine = Engine(sidecar.address, load="layerwise")
+    tokens = tokens_of(90, 11)
+    engine.keep(request("a", tokens[:42]), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(90, 20)
+    assert engine.admit(asked, blocks) == 40
+    engine.clients[0].release_ticket(engine.scheduler._loads[0].ticket)
+    step = engine.compute(asked, blocks, 40, 50)  # the failure shows in this very step
+    assert [save.tokens.size for save in step.saves] == [88]
+    engine.close()  # which finishes what is being kept
+    with connect(sidecar.address) as client:
+        assert client.lookup(SPEC, tokens).prefix_token_count == 40
+
+
+def test_after_a_reset_nothing_of_before_is_loaded_or_kept(sidecar: Sidecar) -> None:
+    """vLLM clears its caches where its weights may have changed. From then on an engine shares with itself alone."""
+    engine, other = Engine(sidecar.address), Engine(sidecar.address)
+    tokens, later = tokens_of(42, 70), tokens_of(42, 71)
+    engine.keep(request("before", tokens), blocks_of(42))
+    waiting, running, blocks = request("waiting", tokens), request("running", tokens_of(60, 72)), blocks_of(60, 20)
+    assert matched(engine.scheduler, waiting, 0) == (40, True)
+    engine.admit(running, blocks)
+    assert engine.compute(running, blocks, 0, 20).saves
+    engine.scheduler.new_request(unseen := request("unseen", later))
+    engine.scheduler.reset()
+    assert matched(engine.scheduler, waiting, 0) == (0, False)
+    assert engine.compute(running, [], 20, 40, is_new=False).saves == []
+    wait_stored(engine.clients[0], engine.compute(unseen, blocks_of(42, 40), 0, 42).saves[0])
+    assert matched(engine.scheduler, request("after", later), 0) == (40, True)
+    assert matched(other.scheduler, request("after", later), 0) == (0, False)
+    assert matched(other.scheduler, request("before", tokens), 0) == (40, True)
+    engine.close()
+    other.close()
+
+
+def test_images_salts_and_adapters_keep_prompts_apart(engine: Engine, tmp_path: Path) -> None:
+    tokens = tokens_of(42, 12)
+
+    def image(identifier: str, offset: int = 20) -> Any:
+        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
+
+    def adapter(name: str, content: bytes) -> Any:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "adapter_model.safetensors").write_bytes(content)
+        return SimpleNamespace(lora_name="fine", lora_int_id=1, lora_path=str(directory))
+
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "cat": {"mm_features": [image("cat")]},
+        "dog": {"mm_features": [image("dog")]},
+        "salt": {"cache_salt": "tenant"},
+        "one": {"lora_request": adapter("one", b"1")},
+        "two": {"lora_request": adapter("two", b"2")},
+    }
+    engine.keep(request("plain-1", tokens), blocks_of(42))
+    expected = {"plain": 40, "cat": 16, "dog": 16}  # the first chunk lies before the image
+    for kind, more in kinds.items():
+        assert matched(engine.scheduler, request(f"{kind}-2", tokens, **more), 0)[0] == expected.get(kind, 0)
+    for kind in ("cat", "salt", "one"):
+        asked = request(f"{kind}-3", tokens, **kinds[kind])
+        engine.scheduler.new_request(asked)
+        wait_stored(engine.clients[0], engine.compute(asked, blocks_of(42), 0, 42).saves[0])
+    for kind, more in kinds.items():
+        wanted = {**expected, "cat": 40, "salt": 40, "one": 40}.get(kind, 0)
+        assert matched(engine.scheduler, request(f"{kind}-4", tokens, **more), 0)[0] == wanted
+    same = {"lora_request": adapter("elsewhere", b"1")}
+    assert matched(engine.scheduler, request("same", tokens, **same), 0)[0] == 40  # the weights decide, not the path
+    gone = SimpleNamespace(lora_name="gone", lora_int_id=2, lora_path=str(tmp_path / "gone"))
+    assert matched(engine.scheduler, request("gone", tokens, lora_request=gone), 0) == (0, False)
+
+
+def test_nothing_stays_held(own_sidecar: Sidecar) -> None:
+    tokens = tokens_of(42, 13)
+    engine = Engine(own_sidecar.address)
+    engine.keep(request("a", tokens), blocks_of(42))
+
+    def held() -> int:
+        return int(engine.clients[0].stats().sessions.ticket_count)
+
+    asked = request("b", tokens)
+    for _ in range(3):  # vLLM asks until it has room
+        assert matched(engine.scheduler, asked, 0) == (40, True)
+    assert held() == 1
+    engine.scheduler.allocated(asked, blocks_of(42), 0)  # it chose not to load
+    eventually(lambda: held() == 0)
+    assert matched(engine.scheduler, request("c", tokens), 0) == (40, True)
+    engine.scheduler.finished("c")
+    eventually(lambda: held() == 0)
+    for name in ("e", "f", "g"):
+        engine.scheduler.matched(request(name, tokens), 0)
+        engine.scheduler.finished(name)  # perhaps before its answer came
+    eventually(lambda: held() == 0)
+    assert matched(engine.scheduler, request("d", tokens), 0) == (40, True)
+    engine.scheduler.close()
+    assert engine.clients[1].stats().sessions.ticket_count == 0
+    engine.close()
+
+
+def test_without_its_sidecar_an_engine_computes(tmp_path: Path) -> None:
+    client = connect(f"unix://{tmp_path}/kvstore.sock", required=False)
+    side = SchedulerSide(client, Adapters(SPEC), Settings(chunk_tokens=16), BLOCK)
+    asked = request("a", tokens_of(42))
+    side.new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
+    assert len(side.step(scheduled("a", blocks_of(42), 0, 42)).saves) == 1
+    side.close()
+
+
+def test_a_layerwise_load_that_a_layer_did_not_wait_for_has_failed(sidecar: Sidecar) -> None:
+    tokens = tokens_of(42, 14)
+    engine = Engine(sidecar.address, load="layerwise")
+    engine.keep(request("a", tokens), blocks_of(42))
+    for waited, failed in ((2, 0), (1, 10)):
+        asked, blocks = request(f"b{waited}", tokens), blocks_of(42, 20)
+        assert engine.admit(asked, blocks) == 40
+        engine.worker.begin(engine.scheduler.step(scheduled(asked.request_id, blocks, 40, 2)))
+        for layer in range(waited):
+            engine.worker.wait_layer(layer)
+        engine.worker.end_layerwise()
+        assert engine.worker.failed_blocks() == set(blocks[:failed])
+    engine.close()
+
+
+def test_a_sidecar_that_stalls_is_left_alone(own_sidecar: Sidecar) -> None:
+    engine = Engine(own_sidecar.address, timeout_s=2.2)
+    engine.keep(request("a", tokens_of(42, 15)), blocks_of(42))
+    os.kill(own_sidecar.pid, signal.SIGSTOP)
+    try:
+        cold = request("cold", tokens_of(42, 150))
+        assert matched(engine.scheduler, cold, 0) == (0, False), "nothing of it is stored: nobody is asked"
+        assert engine.scheduler.matched(request("b", tokens_of(42, 15)), 0) == (None, False), "the loop goes on"
+        for name in ("b", "c", "d"):  # the first waits, and the others need not
+            asked = request(name, tokens_of(42, 15))
+            assert matched(engine.scheduler, asked, 0) == (0, False)
+            engine.scheduler.new_request(asked)
+            assert engine.compute(asked, blocks_of(42), 0, 42).saves
+        eventually(lambda: [client.statistics()["unavailable"] for client in engine.clients] == [1, 1])
+    finally:
+        os.kill(own_sidecar.pid, signal.SIGCONT)
+    engine.close()
+
+
+def test_ranks_keep_their_heads_together_or_not_at_all(sidecar: Sidecar) -> None:
+    clients = [connect(sidecar.address) for _ in range(3)]
+    scheduler = SchedulerSide(clients[0], Adapters(SPEC), Settings(chunk_tokens=16), BLOCK, ranks=2)
+    parts = [[torch.randn(BLOCKS, 1, BLOCK, 16).to(torch.bfloat16) for _ in SPEC.layers] for _ in range(2)]
+    workers = [
+        WorkerSide(clients[1 + rank], PagesOfModel(SPEC, parts[rank], BLOCK, "FLASH_ATTN", rank=rank, ranks=2), BLOCK,
+                   is_layerwise=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    for seed, is_whole in ((17, True), (18, False)):
+        asked = request(f"a{seed}", tokens_of(42, seed))
+        scheduler.new_request(asked)
+        step = scheduler.step(scheduled(asked.request_id, blocks_of(42), 0, 42))
+        if not is_whole:
+            workers[1]._doubtful.update(blocks_of(42)[:1])  # this rank's load of another request has failed
+        for worker in workers:
+            worker.save(step.saves)
+        if is_whole:
+            wait_stored(clients[0], step.saves[0])
+        else:
+            until = time.monotonic() + 10.0
+            while clients[0].stats().sessions.reservation_count:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert clients[0].lookup(SPEC, asked.all_token_ids).prefix_token_count == 0
+    kept = clients[0].fetch(SPEC, tokens_of(42, 17))
+    for layer, pair in enumerate(kept):
+        for rank in range(2):
+            whole = parts[rank][layer][blocks_of(42)[:10], 0].flatten(0, 1)
+            assert torch.equal(torch.cat([pair[0][rank], pair[1][rank]], dim=-1), whole)
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_a_sidecar_that_dies_under_a_load_fails_it(own_sidecar: Sidecar, load: str) -> None:
+    tokens = tokens_of(42, 16)
+    engine = Engine(own_sidecar.address, load=load, timeout_s=2.2)
+    engine.keep(request("a", tokens), blocks_of(42))
+    asked, blocks = request("b", tokens), blocks_of(42, 20)
+    assert engine.admit(asked, blocks) == 40
+    os.kill(own_sidecar.pid, signal.SIGSTOP)  # the load has begun and does not come
+    engine.worker.begin(engine.scheduler.step(scheduled("b", blocks, 40, 2)))
+    own_sidecar.stop(kill=True)
+    if load == "async":
+        assert engine.landed() == {"b"}
+    else:
+        engine.worker.wait_layer(0)
+        engine.worker.wait_layer(1)
+        engine.worker.end_layerwise()
+    assert engine.worker.failed_blocks() == set(blocks[:10])
+    assert all(not page[blocks].any() for page in engine.pages)
+    engine.close()

@@ -1,0 +1,92 @@
+"""Nodes that would send the same chunk: one does, and nobody waits for one that went."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LEVELS = "kvstore/movement/levels.py"
+CLAIMS = "tests/tiers/shared/test_claims.py"
+WRITES = "kvstore/movement/writes.py"
+
+MUTANTS = [
+    Mutant(
+        "two-nodes-send-it-at-once",
+        WRITES,
+        "            if state is UploadState.TAKEN and self._may_be_left(row):\n",
+        "            if False:\n",
+        "nodes that store the same at the same moment all send it",
+        (f"{CLAIMS}::test_a_herd_that_stores_one_prompt_at_once_sends_each_chunk_once",),
+    ),
+    Mutant(
+        "a-claim-is-believed-for-ever",
+        WRITES,
+        "        return now_s - self._left[row].since_s < LEFT_S_MAX\n",
+        "        return True\n",
+        "what somebody wrote in a claim's place keeps a chunk from ever being sent",
+        (f"{CLAIMS}::test_a_claim_that_never_ends_delays_a_chunk_and_no_other",),
+    ),
+    Mutant(
+        "a-look-ten-times-a-second",
+        WRITES,
+        "        left.pause_s = min(2 * left.pause_s, LATER_S)\n",
+        "",
+        "what another node writes costs hundreds of requests that are billed",
+        (f"{CLAIMS}::test_what_is_left_is_looked_for_less_and_less_often",),
+    ),
+    Mutant(
+        "asked-for-and-left",
+        WRITES,
+        "                self._left[row].pause_s = SOON_S\n                self._queue.resume([row])\n",
+        "                pass\n",
+        "a store that asks for a level waits out a pause that was for nobody",
+        (f"{CLAIMS}::test_what_is_asked_for_while_it_is_left_is_looked_for_at_once",),
+    ),
+    Mutant(
+        "gone-is-damaged",
+        "kvstore/movement/loads.py",
+        '                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT\n',
+        "                why = MissReason.CORRUPT\n",
+        "what an engine drops while it is read looks like damage",
+        (f"{CLAIMS}::test_what_goes_while_it_is_read_is_a_miss_and_no_damage",),
+    ),
+    Mutant(
+        "what-is-claimed-is-looked-for",
+        "kvstore/tiers/s3/tier.py",
+        "        there = set(compress(own, await self.probe(own, timeout_s)))\n",
+        "        there = set(compress(keys, await self.probe(keys, timeout_s)))\n",
+        "each look for what another node uploads is a request that is billed",
+        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
+    ),
+    Mutant(
+        "what-is-there-stays-claimed",
+        "kvstore/tiers/s3/tier.py",
+        "        await claims.release(list(there))\n",
+        "",
+        "nodes wait for a chunk that is in the bucket until the claim of who looked for it ends",
+        (f"{CLAIMS}::test_uploads_to_s3_are_claimed_in_redis_while_it_answers",),
+    ),
+    Mutant(
+        "an-upload-stays-claimed",
+        "kvstore/tiers/s3/tier.py",
+        "                await self._claims.release([header.storage_key])\n",
+        "                pass\n",
+        "nodes wait for a chunk that is in the bucket until the claim of who put it there ends",
+        (f"{CLAIMS}::test_what_another_node_uploads_is_not_looked_for_in_s3",),
+    ),
+    Mutant(
+        "a-level-waits-for-a-claim",
+        LEVELS,
+        "                writes.insist(chunks)\n",
+        "                pass\n",
+        "a store that asked for a level fails because another node's claim outlives its deadline",
+        (f"{CLAIMS}::test_who_waits_for_a_level_is_not_kept_by_a_claim_that_nobody_ends",),
+    ),
+    Mutant(
+        "left-and-told-done",
+        WRITES,
+        "        is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))\n",
+        "        is_through = not self._is_demanded(row) or row not in self._queue or self._queue.is_aside(row)\n",
+        "a store that asked for a level is told at once that it was not reached",
+        (f"{CLAIMS}::test_a_herd_that_asks_for_shared_has_it_proven_by_each_node",),
+    ),
+]

@@ -1,0 +1,124 @@
+"""What is under way for a chunk when something else becomes of it: the end of the one does not undo the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvstore.movement.writes import LANE_COUNT
+from kvstore.seams import SystemClock, SystemDisk, WorkerThreads
+from kvstore.spec import Durability
+from kvstore.tiers.nvme.io import PAGE_BYTES
+from tests.contracts.chunks import chunk, write
+from tests.contracts.evictors import KeepsAll
+from tests.contracts.local.stands import nvme_tier, scan
+from tests.tiers.service import DeviceService
+from tests.tiers.values import ValueService
+
+OLD, NEW = 1, 2
+
+
+def held_up(service: DeviceService, method: str, *, after: bool) -> Callable[[], None]:
+    """Calls of a method of the tier wait, before or ``after`` they did their work, until the returned function is
+    called."""
+    call, goes_on = getattr(service.nvme, method), asyncio.Event()
+
+    async def waiting(*arguments: Any, **named: Any) -> Any:
+        found = await call(*arguments, **named) if after else None
+        await goes_on.wait()
+        return found if after else await call(*arguments, **named)
+
+    setattr(service.nvme, method, waiting)
+    return goes_on.set
+
+
+def row_of(service: DeviceService, *path: int) -> int:
+    namespace = service.controller.parts.catalog.model(service.model).namespace(None, service.query(*path).exactness)
+    return namespace.index[service.query(*path).digests[-1]]
+
+
+def test_a_row_that_became_another_chunks_promises_nothing_for_the_one_before() -> None:
+    """It was evicted while somebody waited for the device to take it."""
+    service = DeviceService(arena_chunks=32)
+
+    async def scenario() -> None:
+        go_on = held_up(service, "write", after=False)
+        for number in range(LANE_COUNT):
+            await service.store(service.session, number)
+        await service.store(service.session, 100)
+        row = row_of(service, 100)
+        settling = asyncio.ensure_future(service.settled(100))
+        await asyncio.sleep(0.01)
+        service.drop(row)
+        await service.store(service.session, 200)
+        assert row_of(service, 200) == row
+        go_on()
+        settled = await settling
+        assert settled.durability is Durability.NONE
+        assert "evicted" in settled.reason
+        assert (await service.settled(200)).durability is Durability.LOCAL
+
+    service.run(scenario)
+
+
+def test_a_value_that_was_being_read_does_not_come_in_over_a_newer_one() -> None:
+    """A check found the copy bad while it was on its way to memory; the key was stored anew before it arrived."""
+    service = ValueService()
+
+    async def scenario() -> None:
+        await service.put(OLD)
+        row, device = service.row(), service.device
+        service.drop(row)
+        go_on = held_up(service, "open", after=True)
+        reading = asyncio.ensure_future(service.get())
+        await asyncio.sleep(0.1)
+        await service.controller.parts.movement.removal.quarantine(device, row, device.residency(row))
+        assert await service.put(NEW) is Durability.LOCAL
+        go_on()
+        await reading
+        await asyncio.sleep(1.0)
+        assert await service.get() == NEW
+        await service.restart(kill=True)
+        assert await service.get() == NEW
+        service.balance()
+
+    service.run(scenario)
+
+
+class _Late(SystemDisk):
+    """A whole slot is written only after its header was erased, if that comes within so long."""
+
+    wait_s = 0.5
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self.erased = threading.Event()
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if self.is_armed and buffer.nbytes > PAGE_BYTES:
+            self.erased.wait(self.wait_s)
+        done = super().pwrite(descriptor, buffer, offset)
+        if self.is_armed and buffer.nbytes == PAGE_BYTES:
+            self.erased.set()
+        return done
+
+
+def test_a_copy_that_is_written_anew_while_it_is_quarantined_stays_erased(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        disk = _Late()
+        tier = nvme_tier(disk, tmp_path, SystemClock(), WorkerThreads(2, "read"), WorkerThreads(2, "write"))
+        await tier.recover(KeepsAll())
+        residency = await write(tier, chunk(1))
+        disk.is_armed = True
+        renewing = asyncio.ensure_future(tier.renew(residency))
+        await asyncio.sleep(0.1)
+        await tier.quarantine(residency)
+        await renewing
+        assert list(scan(tier)) == []
+        assert tier.statistics().chunk_count == 0
+        await tier.close(None)
+
+    asyncio.run(scenario())

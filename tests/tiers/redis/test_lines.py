@@ -1,0 +1,170 @@
+"""What happens on the lines to a Redis server: they alter bytes, break, fall silent, and readers leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import DataLoss, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.seams import SystemClock
+from kvstore.tiers.redis import control, line
+from kvstore.tiers.redis.access import Access, Server
+from tests.contracts.chunks import chunk
+from tests.fakes.proxy import Proxy
+from tests.fakes.redis_server import RedisServer
+from tests.tiers.redis.tiers import MANY_FIELDS, MIB, got, put, redis_tier, until
+
+
+async def test_bytes_that_a_line_alters_are_never_given(server: RedisServer) -> None:
+    """A bit of every so many pieces flips: whatever it hits, the read fails, and later ones are right."""
+    rng = np.random.default_rng(3)
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1, MANY_FIELDS))
+
+            def alter(piece: bytes) -> bytes:
+                altered = bytearray(piece)
+                altered[rng.integers(len(piece))] ^= 1 << rng.integers(8)
+                return bytes(altered) if rng.random() < 0.05 else piece
+
+            outcomes = set()
+            for _ in range(20):
+                proxy.alter = alter
+                try:
+                    outcomes.add(await got(tier, what))
+                except KVStoreError as error:
+                    outcomes.add(type(error))
+                proxy.mend()
+            assert DataLoss in outcomes
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        assert await got(tier, what)
+                        break
+                    except Unavailable:
+                        await asyncio.sleep(0.05)
+
+
+async def test_a_line_that_is_cut_in_a_reply_is_made_anew(server: RedisServer) -> None:
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1, MANY_FIELDS))
+            stored = await tier.open(what.name)
+            assert stored is not None
+            for at in (0, 5, 4096, 3 * MIB):
+                proxy.cut_after_bytes = at
+                with pytest.raises(Unavailable, match=r"tiers\.redis\.url"):
+                    await stored.check(range(10))
+                proxy.mend()
+                await stored.check(range(10))
+                assert await got(tier, what)
+
+
+async def test_a_kept_line_that_the_server_closed_unnoticed_costs_nothing(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs up between the look at the line and its use."""
+    async with redis_tier(server.url) as tier:
+        what = await put(tier, chunk(1, MANY_FIELDS))
+        assert await got(tier, what)
+        monkeypatch.setattr(line.Line, "is_idle", True)
+        for _ in range(2):
+            with server.client() as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+            assert await got(tier, what)
+            await put(tier, what)
+
+
+def test_what_a_server_says_unasked_is_no_reply(tmp_path: Path) -> None:
+    """A kept line on which something waits is not used again. What is said on a unix socket is there at once."""
+    was_heard, was_said = threading.Event(), threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with listener.accept()[0] as kept:
+            answer(kept, b"+PONG\r\n")
+            answer(kept, b"+one\r\n")
+            was_heard.wait()
+            kept.sendall(b"+unasked\r\n")
+            was_said.set()
+            with listener.accept()[0] as anew:
+                answer(anew, b"+PONG\r\n")
+                answer(anew, b"+two\r\n")
+
+    def answer(peer: socket.socket, reply: bytes) -> None:
+        assert peer.recv(4096)
+        peer.sendall(reply)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        server, until_s = Server(Access(), path=str(tmp_path / "socket")), SystemClock().monotonic() + 20.0
+        assert line.on_line(server, until_s, lambda one: one.ask(b"GET", b"1")) == b"one"
+        was_heard.set()
+        assert was_said.wait(10)
+        assert line.on_line(server, until_s, lambda one: one.ask(b"GET", b"2")) == b"two"
+        thread.join()
+
+
+async def test_jobs_end_although_the_server_is_silent(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a read, of a write, and before a connection is made."""
+    monkeypatch.setattr(line, "SILENCE_S_MAX", 0.3)
+    monkeypatch.setattr(line, "CONNECT_S_MAX", 0.3)
+    monkeypatch.setattr(control, "CALL_S_MAX", 0.3)
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1, MANY_FIELDS))
+            stored = await tier.open(what.name)
+            assert stored is not None
+            proxy.is_silent = True
+            reads = [stored.check(range(10)) for _ in range(20)]
+            async with asyncio.timeout(10):
+                found = await asyncio.gather(*reads, put(tier, chunk(2)), return_exceptions=True)
+            assert {type(each) for each in found} == {Unavailable}
+            assert tier.stalled_s() == 0.0, "nobody waits any more"
+            proxy.mend()
+            await stored.check(range(10))
+            assert await got(tier, what)
+
+
+async def test_a_cancelled_read_touches_its_memory_no_more(server: RedisServer) -> None:
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1, MANY_FIELDS))
+            stored = await tier.open(what.name)
+            assert stored is not None
+            target = [np.zeros(slab.byte_count, np.uint8) for slab in MANY_FIELDS.slabs]
+            proxy.bytes_per_s = 20e6
+            reading = asyncio.ensure_future(stored.read(range(10), target))
+            await until(lambda: target[0].any())
+            reading.cancel()
+            proxy.mend()
+            await asyncio.gather(reading, return_exceptions=True)
+            assert reading.cancelled()
+            for each in target:
+                each[:] = 0xDB
+            await asyncio.sleep(0.1)
+            assert all((each == 0xDB).all() for each in target)
+            assert await got(tier, what)
+
+
+async def test_a_probe_that_is_late_says_so(server: RedisServer) -> None:
+    with Proxy(server.path) as proxy:
+        host, port = proxy.address
+        async with redis_tier(f"redis://{host}:{port}") as tier:
+            what = await put(tier, chunk(1))
+            proxy.is_silent = True
+            with pytest.raises(DeadlineExceeded):
+                await tier.probe([what.header.storage_key], 0.05)
+            proxy.mend()
+            assert await tier.probe([what.header.storage_key, bytes(32)], 5.0) == [True, False]

@@ -1,0 +1,158 @@
+"""What Redis servers refuse, and what is said of it: away, passwords, rights, replicas, other services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kvstore.errors import Unavailable
+from tests.contracts.chunks import chunk
+from tests.fakes.redis_server import RedisServer, free_port
+from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
+
+
+async def test_a_server_that_comes_later_is_taken_into_use(caplog: pytest.LogCaptureFixture) -> None:
+    with RedisServer() as engine:
+        engine.kill()
+        async with redis_tier(engine.url) as tier:
+            with pytest.raises(Unavailable, match=r"tiers\.redis\.url"):
+                await put(tier, chunk(1))
+            await until(lambda: tier.statistics().state == "failing")
+            await asyncio.sleep(1.5)
+            assert caplog.text.count("going on without the server") == 1
+            engine.start()
+            await put(tier, chunk(1))
+            assert await got(tier, chunk(1))
+            await until(lambda: tier.statistics().state == "up")
+            engine.kill()
+            engine.start()
+            assert not await got(tier, chunk(1))
+            await put(tier, chunk(1))
+            assert await got(tier, chunk(1))
+
+
+async def refusals(url: str, **settings: Any) -> list[str]:
+    """What a read, a write and a probe say."""
+    async with redis_tier(url, **settings) as tier:
+        calls = [put(tier, chunk(1)), tier.open(chunk(1).name), tier.probe([bytes(32)], 5.0)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(each) for each in found} <= {Unavailable, type(None)}, found
+    return [each.message for each in found if isinstance(each, Unavailable)]
+
+
+async def test_passwords_are_asked_for_by_their_setting_and_may_change(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    with RedisServer("--requirepass", "right") as engine:
+        for said in await refusals(engine.url):
+            assert "tiers.redis.password_file" in said
+        for text in (b"wrong", b"", b"\xff"):
+            file.write_bytes(text)
+            for said in await refusals(engine.url, password_file=str(file)):
+                assert "tiers.redis.password_file" in said
+                assert "wrong" not in said.replace("wrong one", "")
+        for said in await refusals(engine.url, password_file=str(tmp_path / "absent")):
+            assert "absent" in said
+        file.write_text("right\n")
+        async with redis_tier(engine.url, password_file=str(file)) as tier:
+            await put(tier, chunk(1))
+            assert await got(tier, chunk(1))
+            engine.client(password="right").config_set("requirepass", "another")
+            engine.client(password="another").client_kill_filter(_type="normal", skipme=True)
+            file.write_text("another")
+            assert await got(tier, chunk(1))
+        path = engine.path
+        host_url = f"unix://:another@{path}"
+        async with redis_tier(host_url) as tier:
+            assert await got(tier, chunk(1))
+
+
+async def test_users_without_the_right_are_told_which_setting() -> None:
+    with RedisServer() as engine:
+        engine.client().execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
+        url = f"unix://reader:pw@{engine.path}"
+        for said in await refusals(url):
+            assert "tiers.redis.username" in said
+            assert "pw" not in said
+            rights = ["+" + name.lower() for name in re.findall(r"\b[A-Z]{3,}\b", said.partition("a right: ")[2])]
+        only = ("reset", "on", ">pw", "~kvstore:*", *rights)
+        engine.client().execute_command("ACL", "SETUSER", "reader", *only)
+        async with redis_tier(url) as tier:  # what the message names is enough
+            what = await put(tier, chunk(1))
+            assert await got(tier, what)
+            assert await tier.probe([what.header.storage_key], 5.0) == [True]
+            await until(lambda: tier.statistics().file_bytes)
+            await tier.remove([what.header.storage_key])
+
+
+async def test_a_replica_is_read_and_its_refusal_to_write_is_named() -> None:
+    port = free_port()
+    with RedisServer(port=port) as primary, RedisServer("--replicaof", "127.0.0.1", str(port)) as replica:
+        async with redis_tier(primary.url) as tier:
+            what = await put(tier, chunk(1))
+        client = replica.client()
+        await until(lambda: client.exists(key_of(what)))
+        async with redis_tier(replica.url, write="never") as tier:
+            assert await got(tier, what)
+            with pytest.raises(Unavailable, match=r"tiers\.redis\.write = never"):
+                await put(tier, chunk(2))
+            assert await got(tier, what)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ("LOADING Redis is loading the dataset in memory", "loading"),
+        ("MASTERDOWN Link with MASTER is down", "primary"),
+        ("CLUSTERDOWN The cluster is down", "CLUSTER INFO"),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", "moving"),
+        ("MOVED 1 127.0.0.1:1", "redis+cluster://"),
+        ("ASK 1 127.0.0.1:1", "redis+cluster://"),
+        ("CROSSSLOT Keys in request don't hash to the same slot", "redis+cluster://"),
+        ("ERR unknown command 'HSTRLEN'", "Redis 6.2"),
+        ("MISCONF Redis is configured to save RDB snapshots", "persistence"),
+    ],
+)
+async def test_other_refusals_say_what_to_do(reply: str, words: str) -> None:
+    """From a server that says nothing else."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            if line.startswith(b"*"):
+                writer.write(f"-{reply}\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        for said in await refusals(f"redis://127.0.0.1:{port}"):
+            assert words in said
+            assert "tiers.redis" in said
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$-2\r\n", b"\0" * 10000, b"*-1\r\n"])
+async def test_what_is_no_redis_is_unavailable(reply: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        assert len(await refusals(f"redis://127.0.0.1:{port}")) == 3
+
+
+def test_a_password_is_in_no_error_of_redis_py(server: RedisServer) -> None:
+    """What is chained to our errors may be logged."""
+    with pytest.raises(redis.RedisError) as caught:
+        redis.Redis(unix_socket_path=server.path, username="u", password="hunter2", retry=Retry(NoBackoff(), 0)).ping()
+    assert "hunter2" not in repr(caught.value)
+    assert os.path.exists(server.path)

@@ -1,0 +1,144 @@
+"""What the S3 tier makes of what endpoints answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvstore.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvstore.tiers.s3.connection import RetryBudget
+from tests.contracts.chunks import LARGE, chunk
+from tests.contracts.shared.s3_stand import S3Stand, tier_of
+from tests.contracts.shared.stands import TIMEOUT_S, found, write
+from tests.fakes import Switch
+from tests.tiers.s3.objects import bytes_of, there
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (404, "NoSuchBucket", "tiers.s3.bucket"),
+        (403, "SignatureDoesNotMatch", "secret key"),
+        (403, "InvalidAccessKeyId", "tiers.s3.credentials_file"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (400, "AuthorizationHeaderMalformed", "tiers.s3.region"),
+        (301, "PermanentRedirect", "tiers.s3.region"),
+        (400, "IllegalLocationConstraintException", "tiers.s3.region"),
+        (400, "InvalidRequest", "tiers.s3.sse_kms_key_id"),
+        (503, "SlowDown", "fewer requests"),
+        (500, "Odd", "Odd"),
+        (400, "KMS.DisabledException", "tiers.s3.sse_kms_key_id"),
+    ],
+)
+def test_what_an_endpoint_refuses_is_unavailable_and_says_what_to_set(
+    stand: S3Stand, status: int, code: str, words: str
+) -> None:
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        for call in (lambda: stand.tier.open(chunk(1).name), lambda: write(stand.tier, chunk(2))):
+            stand.switches.refusals = [(status, code)] * 8
+            with pytest.raises(Unavailable, match=words):
+                await call()
+            stand.switches.refusals = []
+        assert await found(stand.tier, chunk(1))
+
+    stand.run(scenario)
+
+
+def test_what_is_denied_is_a_miss_to_read_and_a_refusal_to_write(stand: S3Stand) -> None:
+    """Without the right to list, what is not there is denied."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.denied = frozenset({"GET", "HEAD"})
+        assert await stand.tier.open(chunk(1).name) is None
+        assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [False]
+        await write(stand.tier, chunk(2))
+        with pytest.raises(PermissionDenied, match="s3:GetObject"):
+            await write(stand.tier, chunk(1))
+        stand.switches.denied = frozenset({"PUT"})
+        with pytest.raises(PermissionDenied, match="s3:PutObject"):
+            await write(stand.tier, chunk(3))
+        assert stand.tier.statistics().state == "read-only"
+        assert await found(stand.tier, chunk(2))
+
+    stand.run(scenario)
+
+
+def test_a_store_without_conditions_is_written_without(stand: S3Stand) -> None:
+    async def scenario() -> None:
+        await write(stand.tier, chunk(0))
+        stand.switches.asked.clear()
+        stand.switches.refusals = [(404, "NoSuchKey"), (501, "NotImplemented")]
+        await write(stand.tier, chunk(1))
+        conditions = [headers.get("If-None-Match") for method, _, headers in stand.switches.asked if method == "PUT"]
+        assert conditions == ["*", None]
+        stand.switches.ignores_conditions = True
+        await write(stand.other, chunk(1, write=2))
+        assert there(stand, chunk(1)) == bytes_of(chunk(1))
+
+    stand.run(scenario)
+
+
+def test_a_request_says_whose_the_bucket_is_and_what_it_checks_to(stand: S3Stand) -> None:
+    async def scenario() -> None:
+        tier = tier_of(replace(stand.settings, expected_owner="123456789012", sse_kms_key_id="a-key"))
+        await write(tier, chunk(1))
+        assert await found(tier, chunk(1))
+        await tier.probe([chunk(1).header.storage_key], TIMEOUT_S)
+        await tier.close()
+        asked = stand.switches.asked
+        assert {method for method, _, _ in asked} == {"GET", "HEAD", "PUT"}
+        assert {headers["x-amz-expected-bucket-owner"] for _, _, headers in asked} == {"123456789012"}
+        put = next(headers for method, _, headers in asked if method == "PUT")
+        assert put["x-amz-checksum-crc32"]
+        assert put["x-amz-server-side-encryption-aws-kms-key-id"] == "a-key"
+        assert put["If-None-Match"] == "*"
+        assert "Expect" not in put
+
+    stand.run(scenario)
+
+
+def test_retries_have_a_budget(stand: S3Stand) -> None:
+    """A store that refuses everything hears hardly more than if nobody tried again."""
+
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.refusals = [(503, "SlowDown")] * 2
+        assert await found(stand.tier, chunk(1)), "it was tried again"
+        stand.switches.asked.clear()
+        stand.switches.refusals = [(503, "SlowDown")] * 1000
+        for _ in range(20):
+            with pytest.raises(Unavailable):
+                await stand.tier.open(chunk(1).name)
+        assert len(stand.switches.asked) <= 20 + RetryBudget.MOST
+
+    stand.run(scenario)
+
+
+def test_a_kept_connection_that_was_closed_is_no_failure(stand: S3Stand) -> None:
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1))
+        stand.switches.abort_count = 1
+        assert list(await stand.tier.probe([chunk(1).header.storage_key], TIMEOUT_S)) == [True]
+        stand.switches.abort_count = 1
+        assert await found(stand.tier, chunk(1))
+
+    stand.run(scenario)
+
+
+def test_a_probe_ends_in_time_and_a_cut_body_is_read_again(stand: S3Stand) -> None:
+    async def scenario() -> None:
+        await write(stand.tier, chunk(1, LARGE))
+        stand.switches.turn_on(Switch.STALLED)
+        with pytest.raises(DeadlineExceeded):
+            await stand.tier.probe([chunk(1).header.storage_key], 0.1)
+        stand.switches.turn_off()
+        stand.switches.cut_at = 5000
+        with pytest.raises(Unavailable, match=r"tiers\.s3\.endpoint_url"):
+            await found(stand.tier, chunk(1, LARGE))
+        stand.switches.turn_off()
+        assert await found(stand.tier, chunk(1, LARGE))
+
+    stand.run(scenario)

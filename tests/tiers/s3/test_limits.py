@@ -1,0 +1,130 @@
+"""The S3 tier stays within its limits: of a day, of a second, and of what a stall is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import S3Settings
+from kvstore.errors import Exhausted
+from kvstore.seams import SystemClock
+from kvstore.tiers.s3 import tier as tier_module
+from kvstore.tiers.s3.allowance import DAY_S, Allowance
+from tests.contracts.chunks import LARGE, SMALL, chunk
+from tests.contracts.shared.s3_stand import S3Stand, tier_of
+from tests.contracts.shared.stands import TIMEOUT_S, found, write
+
+
+@pytest.mark.parametrize("limit", ["day_bytes_max", "day_request_count_max"])
+def test_a_day_has_its_limit(stand: S3Stand, limit: str) -> None:
+    async def scenario() -> None:
+        tier = tier_of(replace(stand.settings, **{limit: 100_000 if limit == "day_bytes_max" else 10}))
+        with pytest.raises(Exhausted, match=f"tiers.s3.{limit}"):
+            for number in range(100):
+                await write(tier, chunk(number))
+        before = len(stand.switches.asked)
+        assert await tier.open(chunk(0).name) is None
+        assert list(await tier.probe([chunk(0).header.storage_key], TIMEOUT_S)) == [False]
+        assert len(stand.switches.asked) == before, "nothing was asked"
+        assert tier.statistics().state == "failing"
+        assert await found(stand.other, chunk(0))
+        await tier.close()
+
+    stand.run(scenario)
+
+
+class Hand(SystemClock):
+    """A clock that is moved by hand; sleepers wake at once."""
+
+    now_s = 1e6
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s + 1e9
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+async def test_bytes_pass_at_their_pace_and_a_new_day_begins(stand: S3Stand) -> None:
+    clock = Hand()
+    allowance = Allowance(replace(stand.settings, bytes_per_s_max=1000, day_bytes_max=5000), clock)
+    began_s = clock.now_s
+    for _ in range(5):
+        await allowance.turn(1000)
+        assert not allowance.reached
+        allowance.used(1000, 1)
+    assert 3.0 <= clock.now_s - began_s <= 4.0
+    assert allowance.reached == "day_bytes_max"
+    clock.now_s += DAY_S
+    assert not allowance.reached
+    await allowance.turn(50_000)
+    with pytest.raises(Exhausted, match="bytes_per_s_max"):
+        await allowance.turn(1)
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+async def test_a_days_limit_outlives_the_process(tmp_path: Path, ends: str) -> None:
+    """One that is killed may forget a thousandth of the limit, and does not begin the day anew."""
+    clock, account = Hand(), tmp_path / "s3" / "default"
+    settings = S3Settings(bucket="a-bucket", day_bytes_max=5_000_000)
+    first = Allowance(settings, clock, account)
+    assert not first.reached
+    for _ in range(499):
+        first.used(10_000, 1)
+    first.used(3_000, 1)
+    if ends == "stop":
+        first.keep()
+    clock.now_s = 50.0  # the machine was started anew: its monotonic clock, too
+    clock.wall = lambda: 1e9 + 1e6 + 100
+    second = Allowance(settings, clock, account)
+    assert not second.reached
+    second.used(7_000 + 5_000 * (ends == "kill"), 1)
+    assert second.reached == "day_bytes_max"
+    clock.wall = lambda: 1e9 + 1e6 + DAY_S + 1
+    assert not second.reached
+
+
+async def test_an_account_that_cannot_be_kept_is_told_and_limits_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = S3Settings(bucket="a-bucket", day_request_count_max=10)
+    (tmp_path / "odd").write_text("[1, 2")
+    for account in (tmp_path / "odd", tmp_path / "odd" / "below a file"):
+        allowance = Allowance(settings, Hand(), account)
+        assert not allowance.reached
+        allowance.used(0, 10)
+        assert allowance.reached == "day_request_count_max"
+    assert "is not kept" in caplog.text
+    assert Allowance(settings, Hand(), tmp_path / "odd").reached
+
+
+def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tier, that others go on asking; one of the same size that was to be sent long ago is."""
+
+    async def scenario() -> None:
+        for rate, is_stalled in ((1.0, False), (1e12, True)):
+            monkeypatch.setattr(tier_module, "SLOW_BYTES_PER_S", rate)
+            stand.switches.turn_off()
+            await stand.tier.remove([chunk(1).header.storage_key])
+            looked = stand.switches.hears("PUT")
+            sending = asyncio.ensure_future(write(stand.tier, chunk(1)))
+            await asyncio.to_thread(looked.wait, 10.0)
+            assert bool(stand.tier.stalled_s()) == is_stalled
+            stand.switches.turn_off()
+            await sending
+        assert stand.tier.stalled_s() == 0.0
+
+    stand.run(scenario)
+
+
+def test_small_chunks_are_none_of_its(stand: S3Stand) -> None:
+    tier = tier_of(replace(stand.settings, chunk_bytes_min=SMALL.total_bytes + 1))
+    assert not tier.takes(SMALL)
+    assert tier.takes(LARGE)
+    asyncio.run(tier.close())

@@ -1,0 +1,160 @@
+"""Engines that fail, lie, stall or are full: a miss, or a shorter prefix, and nobody waits long for them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import DataLoss
+from kvstore.spec import MissReason
+from tests.fakes import EngineTier, Switch
+from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, redeemed, spoil
+
+
+@pytest.mark.parametrize("switch", [Switch.CORRUPT, Switch.GARBLED])
+def test_what_fails_its_check_is_a_miss_and_is_written_anew_with_the_next_store(world: World, switch: Switch) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        world.switches.turn_on(switch)
+        assert await other.fetch(*PATH) == (0, MissReason.CORRUPT)
+        other.is_empty()
+        world.switches.turn_off()
+        spoil(world.engine, world.one, 1)
+        await other.give(*PATH)
+        third = Node(lambda: EngineTier(world.settings))
+        await third.start()
+        assert await third.fetch(*PATH) == (3, MissReason.NONE)
+        await third.stop(kill=True)
+
+    world.run(scenario)
+
+
+def test_a_hint_that_lies_costs_a_read(world: World) -> None:
+    async def scenario() -> None:
+        other = world.other
+        world.switches.turn_on(Switch.LYING)
+        assert (await other.lookup(*PATH)).hit_count == 3
+        assert await other.fetch(*PATH) == (0, MissReason.EVICTED)
+        other.is_empty()
+        assert (await other.lookup(*PATH)).hit_count == 0, "it was not there: that is known for a while"
+
+    world.run(scenario)
+
+
+def test_what_is_dropped_after_it_was_found_is_a_miss(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        found = await world.other.lookup(*PATH, readers=1)
+        assert found.hit_count == 3
+        world.engine.drop(1)
+        with pytest.raises(DataLoss):
+            await redeemed(world.other, found.ticket)
+        assert (await world.other.fetch(*PATH))[0] == 0
+        world.other.is_empty()
+
+    world.run(scenario)
+
+
+def test_nobody_waits_for_an_engine_that_stalls(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other, loop = world.other, asyncio.get_running_loop()
+        world.switches.turn_on(Switch.STALLED)
+        began_s = loop.time()
+        assert (await other.lookup(*PATH)).hit_count == 0
+        assert loop.time() - began_s < 2 * LOOKUP_S
+        assert other.controller.stats().counters["redis_late_answers"] == 1
+        assert (await other.keep(7)).committed_count == 1, "a store is the node's, whatever engines do"
+        world.switches.turn_off()
+        assert (await other.lookup(*PATH)).hit_count == 3
+        world.switches.turn_on(Switch.STALLED)
+        began_s = loop.time()
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        assert loop.time() - began_s < 3.0, "readers are told before their own deadline"
+        assert other.controller.stats().loading_bytes > 0, "bytes may still come: the room is not used again"
+        world.switches.turn_off()
+        await asyncio.sleep(6.0)
+        assert other.controller.stats().loading_bytes == 0
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_caller_in_a_hurry_is_told_what_the_node_has(world: World) -> None:
+    async def scenario() -> None:
+        other, loop, hurry_s = world.other, asyncio.get_running_loop(), LOOKUP_S / 2
+        await other.give(1)
+        world.switches.turn_on(Switch.STALLED)
+        began_s = loop.time()
+        found = await other.controller.lookup_wide(other.query(*PATH), deadline=other.controller.deadline(hurry_s))
+        assert found.hit_count == 1
+        assert loop.time() - began_s < hurry_s
+
+    world.run(scenario)
+
+
+def test_an_outage_is_gone_without_and_ends_by_itself(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        world.switches.turn_on(Switch.AWAY)
+        for token in range(10, 14):
+            assert (await other.lookup(token)).hit_count == 0
+        asked = other.controller.stats().counters["redis_asked_chunks"]
+        assert (await other.lookup(*PATH)).hit_count == 0
+        assert other.controller.stats().counters["redis_asked_chunks"] == asked, "it is left alone"
+        await other.keep(7, 8)
+        assert "tiers.redis" in other.controller.parts.movement.problems[0]
+        world.switches.turn_off()
+        await asyncio.sleep(10.0)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        await other.controller.parts.movement.retry()
+        await other.quiet()
+        assert await world.one.fetch(7, 8) == (2, MissReason.NONE), "what was stored meanwhile went there"
+
+    world.run(scenario)
+
+
+def test_a_full_engine_keeps_what_it_has(tmp_path: Path) -> None:
+    world = World(tmp_path, capacity_bytes=20_000, evicts=False)
+    assert world.one.layout.total_bytes < 20_000 < 2 * world.one.layout.total_bytes
+
+    async def scenario() -> None:
+        await world.one.give(1)
+        await world.one.keep(2, 3)
+        await world.one.quiet()
+        counters = world.one.controller.stats().counters
+        assert (counters["redis_written_chunks"], counters["redis_refused_chunks"] >= 1) == (1, True)
+        assert await world.other.fetch(1) == (1, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_chunk_that_the_chain_lost_meanwhile_is_not_entered_alone(world: World) -> None:
+    """Its first chunk fails its check: what follows would hang on nothing."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        spoil(world.engine, world.one, 1)
+        assert await world.other.fetch(*PATH) == (0, MissReason.CORRUPT)
+        world.other.is_empty()
+
+    world.run(scenario)
+
+
+def test_an_engine_that_stalls_is_not_asked_on(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        assert (await other.lookup(1)).hit_count == 1
+        world.switches.turn_on(Switch.STALLED)
+        assert await other.fetch(1) == (0, MissReason.UNAVAILABLE)
+        asked = other.controller.stats().counters["redis_asked_chunks"]
+        assert (await other.lookup(2)).hit_count == 0
+        assert other.controller.stats().counters["redis_asked_chunks"] == asked
+        assert "failing" in [each.state for each in other.controller.parts.movement.statistics()]
+
+    world.run(scenario)

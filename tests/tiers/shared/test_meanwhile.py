@@ -1,0 +1,132 @@
+"""What changes while a chunk is on its way from another node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kvstore.simulated import InlineWorkers
+from kvstore.spec import MissReason, StoreState, Tier
+from tests.fakes import EngineSettings, EngineTier, ObjectSettings, ObjectTier, Switch
+from tests.tiers.shared.world import LOOKUP_S, PATH, Node, World, run, tiers_of
+
+
+def test_a_store_meanwhile_wins(world: World) -> None:
+    """The same chunk is on its way in while somebody stores it."""
+
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        assert (await other.lookup(1)).hit_count == 1
+        world.switches.turn_on(Switch.STALLED)
+        coming = asyncio.ensure_future(other.fetch(1))
+        await asyncio.sleep(0.1)
+        done = await other.store(other.session, 1)
+        assert done.states == (StoreState.COMMITTED,)
+        world.switches.turn_off()
+        await coming
+        assert await other.fetch(1) == (1, MissReason.NONE)
+        stats = other.controller.stats()
+        assert stats.used_bytes == other.layout.total_bytes
+
+    world.run(scenario)
+
+
+def test_a_load_that_hangs_keeps_nobody_from_what_is_here_by_now(world: World) -> None:
+    """All three chunks hang; then they are stored, and one is on the device alone."""
+
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        assert (await other.lookup(*PATH)).hit_count == 3
+        world.switches.turn_on(Switch.STALLED)
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        assert (await other.keep(*PATH)).committed_count == 3
+        other.drop(other.row(*PATH))
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        world.switches.turn_off()
+        await asyncio.sleep(6.0)
+        stats = other.controller.stats()
+        assert (stats.used_bytes, stats.loading_bytes) == (3 * other.layout.total_bytes, 0)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_load_that_hangs_keeps_nobody_from_a_slower_tier(tmp_path: Path) -> None:
+    engine = EngineSettings(engine=str(tmp_path), switches=tmp_path / "switches")
+    objects = ObjectSettings(directory=tmp_path / "objects")
+    makers = [lambda: EngineTier(engine), lambda: ObjectTier(objects, InlineWorkers())]
+    one, other = (Node(*makers) for _ in range(2))
+
+    async def scenario() -> None:
+        await one.give(*PATH)
+        assert tiers_of(await other.lookup(*PATH)) == [(Tier.REDIS, 3)]
+        other.shared[0].switches.turn_on(Switch.STALLED)
+        assert await other.fetch(*PATH) == (0, MissReason.UNAVAILABLE)
+        await asyncio.sleep(5.0)
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+        other.shared[0].switches.turn_off()
+        await asyncio.sleep(1.0)
+        assert other.controller.stats().loading_bytes == 0
+
+    run([one, other], scenario)
+
+
+def test_a_load_that_ends_while_a_store_is_in_flight_leaves_it_alone(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        assert (await other.lookup(1)).hit_count == 1
+        world.switches.turn_on(Switch.STALLED)
+        coming = asyncio.ensure_future(other.fetch(1))
+        await asyncio.sleep(0.1)
+        result = await other.reserve(other.session, 1)
+        fills = other.stage(other.session, result, 1)
+        world.switches.turn_off()
+        await coming
+        done = await other.controller.commit(other.session, result.reservation_id, fills)
+        assert done.states == (StoreState.COMMITTED,)
+        assert await other.fetch(1) == (1, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_a_fetch_that_is_cancelled_leaves_nothing(world: World) -> None:
+    async def scenario() -> None:
+        await world.one.give(*PATH)
+        other = world.other
+        world.switches.turn_on(Switch.STALLED)
+        asked = asyncio.ensure_future(other.controller.fetch_wide(other.session, other.query(*PATH)))
+        await asyncio.sleep(LOOKUP_S / 2)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        other.is_empty()
+        world.switches.turn_off()
+        assert await other.fetch(*PATH) == (3, MissReason.NONE)
+
+    world.run(scenario)
+
+
+def test_what_the_node_stored_meanwhile_is_not_taken_for_what_was_read(world: World) -> None:
+    """A chunk that was stored, and went to the device alone, while it was on its way in from elsewhere: two writes of
+    the same bytes, of which the node knows its own."""
+
+    async def scenario() -> None:
+        await world.one.give(1)
+        other = world.other
+        assert (await other.lookup(1)).hit_count == 1
+        world.switches.turn_on(Switch.STALLED)
+        coming = asyncio.ensure_future(other.fetch(1))
+        await asyncio.sleep(0.1)
+        await other.keep(1)
+        (row,) = other.mapped.rows()
+        other.drop(row)
+        world.switches.turn_off()
+        await coming
+        await asyncio.sleep(6.0)
+        assert row not in other.mapped, "it was read under another write"
+        assert await other.fetch(1) == (1, MissReason.NONE)
+
+    world.run(scenario)
