@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.mutant import Mutant
+from tests.warm import Warm
 
 TEST_TIMEOUT_S = 60
 """For one test. A mutant that hangs costs that much."""
@@ -59,10 +59,9 @@ class Workplace:
 
     def __init__(self, tree: Path, files: Sequence[str], place: Path, imported: Sequence[str] = IMPORTED) -> None:
         self._place = place
-        self._imported = imported
-        self._warm: asyncio.subprocess.Process | None = None
         self._written = 0
         self.root = place / "tree"
+        self._warm = Warm(*imported, directory=place, environment=self._environment)
         for name in files:
             if (tree / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +74,7 @@ class Workplace:
         own = {
             "PYTHONPATH": os.pathsep.join(str(self.root / each) for each in PACKAGES),
             "TMPDIR": str(self._place / "tmp"),
+            "OMP_NUM_THREADS": "1",
         }
         return {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE", "PYTEST"))} | own
 
@@ -109,37 +109,27 @@ class Workplace:
         return await self._run([*options, *(["-x"] if stop_at_first else []), *tests], limit_s)
 
     async def _run(self, arguments: Sequence[str], limit_s: float) -> Run:
-        """Pytest, in a child of the warm process."""
-        warm = self._warm or await self._start()
-        assert warm.stdin is not None
-        assert warm.stdout is not None
+        """Pytest, in a process that has imported what is not the tree's: imports were half of a mutant's time."""
         output = self._place / "output"
-        output.write_bytes(b"")
-        order = {"directory": str(self.root), "environment": self._environment, "arguments": list(arguments)}
-        warm.stdin.write(json.dumps(order | {"output": str(output)}).encode() + b"\n")
-        child = int(await warm.stdout.readline())
-        ended = asyncio.ensure_future(warm.stdout.readline())
+        with output.open("wb") as out:
+            process = self._warm.popen(
+                [sys.executable, "-m", "pytest", *arguments], cwd=self.root, env=self._environment, stdout=out,
+                stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
         try:
             await asyncio.wait((ended,), timeout=limit_s)
-            status = int(ended.result()) if ended.done() else None
+            status = ended.result() if ended.done() else None
             return Run(status, "" if status is None else output.read_text(encoding="utf-8", errors="replace"))
         finally:
+            process.kill()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # sidecars, too, that a test left behind
+                os.killpg(process.pid, signal.SIGKILL)  # sidecars, too, that a test left behind
             await ended
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        self._warm = await asyncio.create_subprocess_exec(
-            sys.executable, str(Path(__file__).with_name("warm.py")), *self._imported, cwd=self._place,
-            env=self._environment, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        return self._warm
 
     def close(self) -> None:
         """Idempotent."""
-        if self._warm is not None and self._warm.returncode is None:
-            self._warm.kill()
-        self._warm = None
+        self._warm.close()
 
 
 def known_files(tree: Path) -> list[str]:

@@ -2,8 +2,8 @@
 
 ``Warm(*modules).popen`` is a ``subprocess.Popen`` for commands like ``[sys.executable, "-m", MODULE, ...]`` and
 ``[sys.executable, "-c", CODE, ...]``. A template process imports ``modules`` once, and forks a child for each command.
-The child takes the command's arguments, environment, directory, standard streams and limit of open files, and then runs
-what Python would run. It becomes a child of this process: to wait for it, and to kill it, works as ever.
+The child takes the command's arguments, environment, directory, standard streams, session and limit of open files, and
+then runs what Python would run. It becomes a child of this process: to wait for it, and to kill it, works as ever.
 
 What the environment decides at imports was decided in the template. A command whose environment differs from the
 template's in more than variables that are read when they are needed gets an ordinary process. So does a command with an
@@ -21,14 +21,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.warm.template import ORDER_BYTES_MAX
 
+TEMPLATE = Path(__file__).with_name("template.py")
 ANSWER_BYTES_MAX = 64
-END_TIMEOUT_S = 20.0
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 """A template that has not imported, or forked, by then hangs: the test fails, and the run goes on."""
 READ_WHEN_NEEDED = ("KVSTORE", "PYTEST_CURRENT_TEST")
 """Variables that begin so are not read at imports."""
@@ -37,16 +38,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 _OPTIONS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 _ORDINARY = {
     "executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None, "uid": None,
-    "umask": -1, "start_new_session": False, "process_group": -1,
+    "umask": -1, "process_group": -1,
 }  # fmt: skip
 """A fork cannot follow any other value of these."""
+_ORDERING = threading.Lock()
+"""Held while orphans are adopted, which the whole process does or does not."""
 
 
 class Warm:
-    """Starts Python processes that have imported ``modules``. The template starts with the first of them."""
+    """Starts Python processes that have imported ``modules``. The template starts with the first of them, in
+    ``directory`` (None: this tree) and with ``environment`` (None: this process's)."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(
+        self, *modules: str, directory: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._modules = modules
+        self._directory = directory or TEMPLATE.parents[2]
+        self._given = environment
         self._lock = threading.Lock()
         self._end: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,7 +86,7 @@ class Warm:
 
     def order(self, order: bytes, streams: list[int]) -> int:
         """The process id of a new child. Raises RuntimeError when the template has ended."""
-        with self._lock:
+        with self._lock, _ORDERING:
             end = self._start()
             _adopt_orphans(True)
             try:
@@ -94,12 +102,12 @@ class Warm:
         if self._end is None:
             self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._end.settimeout(START_S_MAX)
-            self._owner, self._environment = os.getpid(), dict(os.environ)
-            template = Path(__file__).with_name("template.py")
+            self._owner, self._environment = os.getpid(), dict(os.environ if self._given is None else self._given)
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(template), str(theirs.fileno()), *self._modules], cwd=template.parents[2],
-                    pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    [sys.executable, str(TEMPLATE), str(theirs.fileno()), *self._modules], cwd=self._directory,
+                    env=self._environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
                 )  # fmt: skip
         return self._end
 
@@ -109,7 +117,8 @@ class Warm:
             end, process, self._end, self._process = self._end, self._process, None, None
         if end is not None and process is not None:
             end.close()
-            process.wait(END_TIMEOUT_S)
+            process.kill()  # it may import yet
+            process.wait()
 
 
 class _WarmPopen(subprocess.Popen[Any]):
@@ -142,6 +151,7 @@ class _WarmPopen(subprocess.Popen[Any]):
             "environment": environment,
             "files": resource.getrlimit(resource.RLIMIT_NOFILE),
             "umask": umask,
+            "new_session": options["start_new_session"],
         }
         packet = json.dumps(order).encode()
         return packet if len(packet) <= ORDER_BYTES_MAX else None

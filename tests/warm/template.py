@@ -13,6 +13,7 @@ import resource
 import runpy
 import socket
 import sys
+import tempfile
 import time
 from types import ModuleType
 from typing import Any
@@ -56,11 +57,14 @@ def take_orders(end: socket.socket, modules: list[str]) -> dict[str, Any] | None
 
 def become(order: dict[str, Any]) -> None:
     """Run what ``python -m MODULE`` or ``python -c CODE`` runs. What it raises ends the process."""
+    if order["new_session"]:
+        os.setsid()
     os.chdir(order["directory"])
     os.umask(order["umask"])
     resource.setrlimit(resource.RLIMIT_NOFILE, order["files"])
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # an import may have asked for it
     kind, what, *arguments = order["arguments"]
     sys.argv = [kind, *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")

@@ -22,6 +22,7 @@ print(json.dumps({
     "parent": os.getppid(), "arguments": sys.argv, "directory": os.getcwd(), "environment": dict(os.environ),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE), "open": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
     "umask": os.umask(0o077), "name": __name__, "path": sys.path[0], "input": sys.stdin.read(),
+    "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     "command": open("/proc/self/cmdline").read().split(chr(0))[1],
 }))
 print("and an error", file=sys.stderr)
@@ -42,27 +43,32 @@ def warm() -> Iterator[Warm]:
     found.close()
 
 
-def said(popen: type[subprocess.Popen[Any]], place: Path, kind: str, what: str) -> tuple[dict[str, Any], str, int]:
+def said(
+    popen: type[subprocess.Popen[Any]], place: Path, kind: str, what: str, *, leads: bool = False
+) -> tuple[dict[str, Any], str, int]:
     environment = {**os.environ, "KVSTORE_OF_A_TEST": "é"}
     pipe = subprocess.PIPE
     with popen(
         [sys.executable, kind, what, "a", "b c"], cwd=place, env=environment, stdin=pipe, stdout=pipe, stderr=pipe,
-        text=True,
+        text=True, start_new_session=leads,
     ) as process:  # fmt: skip
         output, errors = process.communicate("some input", timeout=60)
     return json.loads(output), errors, process.returncode
 
 
-@pytest.mark.parametrize("kind", ["-c", "-m"])
-def test_it_is_what_an_ordinary_one_is(warm: Warm, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "leads"), [("-c", False), ("-m", True)])
+def test_it_is_what_an_ordinary_one_is(warm: Warm, tmp_path: Path, kind: str, leads: bool) -> None:
     (tmp_path / "says.py").write_text(SAYS)
     what = SAYS if kind == "-c" else "says"
-    (ordinary, *ended), (own, *own_end) = (said(each, tmp_path, kind, what) for each in (subprocess.Popen, warm.popen))
+    (ordinary, *ended), (own, *own_end) = (
+        said(each, tmp_path, kind, what, leads=leads) for each in (subprocess.Popen, warm.popen)
+    )
     assert own.pop("command").endswith("template.py"), "it was no fork: the test would show nothing"
     assert ordinary.pop("command") == kind
     assert own == ordinary
     assert own_end == ended == ["and an error\n", 3]
     assert own["parent"] == os.getpid()
+    assert own["leads"] == [leads, leads]
 
 
 def test_limits_and_a_mask_that_changed_are_its_own(warm: Warm, tmp_path: Path) -> None:
@@ -90,7 +96,7 @@ def test_one_whose_imports_would_differ_is_an_ordinary_one(warm: Warm) -> None:
     assert warm.run(command, timeout=60).stdout == "True 0\n"
     assert warm.run(command, timeout=60, env={**os.environ, "PYTHONOPTIMIZE": "1"}).stdout == "False 1\n"
     assert warm.run([sys.executable, "-O", "-c", own], timeout=60).stdout == "False 1\n"
-    assert warm.run(command, timeout=60, start_new_session=True).stdout == "False 0\n"
+    assert warm.run(command, timeout=60, process_group=0).stdout == "False 0\n"
 
 
 def test_without_its_template_it_is_said(warm: Warm) -> None:
