@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM = Warm("kvstore.server.app", "kvstore_ops.commands", "kvstore_ops.options", "kvstore_ops.operators.harmless")
 CLIENTS = Warm("kvstore_client", "tests.specs", "pytest", "hypothesis", "kvstore_ops.sidecar", "tests.server.raw")
 """For commands of Python that are clients of a sidecar: engines of a test in processes of their own."""
+EXAMPLES = Warm("kvstore_client.engines.transformers", "transformers.models.llama.modeling_llama")
+"""For what guides have readers run, some of it beside a model."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,7 +54,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_unconfigure() -> None:
-    for each in (WARM, CLIENTS):
+    for each in (WARM, CLIENTS, EXAMPLES):
         each.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kvstore_ops.sidecar import Sidecar
 
-from tests.conftest import ROOT
+from tests.conftest import EXAMPLES, ROOT
 
 SAID = {
     "events.md": ["STORED watched 256 DRAM", "1 blocks known"],
@@ -43,12 +43,9 @@ def ran(blocks: list[str], environment: dict[str, str], place: Path) -> list[str
     """What each says that is run in a process of its own, all beside one sidecar."""
     said: list[str] = []
     with Sidecar("--capacity", "128 MiB", nvme="256 MiB", environment=environment) as sidecar:
-        for number, block in enumerate(blocks):
-            script = place / f"{number}.py"
-            script.write_text(block)
+        for block in blocks:
             own = {**environment, "KVSTORE_SOCKET": sidecar.address}
-            command = [sys.executable, str(script)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=own, check=False)
+            done = EXAMPLES.run([sys.executable, "-c", block], timeout=100, env=own, cwd=place)
             assert done.returncode == 0, done.stderr
             said += done.stdout.splitlines()
     return said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,13 +16,6 @@ from kvstore.tiers.s3.objects import object_key
 from tests.contracts.chunks import LARGE, Chunk, chunk, layouts
 from tests.contracts.shared.s3_stand import S3Stand, tier_of
 from tests.tiers.attacks import BUCKET_COUNT, KEY, OLD, attacked, outcome_of, trust
-
-
-@pytest.fixture
-def stand(tmp_path: Path) -> Iterator[S3Stand]:
-    made = S3Stand(tmp_path)
-    yield made
-    made.switches.close()
 
 
 def there(stand: S3Stand, what: Chunk) -> np.ndarray:

@@ -35,13 +35,6 @@ WIDE = layout_of(
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Iterator[S3Stand]:
-    made = S3Stand(tmp_path)
-    yield made
-    made.switches.close()
-
-
-@pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MULTIPART_BYTES", 4 << 20)
     monkeypatch.setattr(writing, "PART_BYTES", 5 << 20)
