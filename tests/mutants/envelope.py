@@ -185,7 +185,7 @@ MUTANTS = [
         "    if not is_sealed(page):\n",
         "    if not is_sealed(page):\n        return parse_header(page, layout)\n    if False:\n",
         "an attacker leaves the envelope away",
-        (f"{T_NVME}::test_no_other_copy_without_an_envelope_is_believed", f"{T_NVME}::{ATTACKED}"),
+        (f"{T_NVME}::test_no_other_copy_without_an_envelope_is_believed", f"{T_ENVELOPE}::{ATTACKED}"),
     ),
     Mutant(
         "strips-not-opened-from-the-device",

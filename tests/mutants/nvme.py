@@ -11,6 +11,7 @@ OUTGOING = "kvstore/tiers/nvme/outgoing.py"
 READING = "kvstore/tiers/nvme/reading.py"
 RECOVERY = "kvstore/tiers/nvme/recovery.py"
 REGIONS = "kvstore/tiers/nvme/regions.py"
+FILES = "kvstore/tiers/nvme/files.py"
 ERASURES = "kvstore/tiers/nvme/erasures.py"
 SYNC = "kvstore/tiers/nvme/sync.py"
 TIER = "kvstore/tiers/nvme/tier.py"
@@ -133,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "region-of-a-newer-release",
-        REGIONS,
+        FILES,
         "        if reader > FORMAT or features:\n",
         "        if False:\n",
         "slots of a form that nobody here knows are written over",
@@ -141,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "region-page-unchecked",
-        REGIONS,
+        FILES,
         "        if magic != MAGIC or not slot_bytes or checksum != xxhash.xxh3_64_digest(head):\n",
         "        if magic != MAGIC or not slot_bytes:\n",
         "a flipped bit in a file's first page moves all its slots",

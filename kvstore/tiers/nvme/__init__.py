@@ -27,6 +27,7 @@ Room: a slot is exactly as large as a full raw chunk of its model, and at most a
 Regions of one slot size begin small and double. All of them together never pass the capacity.
 
 - ``directory``  the format file, the lock, the snapshot
+- ``files``      how one file is opened, and its first page
 - ``slots``      one file, and what its slots are used for
 - ``regions``    all files: made, found, given up; the account
 - ``io``         the engine that moves bytes between slots and memory, and seals them on their way

@@ -1,4 +1,4 @@
-"""RegionFile files and their slots: where there is room, and the account of all of it.
+"""Region files and their slots: where there is room, and the account of all of it.
 
 A residency is one number: sealed << 61 | encoding << 56 | region << 32 | slot. Slots are handed out and given
 back on the event loop's thread; files are made and removed on a byte mover, one at a time.
@@ -10,25 +10,21 @@ import errno
 import logging
 import os
 import re
-import struct
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.seams import Disk, FaultPoints, Lender, OwnThreads
 from kvstore.spec import Encoding
 from kvstore.tiers.contract import Residency
-from kvstore.tiers.nvme.directory import FORMAT
-from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO, aligned
+from kvstore.tiers.nvme.files import Files
+from kvstore.tiers.nvme.io import PAGE_BYTES, DeviceIO
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile, remedy_of
 
-MAGIC = b"KVSREGIN"
-_HEAD = struct.Struct("<8sHHIQQQ")
 _NAME = re.compile(r"region-(\d{5,7})-([1-9]\d{3,12})\.kvs")
 REGION_COUNT_MAX = 1 << 24
 FIRST_REGION_BYTES = 4 << 20
@@ -50,9 +46,8 @@ class Regions:
         self._directory = directory
         self._region_bytes = region_bytes
         self._disk = disk
-        self._io = io
+        self._files = Files(disk, io, lender or OwnThreads())
         self._faults = faults
-        self._lender = lender or OwnThreads()
         self.by_number: dict[int, RegionFile] = {}
         self.lost_bytes = 0
         self.hidden_bytes = 0
@@ -62,7 +57,6 @@ class Regions:
         all that they hold."""
         self._numbers: set[int] = set()
         """Of files that are there, or were: what ``newest`` says of a file must not be taken for another's."""
-        self.is_direct = True
 
     @property
     def file_bytes(self) -> int:
@@ -111,44 +105,17 @@ class Regions:
         except OSError as error:
             _log.error("a region file cannot be removed", extra={"file": path.name, "reason": str(error)})
 
-    def _descriptor(self, path: Path, flags: int) -> int:
-        """Open for direct I/O, or buffered where the file system has none; byte movers may use it."""
-        descriptor = self._opened(path, flags)
-        try:
-            return self._lender.lend(descriptor)
-        except BaseException:
-            self._disk.close(descriptor)
-            if flags & os.O_CREAT:
-                self._disk.remove(path)  # else its name is taken for the next one
-            raise
-
-    def _opened(self, path: Path, flags: int) -> int:
-        if self.is_direct:
-            try:
-                return self._disk.open(path, flags | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.is_direct = False
-                flags &= ~os.O_EXCL  # some kernels leave the file behind when they refuse
-                _log.warning("this file system has no direct I/O: reads and writes go through the page cache")
-        return self._disk.open(path, flags)
-
-    def _close(self, descriptor: int) -> None:
-        self._lender.take_back(descriptor)
-        self._disk.close(descriptor)
-
     def _open(self, path: Path, number: int, slot_bytes: int) -> RegionFile | None:
         """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
         None for a file without a first page in which no slot fits: a crash cut its making short."""
         descriptor = size = -1
         try:
-            descriptor = self._descriptor(path, os.O_RDWR)
+            descriptor = self._files.open(path, os.O_RDWR)
             size = self._disk.size(descriptor)
-            said = self._read_head(descriptor) if size >= PAGE_BYTES else None
+            said = self._files.read_head(descriptor) if size >= PAGE_BYTES else None
             there = max(0, size - PAGE_BYTES) // (said[1] if said else slot_bytes)
             if said is None and not there:
-                self._close(descriptor)
+                self._files.close(descriptor)
                 return None
             number, slot_bytes, slot_count = said or (number, slot_bytes, there)
             if slot_bytes % PAGE_BYTES:
@@ -159,7 +126,7 @@ class Regions:
             region.free.extend(range(region.slot_count - 1, -1, -1))
             region.is_read_only = there < slot_count
             if said is None:
-                self._write_head(region)
+                self._files.write_head(region)
             self.lost_bytes += max(0, size - region.file_bytes)
             if said is None or region.is_read_only:
                 _log.error("a region file was damaged", extra={"file": path.name, "slots_left": region.slot_count})
@@ -171,21 +138,8 @@ class Regions:
                 self.lost_bytes += size
             self.away[path.name] = max(size, 0)
             if descriptor >= 0:
-                self._close(descriptor)
+                self._files.close(descriptor)
             raise
-
-    def _read_head(self, descriptor: int) -> tuple[int, int, int] | None:
-        """(number, slot bytes, slot count), or None when the page is damaged. Raises ValueError for a newer format."""
-        page = aligned(PAGE_BYTES)
-        self._io.read(descriptor, 0, page)
-        head = page[: _HEAD.size].tobytes()
-        magic, _, reader, number, slot_bytes, slot_count, features = _HEAD.unpack(head)
-        checksum = page[_HEAD.size : _HEAD.size + 8].tobytes()
-        if magic != MAGIC or not slot_bytes or checksum != xxhash.xxh3_64_digest(head):
-            return None
-        if reader > FORMAT or features:
-            raise ValueError("it was written by a newer release")
-        return number, slot_bytes, slot_count
 
     def create(self, slot_bytes: int) -> RegionFile:
         """A new file for slots of one size: file and directory synced before the first slot is used. Blocking.
@@ -203,11 +157,11 @@ class Regions:
         region = RegionFile(number, path, -1, slot_bytes, count, free=array("i", range(count - 1, -1, -1)))
         self._faults.reach("nvme.region.begin")
         try:
-            region.descriptor = self._descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            region.descriptor = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             self._faults.reach("nvme.region.opened")
             self._disk.allocate(region.descriptor, region.file_bytes)
             self._faults.reach("nvme.region.allocated")
-            self._write_head(region)
+            self._files.write_head(region)
             self._faults.reach("nvme.region.written")
             self._disk.sync(region.descriptor)
             self._disk.sync_directory(self._directory)
@@ -224,19 +178,11 @@ class Regions:
         self._numbers.add(number)
         return region
 
-    def _write_head(self, region: RegionFile) -> None:
-        head = _HEAD.pack(MAGIC, FORMAT, FORMAT, region.number, region.slot_bytes, region.slot_count, 0)
-        page = aligned(PAGE_BYTES)
-        page[:] = 0
-        page.data[: len(head)] = head
-        page.data[len(head) : len(head) + 8] = xxhash.xxh3_64_digest(head)
-        self._io.write(region.descriptor, 0, page)
-
     def _abandon(self, region: RegionFile) -> None:
         if region.descriptor < 0:
             return  # nothing was made; what has this name is another's
         try:
-            self._close(region.descriptor)
+            self._files.close(region.descriptor)
             self._disk.remove(region.path)
         except OSError:
             self.lost_bytes += region.file_bytes  # it stays behind as an unused file
@@ -259,7 +205,7 @@ class Regions:
 
     def remove_file(self, region: RegionFile) -> None:
         """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
-        self._close(region.descriptor)
+        self._files.close(region.descriptor)
         self.remove_away(region.path.name)
 
     def remove_away(self, name: str) -> None:
@@ -299,7 +245,7 @@ class Regions:
 
     def close(self) -> None:
         for region in self.by_number.values():
-            self._close(region.descriptor)
+            self._files.close(region.descriptor)
         self.by_number.clear()
 
     # ------------------------------------------------------------ slots
