@@ -29,7 +29,7 @@ from kvstore.planning.loading import (
 )  # fmt: skip
 from kvstore.simulated import ManualClock
 from kvstore.spec import Tier
-from tests.engines.test_vllm import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
+from tests.engines.vllm.engine import BLOCK, SPEC, Engine, blocks_of, matched, request, scheduled
 from tests.server.raw import eventually
 from tests.specs import tokens_of
 
