@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from kvstore.config.defaults import arena_limits, dependent_defaults, derived_defaults, device_defaults
 from kvstore.config.machine import device_room_bytes, kept_capacity_bytes, memory_limit_bytes
@@ -23,15 +23,35 @@ DEFAULT = "default"
 TENANTS = "tenants"
 
 
+class Sources(NamedTuple):
+    """What ``load`` takes."""
+
+    path: Path | None = None
+    environment: Mapping[str, str] = types.MappingProxyType({})
+    flags: Mapping[str, object] = types.MappingProxyType({})
+
+
+NO_SOURCES = Sources()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedSettings:
     """The tree, and per ``section.field`` where its value came from."""
 
     settings: Settings
     origins: Mapping[str, str]
+    sources: Sources = NO_SOURCES
+
+    def again(self) -> LoadedSettings:
+        """Return what the same sources say now. Raises as ``load``."""
+        return load(*self.sources)
 
     def is_default(self, name: str) -> bool:
         return self.origins[name] == DEFAULT
+
+    def value(self, name: str) -> object:
+        """Return a setting's value as it is, passwords included."""
+        return _value(self.settings, name)
 
     def rows(self) -> list[tuple[str, object, str]]:
         """(setting, value, origin) for each setting, in the tree's order. Passwords in URLs are not shown."""
@@ -204,7 +224,7 @@ def load(
     for section in sources.tenants:
         kept = kept_capacity_bytes(directory / TENANTS / section.partition(".")[2]) if is_default else 0
         sources.fill({section: {"capacity_bytes": capacity, "nvme_capacity_bytes": kept or share}})
-    return _build(sources, memory_bytes)
+    return replace(_build(sources, memory_bytes), sources=Sources(path, dict(environment), dict(flags)))
 
 
 def _toml_sections(path: Path | None, schema: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Any]]]:

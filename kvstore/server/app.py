@@ -27,6 +27,7 @@ from kvstore.seams import (
 from kvstore.seams.scheduler import MOVER_NICE
 from kvstore.server.descriptors import check_needs, raise_limit
 from kvstore.server.publishing import open_publisher
+from kvstore.server.reloading import Reloading
 from kvstore.server.remote import RemoteDoor
 from kvstore.server.secrets import read_keys
 from kvstore.server.state import close_again, prepare
@@ -86,7 +87,7 @@ async def _run(
     world = World(
         clock=clock, random=SystemRandom(), memory=SystemMemory(movers), disk=disk, faults=_faults(), workers=workers,
         prefaulting=background, movers=movers, descriptor_limit=limit,
-        tracing=_tracing(settings),
+        reloading=Reloading(loaded), tracing=_tracing(settings),
     )  # fmt: skip
     tenants = [Tenant(loaded.of_tenant(name), keys[name], rings[name], world, tiers) for name in settings.tenant_names]
     rings.follow()

@@ -24,11 +24,12 @@ from kvstore.controller.operators import (
     ShownChunk,
 )
 from kvstore.controller.prefills import PartialPrefills
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.movement import MeasuredTier, TierAccount
 from kvstore.seams import Clock
 from kvstore.seams.memory import descriptor_count
 from kvstore.server.prefills import render_engine, render_record
+from kvstore.server.reloading import Reloading
 from kvstore.server.render import parse_digests, parse_query
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
@@ -52,14 +53,17 @@ class AdminService:
     lets in who has a token that says so."""
 
     def __init__(
-        self, controller: Controller, operators: Operators, prefills: PartialPrefills, clock: Clock, server_pid: int
-    ) -> None:
+        self, controller: Controller, operators: Operators, prefills: PartialPrefills, clock: Clock, server_pid: int,
+        reloading: Reloading | None,
+    ) -> None:  # fmt: skip
+        """``reloading``: of the whole service; None: this tenant's operators may not."""
         self._controller = controller
         self._operators = operators
         self._prefills = prefills
         self._clock = clock
         self._started_s = clock.monotonic()
         self._server_pid = server_pid
+        self._reloading = reloading
 
     async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
         """A consistent snapshot."""
@@ -95,6 +99,19 @@ class AdminService:
         session_of(self._controller, context)
         found = await self._operators.hottest(min(request.limit, HOTTEST_MAX))
         return admin_pb2.HottestResponse(prefixes=map(_hot, found))
+
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
+        """Settings that differ from what is in effect. Only the default tenant's operators change all tenants'."""
+        session_of(self._controller, context)
+        if self._reloading is None:
+            raise PermissionDenied("settings are all tenants': ask by the default tenant's socket (without --tenant)")
+        changes = await self._reloading.reload(dry_run=request.dry_run)
+        return admin_pb2.ReloadResponse(
+            changes=[
+                admin_pb2.SettingChange(name=each.name, before=each.before, after=each.after, is_live=each.is_live)
+                for each in changes
+            ]
+        )
 
     async def Change(
         self, request: admin_pb2.ChangeRequest, context: Context

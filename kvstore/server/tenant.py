@@ -61,6 +61,7 @@ class Tenant:
         own = settings.tenants.get(self.name)
         self.uid = own.uid if own is not None else None
         self._world = world
+        world.reloading.follow(self.name, settings)
         self._tiers = tiers
         self._owner = TierOwner(_owner(keys), ring)
         directory = tiers.directory(settings, world, self._owner.name)
@@ -228,9 +229,10 @@ def _grpc_server(
     cache = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
     prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
+    reloading = world.reloading if parts.keys.tenant == DEFAULT_TENANT else None
     for service, servicer in (
         (cache, CacheService(controller, world.random.bytes(EPOCH_BYTES))),
-        (admin, AdminService(controller, operators, prefills, world.clock, os.getpid())),
+        (admin, AdminService(controller, operators, prefills, world.clock, os.getpid(), reloading)),
         (prefill, PrefillService(controller, prefills)),
     ):
         register(server, service, servicer, parts.counters, world.tracing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.seams import Clock, Disk, EnvelopeRing, FaultPoints, Memory, MoverProcesses, Random, Workers
+from kvstore.server.reloading import Reloading
 from kvstore.telemetry import NO_TRACING, Tracing
 
 
@@ -30,4 +31,5 @@ class World:
     movers: MoverProcesses
     descriptor_limit: int
     """Open files that the process may have."""
+    reloading: Reloading
     tracing: Tracing = NO_TRACING

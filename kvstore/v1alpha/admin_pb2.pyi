@@ -397,6 +397,30 @@ class ShowChunkResponse(_message.Message):
     reason: _cache_pb2.MissReason
     def __init__(self, parts: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., reason: _Optional[_Union[_cache_pb2.MissReason, str]] = ...) -> None: ...
 
+class ReloadRequest(_message.Message):
+    __slots__ = ("dry_run",)
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    dry_run: bool
+    def __init__(self, dry_run: _Optional[bool] = ...) -> None: ...
+
+class SettingChange(_message.Message):
+    __slots__ = ("name", "before", "after", "is_live")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    IS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    before: str
+    after: str
+    is_live: bool
+    def __init__(self, name: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., is_live: _Optional[bool] = ...) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[SettingChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ...) -> None: ...
+
 class HottestRequest(_message.Message):
     __slots__ = ("limit",)
     LIMIT_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class AdminServiceStub:
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/kvstore.v1alpha.AdminService/Reload',
+                request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
         self.Change = channel.unary_stream(
                 '/kvstore.v1alpha.AdminService/Change',
                 request_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ChangeRequest.SerializeToString,
@@ -110,6 +115,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Read the settings again and take over what can change while the service runs. Not over TCP, and of the default
+        tenant's sessions only: settings are all tenants'.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Change(self, request, context):
         """Change what is where, or say what that would come to. How far it is, about every half second; at last what became
         of every chunk that was meant. A caller that goes ends it where it is.
@@ -152,6 +165,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Hottest,
                     request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.FromString,
                     response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=kvstore_dot_v1alpha_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=kvstore_dot_v1alpha_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
             'Change': grpc.unary_stream_rpc_method_handler(
                     servicer.Change,
@@ -299,6 +317,33 @@ class AdminService:
             '/kvstore.v1alpha.AdminService/Hottest',
             kvstore_dot_v1alpha_dot_admin__pb2.HottestRequest.SerializeToString,
             kvstore_dot_v1alpha_dot_admin__pb2.HottestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1alpha.AdminService/Reload',
+            kvstore_dot_v1alpha_dot_admin__pb2.ReloadRequest.SerializeToString,
+            kvstore_dot_v1alpha_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

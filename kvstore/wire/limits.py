@@ -160,6 +160,10 @@ _OPERATORS: Mapping[str, Limit] = {
     "EngineRate.fingerprint": Limit(size=64),
     "EngineRate.model_id": Limit(size=512),
     "TierRate.tier": Limit(size=64),
+    "SettingChange.name": Limit(size=256),
+    "SettingChange.before": Limit(size=8192),
+    "SettingChange.after": Limit(size=8192),
+    "ReloadResponse.changes": Limit(count=1 << 16),
     "ModelStats.served_hours": Limit(count=64),
     "HottestResponse.prefixes": Limit(count=HOTTEST_MAX),
     "HotPrefix.digest": _digests(1),
@@ -242,6 +246,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1alpha.ChangeRequest": 6 * MIB,
     "kvstore.v1alpha.ShowChunkRequest": 4096,
     "kvstore.v1alpha.HottestRequest": 4096,
+    "kvstore.v1alpha.ReloadRequest": 4096,
     "kvstore.v1alpha.PlansRequest": 4096,
     "kvstore.v1alpha.PartialPrefillRequest": 5 * MIB,
 }

@@ -88,6 +88,78 @@ def test_queries_ask_for_metrics_that_there_are(title: str, query: str) -> None:
         assert all(ROWS[name].labels == "tier" for name in named)
 
 
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: apt-get install prometheus")
+FIRES: dict[str, tuple[dict[str, str], str, str]] = {
+    "KVStoreDown": ({"up": "1 0x9"}, "5m", 'job="kvstore"'),
+    "KVStoreTierDown": ({"kvstore_tier_up": "1 0x9"}, "5m", 'tier="nvme"'),
+    "KVStoreDamage": ({"kvstore_quarantined_chunks_total": "0 0 1x9"}, "5m", ""),
+    "KVStoreCanaryFails": ({"kvstore_canary_failures_total": "0 0 1x9"}, "5m", ""),
+    "KVStoreWritesRefused": ({"kvstore_nvme_refused_chunks_total": "0+9x60"}, "40m", ""),
+    "KVStoreBacklogGrows": ({"kvstore_backlog_chunks": "2000+10x30"}, "20m", ""),
+    "KVStoreStoresRefused": ({"kvstore_store_refused_chunks_total": "0+9x60"}, "40m", ""),
+    "KVStoreLeasesRevoked": ({"kvstore_leases_revoked_total": "0 0 1x30"}, "20m", ""),
+    "KVStoreSharedTierLate": ({"kvstore_redis_late_answers_total": "0+600x60"}, "40m", ""),
+    "KVStoreCallsFail": ({"kvstore_requests_failed_total": "0+600x60"}, "40m", ""),
+}
+"""Series in which each alert fires, a value a minute; when; and the labels that they have beside the instance."""
+WELL = {name: "0x60" for series, _, _ in FIRES.values() for name in series} | {"up": "1x60", "kvstore_tier_up": "1x60"}
+
+
+def series_of(values: dict[str, str], labels: str) -> list[dict[str, str]]:
+    inside = ", ".join(each for each in ('instance="n"', labels) if each)
+    return [{"series": f"{name}{{{inside}}}", "values": said} for name, said in values.items()]
+
+
+def rule_test(alert: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """One alert and what it says, in promtool's form."""
+    values, when, labels = FIRES[alert]
+    rule = rules[alert]
+    said = dict(re.findall(r'(\w+)="(\w+)"', labels)) | {"instance": "n"}
+    wanted = {
+        name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: said[found[1]], text)
+        for name, text in rule["annotations"].items()
+    }
+    fired = {"exp_labels": {**said, **rule["labels"]}, "exp_annotations": wanted}
+    return {
+        "interval": "1m", "input_series": series_of(values, labels),
+        "alert_rule_test": [{"eval_time": when, "alertname": alert, "exp_alerts": [fired]}],
+    }  # fmt: skip
+
+
+def rules_by_alert() -> dict[str, Any]:
+    groups = yaml.safe_load((PLACE / "alerts.yaml").read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def test_every_alert_has_series_in_which_it_fires() -> None:
+    assert FIRES.keys() == rules_by_alert().keys()
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_should_and_none_where_all_is_well(tmp_path: Path) -> None:
+    rules = rules_by_alert()
+    calm = {
+        "interval": "1m", "input_series": series_of(WELL, 'job="kvstore", tier="nvme"'),
+        "alert_rule_test": [{"eval_time": "50m", "alertname": alert, "exp_alerts": []} for alert in rules],
+    }  # fmt: skip
+    tests = [calm, *(rule_test(alert, rules) for alert in rules)]
+    file = tmp_path / "tests.yaml"
+    file.write_text(json.dumps({"rule_files": [str(PLACE / "alerts.yaml")], "tests": tests}))
+    for command in (["check", "rules", str(PLACE / "alerts.yaml")], ["test", "rules", str(file)]):
+        done = subprocess.run([PROMTOOL or "", *command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_prometheus_reads_what_a_service_exposes(sidecar: Sidecar) -> None:
+    text = ask(port_of(sidecar), "/metrics")[2]
+    command = [PROMTOOL or "", "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 3), done.stderr  # 3: it would name something otherwise
+    assert "error" not in done.stderr.lower(), done.stderr
+
+
 def test_every_metric_has_a_unit_that_its_name_says() -> None:
     for name, row in ROWS.items():
         assert row.unit == "number" or f"_{row.unit}" in name

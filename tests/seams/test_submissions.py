@@ -108,6 +108,10 @@ MOVES_NO_BYTES = {
     ("clients/kvstore_client/copying.py", "is_drained"): "a question; refused, it is answered with no",
     ("kvstore/server/web/listener.py", "Web.start"): "the page: where no thread can be had the start says so",
     ("kvstore/telemetry/spans.py", "Spans.close"): "spans: what was not sent is lost",
+    (
+        "kvstore/server/reloading.py",
+        "Reloading.reload",
+    ): "settings: without a thread the command fails, and changes none",
     ("kvstore/server/web/site.py", "Asked.get"): "a question to the service for the page: without an answer, a 503",
     ("clients/kvstore_client/loading/call.py", "_start"): "without it nobody plans: the prompt is looked up as ever",
     ("clients/kvstore_client/loading/patience.py", "Patience.__init__"): "without it a load is waited for as ever",

@@ -61,7 +61,7 @@ class PrefillCall:
         try:
             self._stream = noted(
                 session.prefills.PartialPrefill(
-                    iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.metadata
+                    iter(self._said.get, None), timeout=CALL_S_MAX, metadata=session.carried
                 )
             )
             _start(partial(_read, self._stream, answers, self._is_over))

@@ -65,6 +65,11 @@ class Operator:
             return []
         return list(found.prefixes)
 
+    def reload(self, *, dry_run: bool) -> list[admin_pb2.SettingChange]:
+        """Have the sidecar read its settings again. Returns those that differ from what was in effect."""
+        found: admin_pb2.ReloadResponse = self._call("Reload", admin_pb2.ReloadRequest(dry_run=dry_run))
+        return list(found.changes)
+
     def chunks(self, selection: admin_pb2.Selection, limit: int) -> Iterator[admin_pb2.ListChunksResponse]:
         """Pages of chunks; the last one has the totals."""
         return self._stream("ListChunks", admin_pb2.ListChunksRequest(selection=selection, limit=limit))

@@ -1,4 +1,4 @@
-"""``kvstore evict``, ``pin``, ``unpin``, ``move``, ``prefetch``, ``verify`` and ``drain``.
+"""``kvstore evict``, ``pin``, ``unpin``, ``move``, ``prefetch``, ``verify``, ``drain`` and ``reload``.
 
 Each has a dry run that changes nothing and counts what the run would. What cannot be taken back (evict, move, drain of
 a tier) is confirmed: by --yes, or by an answer where somebody sits at the terminal.
@@ -280,7 +280,31 @@ def _followed(asked: Operator, request: admin_pb2.ChangeRequest) -> admin_pb2.Ch
     return last
 
 
+def reload(
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    tenant: TenantOption = "",
+    tls: TlsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Have the sidecar read its settings again, from the file, flags and environment that it was started with.
+
+    What can change while it runs changes at once: limits, log level, rates of checks. The rest is listed, and needs a
+    restart. What is wrong with a source is said, and nothing changes.
+
+    Example: kvstore reload --dry-run
+    """
+    if door_of(address, tenant, tls).socket is None:
+        raise InvalidRequest(f"--address {address}: settings are reloaded on the sidecar's own host, by its socket")
+    with operator(address, tenant, tls) as asked:
+        changes = asked.reload(dry_run=dry_run)
+    if as_json:
+        print(json.dumps(tables.settings_as_dict(changes, dry_run=dry_run), indent=2))
+    else:
+        Console().print(tables.render_settings(changes, dry_run=dry_run))
+
+
 def register(app: typer.Typer) -> None:
     """Make them commands of ``app``."""
-    for command in (evict, pin, unpin, move, prefetch, verify, drain):
+    for command in (evict, pin, unpin, move, prefetch, verify, drain, reload):
         app.command()(command)

@@ -249,3 +249,32 @@ def render_outcomes(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> Group:
     if not found.outcomes:
         table.add_row("nothing: no chunk is meant", "0", "")
     return Group(table, cell(found.problem, "red")) if found.problem else Group(table)
+
+
+# ------------------------------------------------------------------ settings
+
+
+def settings_as_dict(changes: Sequence[admin_pb2.SettingChange], *, dry_run: bool) -> dict[str, Any]:
+    """Every setting that differs, and what became of it, or would."""
+    found = [
+        {
+            "name": each.name, "before": each.before if each.HasField("before") else None,
+            "after": each.after if each.HasField("after") else None, "needs_restart": not each.is_live,
+        }
+        for each in changes
+    ]  # fmt: skip
+    return {"dry_run": dry_run, "changes": found}
+
+
+def render_settings(changes: Sequence[admin_pb2.SettingChange], *, dry_run: bool) -> RenderableType:
+    """A line per setting."""
+    if not changes:
+        return Text("nothing differs from what is in effect")
+    table = Table("setting", Column("in effect", overflow="fold"), Column("now", overflow="fold"), "")
+    for each in changes:
+        done = "would change" if dry_run else "changed"
+        table.add_row(
+            cell(each.name), cell(each.before if each.HasField("before") else "-"),
+            cell(each.after if each.HasField("after") else "-"), done if each.is_live else "needs a restart",
+        )  # fmt: skip
+    return table

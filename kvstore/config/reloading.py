@@ -1,0 +1,68 @@
+"""Which settings change while the service runs, and which need a restart.
+
+A leaf is frozen for everybody who has it. A reload alone writes into one, on the event loop's thread, between two
+steps of everything else; so only those settings are here that are read anew at every use. Others are built into what
+was made of them: sizes of memory, doors, tiers, bounds that descriptors were counted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvstore.config.load import DEFAULT, LoadedSettings
+from kvstore.config.settings import Settings
+
+LIVE = frozenset(
+    {
+        "server.log_level",
+        "policy.demotion_wait_s", "policy.scrub_bytes_per_s", "policy.canary_interval_s",
+        *(
+            f"limits.{name}"
+            for name in (
+                "staging_bytes_max", "staging_bytes_total_max", "staging_count_max", "reservation_count_max",
+                "reservation_age_s_max", "leased_bytes_max", "lease_age_s_max", "lease_count_max", "ticket_age_s_max",
+                "ticket_count_max", "ticket_bytes_max", "stream_count_max", "watcher_count_max",
+                "watch_event_count_max", "pin_bytes_max",
+            )
+        ),
+    }
+)  # fmt: skip
+ONLY_WHILE_ON = frozenset({"policy.scrub_bytes_per_s", "policy.canary_interval_s"})
+"""0 turns these off, for the life of the service."""
+
+
+class SettingChange(NamedTuple):
+    """What sources say now of a setting, and what is in effect; in words, None where there is no such setting.
+    ``is_live``: it can change while the service runs."""
+
+    name: str
+    before: str | None
+    after: str | None
+    is_live: bool
+
+
+def setting_changes(before: LoadedSettings, after: LoadedSettings) -> list[SettingChange]:
+    """Return what differs. What no source says in either follows from others, or from the machine, and waits with
+    them."""
+    old, new = _by_name(before), _by_name(after)
+    found = []
+    for name in dict.fromkeys((*old, *new)):
+        (was, was_shown), (now, now_shown) = old.get(name, (None, None)), new.get(name, (None, None))
+        is_said = not before.origins.get(name) == after.origins.get(name) == DEFAULT
+        if was != now and is_said:
+            is_live = name in LIVE and (name not in ONLY_WHILE_ON or bool(was and now))
+            found.append(SettingChange(name, was_shown, now_shown, is_live))
+    return found
+
+
+def _by_name(loaded: LoadedSettings) -> Mapping[str, tuple[object, str]]:
+    return {name: (loaded.value(name), str(shown)) for name, shown, _ in loaded.rows()}
+
+
+def take_over(target: Settings, source: Settings, names: list[str]) -> None:
+    """Have ``target`` say of these live settings what ``source`` says."""
+    for name in names:
+        assert name in LIVE, name
+        section, _, field = name.partition(".")
+        object.__setattr__(getattr(target, section), field, getattr(getattr(source, section), field))

@@ -1,0 +1,50 @@
+"""The settings of a running service, read again where an operator says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from kvstore.config import LoadedSettings, Settings
+from kvstore.config.reloading import SettingChange, setting_changes, take_over
+
+_log = logging.getLogger("kvstore.server")
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A tenant's tree, as its parts have it."""
+
+    name: str
+    settings: Settings
+
+
+class Reloading:
+    """Of all tenants of the process. Runs on the event loop's thread; sources are read beside it."""
+
+    def __init__(self, loaded: LoadedSettings) -> None:
+        self._in_effect = loaded
+        self._followed: list[_Followed] = []
+
+    def follow(self, name: str, settings: Settings) -> None:
+        """From now on a reload changes this tenant's leaves, too."""
+        self._followed.append(_Followed(name, settings))
+
+    async def reload(self, *, dry_run: bool) -> list[SettingChange]:
+        """Read the sources again and take over what can change while the service runs. Returns all that differs from
+        what is in effect. Raises InvalidRequest naming the source and the setting, and then changes nothing."""
+        before = self._in_effect
+        after = await asyncio.to_thread(before.again)
+        changes = setting_changes(before, after)
+        live = [change.name for change in changes if change.is_live]
+        if dry_run or not live:
+            return changes
+        for each in self._followed:
+            take_over(each.settings, after.of_tenant(each.name), live)
+        take_over(before.settings, after.settings, live)
+        logging.getLogger("kvstore").setLevel(before.settings.server.log_level.upper())
+        origins = {**before.origins, **{name: after.origins[name] for name in live}}
+        self._in_effect = replace(before, origins=origins)
+        _log.info("settings were reloaded", extra={"changed": live})
+        return changes

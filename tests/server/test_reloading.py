@@ -1,0 +1,189 @@
+"""Settings of a running service: what changes at once, what waits for a restart, and what changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_client import connect
+from kvstore_ops.sidecar import Sidecar
+
+from kvstore.config import LoadedSettings, load
+from kvstore.config.reloading import LIVE, ONLY_WHILE_ON, setting_changes
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.server.reloading import Reloading
+from tests.ops.command import run
+from tests.specs import random_cache, small_spec, tokens_of
+
+SPEC = small_spec()
+
+
+class Running:
+    """A sidecar with a file of settings."""
+
+    def __init__(self, place: Path) -> None:
+        self.file = place / "kvstore.toml"
+        self.write()
+        (place / "red").touch(0o600)
+        (place / "red").write_text("red" * 20)
+        self.red = f'[tenants.red]\nsecret_file = "{place / "red"}"\ncapacity_bytes = "8 MiB"\n'
+        self.write(self.red)
+        self.sidecar = Sidecar("--config", str(self.file), "--capacity", "32 MiB")
+
+    def write(self, text: str = "") -> None:
+        self.file.write_text(text)
+
+    def reload(self, *options: str) -> tuple[int, dict[str, Any], str]:
+        socket = self.sidecar.socket_address.removeprefix("unix://")
+        done = run("reload", "--json", "--socket", socket, *options)
+        return done.code, json.loads(done.out) if done.code == 0 else {}, done.err
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    found = Running(tmp_path_factory.mktemp("reload"))
+    with found.sidecar:
+        yield found
+
+
+def by_name(found: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
+    return {each["name"]: (each["before"], each["after"], each["needs_restart"]) for each in found["changes"]}
+
+
+def test_a_limit_changes_at_once_and_a_dry_run_says_the_same_and_changes_nothing(running: Running) -> None:
+    running.write(running.red + '[limits]\nlease_count_max = 0\n[arena]\nregion_bytes = "1 MiB"\n')
+    with connect(running.sidecar.socket_address) as client:
+        client.store(SPEC, tokens_of(16), random_cache(SPEC, 16)).wait(10)
+        code, said, _ = running.reload("--dry-run")
+        assert (code, said["dry_run"]) == (0, True)
+        assert by_name(said) == {
+            "limits.lease_count_max": ("4096", "0", False), "arena.region_bytes": (str(256 << 20), "1048576", True)
+        }  # fmt: skip
+        assert client.fetch(SPEC, tokens_of(16)).token_count == 16
+        assert running.reload()[1]["changes"] == said["changes"]
+        with connect(running.sidecar.socket_address) as other, pytest.raises(Exhausted, match="lease_count_max"):
+            other.fetch(SPEC, tokens_of(16))  # nothing is known to this one: it needs a lease
+        assert by_name(running.reload()[1]).keys() == {"arena.region_bytes"}, "what waits for a restart still differs"
+        running.write(running.red)
+        running.reload()
+        with connect(running.sidecar.socket_address) as other:
+            assert other.fetch(SPEC, tokens_of(16)).token_count == 16
+    assert running.reload()[1]["changes"] == []
+
+
+def test_a_file_with_a_mistake_changes_nothing(running: Running) -> None:
+    running.write(running.red + "[limits]\nlease_count_max = 0\nticket_count_max = -1\n")
+    code, _, said = running.reload()
+    assert code == 2
+    assert "limits.ticket_count_max" in said
+    running.write(running.red)
+    assert running.reload()[1]["changes"] == []
+
+
+def test_only_the_default_tenants_operators_change_what_is_all_tenants(running: Running) -> None:
+    code, _, said = running.reload("--tenant", "red")
+    assert code not in (0, 2)
+    assert "without --tenant" in said
+    done = run("reload", "--address", "127.0.0.1:1")
+    assert done.code == 2
+    assert "on the sidecar's own host" in done.err
+
+
+def test_the_log_level_changes_at_once(running: Running) -> None:
+    running.write(running.red + '[server]\nlog_level = "error"\n')
+    running.reload()
+    log = running.sidecar.directory / "log"
+    before = log.read_text().count("session opened")
+    with connect(running.sidecar.socket_address) as client:
+        client.stats()
+    assert log.read_text().count("session opened") == before
+    running.write(running.red)
+    running.reload()
+    assert '"settings were reloaded"' in log.read_text()
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def loaded(tmp_path: Path, text: str) -> LoadedSettings:
+    file = tmp_path / "kvstore.toml"
+    file.write_text(text)
+    return load(file, {"XDG_STATE_HOME": str(tmp_path)})
+
+
+def test_every_live_setting_is_one() -> None:
+    tree = load().settings
+    for name in LIVE:
+        section, _, field = name.partition(".")
+        assert field in {each.name for each in fields(getattr(tree, section))}
+    assert ONLY_WHILE_ON <= LIVE
+
+
+def test_what_follows_from_a_setting_that_needs_a_restart_waits_for_it(tmp_path: Path) -> None:
+    before = loaded(tmp_path, '[arena]\ncapacity_bytes = "64 MiB"\n')
+    after = loaded(tmp_path, '[arena]\ncapacity_bytes = "128 MiB"\n[limits]\nticket_bytes_max = "1 MiB"\n')
+    found = {each.name: each.is_live for each in setting_changes(before, after)}
+    assert found["limits.ticket_bytes_max"]
+    assert not found["arena.capacity_bytes"]
+    assert found.keys() == {"limits.ticket_bytes_max", "arena.capacity_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "is_live"), [("1 MiB", "2 MiB", True), ("1 MiB", "0", False), ("0", "1", False)]
+)
+def test_what_0_turns_off_is_turned_on_and_off_by_a_restart(
+    tmp_path: Path, was: str, now: str, *, is_live: bool
+) -> None:
+    before, after = (loaded(tmp_path, f'[policy]\nscrub_bytes_per_s = "{each}"\n') for each in (was, now))
+    (change,) = setting_changes(before, after)
+    assert change.is_live is is_live
+
+
+def test_tenants_that_come_or_go_are_said(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    before, after = loaded(tmp_path, ""), loaded(tmp_path, f'[tenants.red]\nsecret_file = "{secret}"\n')
+    found = {each.name: each for each in setting_changes(before, after)}
+    assert found["tenants.red.secret_file"].before is None
+    assert not any(each.is_live for each in found.values())
+    assert {each.after for each in setting_changes(after, before)} == {None}
+
+
+def test_passwords_are_not_shown(tmp_path: Path) -> None:
+    one, other = (
+        loaded(tmp_path, f'[tiers.redis]\nurl = "redis://:{word}@127.0.0.1:6379"\n') for word in ("secret", "other")
+    )
+    (change,) = setting_changes(one, other)
+    said = [change.before, change.after]
+    assert not any("secret" in (text or "") or "other" in (text or "") for text in said)
+
+
+async def test_every_tenant_has_its_own_leaves_changed(tmp_path: Path) -> None:
+    red = f'[tenants.red]\nsecret_file = "{tmp_path / "red"}"\ncapacity_bytes = "8 MiB"\n'
+    first = loaded(tmp_path, red)
+    reloading = Reloading(first)
+    trees = {name: first.of_tenant(name) for name in first.settings.tenant_names}
+    for name, tree in trees.items():
+        reloading.follow(name, tree)
+    assert trees["red"].limits is not trees["default"].limits
+    (tmp_path / "kvstore.toml").write_text(red + "[limits]\nstream_count_max = 3\n[policy]\ndemotion_wait_s = 7\n")
+    await reloading.reload(dry_run=True)
+    assert {tree.limits.stream_count_max for tree in trees.values()} == {64}
+    await reloading.reload(dry_run=False)
+    assert {(tree.limits.stream_count_max, tree.policy.demotion_wait_s) for tree in trees.values()} == {(3, 7.0)}
+    assert trees["red"].limits.leased_bytes_max == 8 << 20, "what follows from its own memory stays"
+    (tmp_path / "kvstore.toml").write_text("nonsense")
+    with pytest.raises(InvalidRequest, match="not valid TOML"):
+        await reloading.reload(dry_run=False)
+
+
+def test_the_environment_is_the_one_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"KVSTORE__LIMITS__STREAM_COUNT_MAX": "9", "XDG_STATE_HOME": str(tmp_path)}
+    first = load(None, environment, {"limits.ticket_count_max": 5})
+    environment.clear()
+    monkeypatch.setitem(os.environ, "KVSTORE__LIMITS__STREAM_COUNT_MAX", "11")
+    assert setting_changes(first, first.again()) == []
