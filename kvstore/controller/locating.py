@@ -65,15 +65,12 @@ class Locates:
 
     async def _shared(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[list[NodePrefix]]:
         """Of each chain, what shared tiers say they have."""
-        shared = self._parts.movement.shared_tiers
+        parts = [part for chunks in chains for part in zip(*chunks, strict=True)]
+        said = await self._parts.movement.shared_tiers.said(parts, deadline.left_s)
         found = []
         for chunks in chains:
-            asked = [key for keys in chunks for key in keys]
-            prefixes = []
-            for tier, there in await shared.said(asked, deadline.left_s):
-                count = _leading(all(key in there for key in keys) for keys in chunks)
-                prefixes += [NodePrefix("", tier, count)] if count else []
-            found.append(prefixes)
+            counts = [(tier, _leading(all(key in there for key in keys) for keys in chunks)) for tier, there in said]
+            found.append([NodePrefix("", tier, count) for tier, count in counts if count])
         return found
 
 

@@ -28,6 +28,10 @@ FORGOTTEN_S = 3600
 CALL_S_MAX = 5.0
 PIPELINE_COUNT = 128
 """Commands of one pipeline: others are answered between two of them."""
+PIPELINES_AT_ONCE = 4
+"""Of all questions together: each takes a connection of its own."""
+SLOW_S = 1.0
+"""A question that could not wait for so long says nothing of Redis."""
 INCARNATION_BYTES = 8
 BEAT = """
 local time = redis.call('TIME')
@@ -39,6 +43,7 @@ return {string.format('%.6f', now), added, redis.call('ZRANGE', KEYS[1], 0, -1, 
 """
 """Adds a member, removes its former self and whom nobody hears any more. Gives Redis's time, 1 where the member is new,
 and who was heard when."""
+_TIERS: dict[str, Tier] = {str(int(tier)): tier for tier in Tier}
 _log = logging.getLogger("kvstore.directory")
 
 
@@ -62,6 +67,7 @@ class NodeDirectory:
         self._ahead_s = 0.0
         """Of Redis's clock, over this process's."""
         self._has_rival = False
+        self._turns = asyncio.Semaphore(PIPELINES_AT_ONCE)
 
     def _drawn(self) -> str:
         return self._random.bytes(INCARNATION_BYTES).hex()
@@ -116,24 +122,31 @@ class NodeDirectory:
             pipelines.append(self._client.pipeline(transaction=False))
             for key in keys[first : first + PIPELINE_COUNT]:
                 pipelines[-1].hgetall(self._entry(key))
-        asked = asyncio.gather(*(each.execute(raise_on_error=False) for each in pipelines))
+        asked = asyncio.gather(*map(self._executed, pipelines))
         (live,), *found = await self._answered(asked, timeout_s)
         if isinstance(live, Exception):
             raise Unavailable(f"the directory in Redis did not answer: {live}") from live
         members = set(_members(live))
         return [self._counted(each, members) if isinstance(each, dict) else {} for some in found for each in some]
 
+    async def _executed(self, pipeline: Any) -> list[Any]:
+        async with self._turns:
+            found: list[Any] = await pipeline.execute(raise_on_error=False)
+            return found
+
     def _counted(self, entries: Mapping[bytes, bytes], members: set[tuple[str, str]]) -> dict[str, Tier]:
-        """Those of other nodes that live. What is no entry was written by somebody else, and is none."""
-        found = {}
+        """Those of other nodes that live. What is no entry was written by somebody else, or by a newer release about a
+        tier of its own, and is none."""
+        found: dict[str, Tier] = {}
         for field, value in entries.items():
             node, (incarnation, _, number) = (
                 field.decode(errors="replace"),
                 value.decode(errors="replace").partition(" "),
             )
-            if node != self.node and (node, incarnation) in members and number.isdecimal():
-                found[node] = Tier(int(number))
-        return {node: tier for node, tier in found.items() if tier is not Tier.NONE}
+            tier = _TIERS.get(number, Tier.NONE)
+            if node != self.node and (node, incarnation) in members and tier is not Tier.NONE:
+                found[node] = tier
+        return found
 
     async def close(self) -> None:
         """Withdraw this node's entries. Never raises."""
@@ -151,7 +164,7 @@ class NodeDirectory:
             async with asyncio.timeout(timeout_s):
                 answer = await asked
         except TimeoutError as error:
-            self.is_reachable = False
+            self.is_reachable = self.is_reachable and timeout_s < SLOW_S
             raise Unavailable("the directory in Redis did not answer in time") from error
         except Exception as error:
             from redis.exceptions import RedisError  # here: redis-py takes memory and time, where it is used at all

@@ -224,6 +224,8 @@ class Levels:
         """Whether the tier was seen to have all of these."""
         shared, own, chunks = asked
         writes, name = shared.writes, shared.writes.target.name
+        if any(self._is_too_small(shared, row) for row in own):
+            return _Reached(f"tiers.{name} takes no chunk as small as these: lower tiers.{name}.chunk_bytes_min", True)
         if chunks.keys().isdisjoint(own):
             return _Reached(self._why_none(own), True)
         if not self._are_still(chunks):
@@ -234,6 +236,14 @@ class Levels:
                     return _Reached(f"a chunk that it hangs on is neither in tiers.{name} nor on this node", is_through)
                 return _Reached(self._why_not(shared, row), is_through)
         return _Reached("", True)
+
+    def _is_too_small(self, shared: SharedWrites, row: int) -> bool:
+        """True for a whole chunk that would go to the tier if it were larger: other nodes will not find it there."""
+        space = self._catalog.space_of(row)
+        if space.model_spec is None or not is_for_others(space):
+            return False
+        is_whole = self._table.token_counts[row] == space.spec.chunk_tokens
+        return is_whole and not shared.copies.tier.takes(self._names.of(row).layout)
 
     def _why_none(self, rows: Sequence[int]) -> str:
         if not all(is_for_others(self._catalog.space_of(row)) for row in rows):

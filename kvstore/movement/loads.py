@@ -23,7 +23,7 @@ from kvstore.movement.names import ChunkNames
 from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared_tiers import SharedTiers
-from kvstore.movement.sources import LocalSource, Source
+from kvstore.movement.sources import WENT, LocalSource, Source
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -332,7 +332,7 @@ class Loads:
         if not loading.lost:
             why = MissReason.UNAVAILABLE
             if isinstance(error, DataLoss):  # what an engine dropped, or others wrote anew, meanwhile is no damage
-                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT
+                why = MissReason.EVICTED if error.fields.get("reason") in WENT else MissReason.CORRUPT
             self._lost(loading, why, error.message)
             await loading.source.failed(error)
 

@@ -6,6 +6,7 @@ as a fetch brings the chunk back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -100,6 +101,10 @@ class Relocation:
         """Whether the tier has the chunk for certain."""
         return step.to is not None and self.is_it(step) and step.to.target.is_proven(step.row)
 
+    def there_count(self, steps: Sequence[Step]) -> int:
+        """Count those that their tier has for certain."""
+        return sum(map(self.is_there, steps))
+
     def loses_durability(self, step: Step, leaving: Sequence[Copies]) -> bool:
         """Whether the service had acknowledged that the chunk survives it, and once ``leaving`` give it up no tier says
         so: what merely other nodes can read may be gone the next moment."""
@@ -125,12 +130,18 @@ class Relocation:
 
     # ------------------------------------------------------------ up
 
-    async def bring(self, rows: Sequence[int]) -> None:
-        """Have these in memory, which the caller holds; no chunk makes way that no slower tier has."""
+    async def bring(self, rows: Sequence[int], timeout_s: float) -> bool:
+        """Have these in memory, which the caller holds; no chunk makes way that no slower tier has. False: some were
+        still on their way after ``timeout_s``, and go on."""
         loadings, _ = self._loads.begin(rows, frozenset(rows), evict_unwritten=False)
-        for loading in loadings:
-            if loading is not None:
-                await loading_ended(loading)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for loading in loadings:
+                    if loading is not None:
+                        await loading_ended(loading)
+        except TimeoutError:
+            return False
+        return True
 
     def can_come(self, row: int) -> bool:
         """Whether a tier that answers has a chunk that memory lacks."""

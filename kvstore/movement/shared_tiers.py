@@ -237,14 +237,28 @@ class SharedTiers:
             span.note(**{"is_late": True} if answers is None else {"there_chunks": sum(answers)})
             return answers
 
-    async def said(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
-        """Which of a chain's keys each tier says it has, all asked at once. One that does not answer is left out."""
-        asked = [shared for shared in self.tiers if shared.is_asked and keys]
-        keys = keys[:PROBE_COUNT_MAX]
-        answers = await asyncio.gather(
-            *(each.ask(keys, min(each.lookup_s_max, timeout_s), [len(keys)]) for each in asked)
-        )
-        return [(each.tier.kind, set(compress(keys, said))) for each, said in zip(asked, answers, strict=True) if said]
+    async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
+        """Which keys of these chains each tier says it has. All tiers are asked at once, each for all chains in as few
+        questions as hold them. One that does not answer is asked no more. A chain has one part of each chunk, for a
+        tier may have one part without the others."""
+        asked = [shared for shared in self.tiers if shared.is_asked]
+        until_s = self._clock.monotonic() + timeout_s
+        questions = _questions(chains)
+        found = await asyncio.gather(*(self._said(each, questions, until_s) for each in asked))
+        return [(each.tier.kind, keys) for each, keys in zip(asked, found, strict=True) if keys]
+
+    async def _said(
+        self, shared: SharedCopies, questions: Sequence[Sequence[Sequence[bytes]]], until_s: float
+    ) -> set[bytes]:
+        found = set[bytes]()
+        for chains in questions:
+            keys = [key for chain in chains for key in chain]
+            timeout_s = min(shared.lookup_s_max, until_s - self._clock.monotonic())
+            answers = await shared.ask(keys, timeout_s, [len(chain) for chain in chains])
+            if answers is None:
+                break
+            found.update(compress(keys, answers))
+        return found
 
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
         """The hint of a key, unless it is too old."""
@@ -316,6 +330,23 @@ class SharedTiers:
             for shared in self.tiers:
                 group.create_task(_closed(shared.tier))
         self.tiers.clear()
+
+
+def _questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
+    """Chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next group."""
+    groups: list[list[list[bytes]]] = []
+    seen, room = set[bytes](), 0
+    for chain in chains:
+        fresh = [key for key in dict.fromkeys(chain) if key not in seen]
+        seen.update(fresh)
+        while fresh:
+            if not room:
+                groups.append([])
+                room = PROBE_COUNT_MAX
+            part, fresh = fresh[:room], fresh[room:]
+            groups[-1].append(part)
+            room -= len(part)
+    return groups
 
 
 async def _closed(tier: SharedTier) -> None:

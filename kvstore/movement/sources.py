@@ -13,6 +13,9 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Tier
 from kvstore.tiers import ChunkName, StoredChunk
 
+WENT = frozenset({"gone", "absent", "replaced"})
+"""The reasons of a DataLoss that is no damage: a shared tier has the chunk no more, or has another write of it."""
+
 
 class Source(Protocol):
     """One chunk in one tier."""

@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant(
         "gone-is-damaged",
         "kvstore/movement/loads.py",
-        '                why = MissReason.EVICTED if error.fields.get("reason") == "gone" else MissReason.CORRUPT\n',
+        '                why = MissReason.EVICTED if error.fields.get("reason") in WENT else MissReason.CORRUPT\n',
         "                why = MissReason.CORRUPT\n",
         "what an engine drops while it is read looks like damage",
         (f"{CLAIMS}::test_what_goes_while_it_is_read_is_a_miss_and_no_damage",),

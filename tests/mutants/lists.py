@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     arena,
+    beyond,
     chunk,
     claims,
     client,
@@ -43,6 +44,7 @@ MUTANTS: list[Mutant] = [
     *sharing.MUTANTS,
     *claims.MUTANTS,
     *levels.MUTANTS,
+    *beyond.MUTANTS,
     *s3.MUTANTS,
     *redis.MUTANTS,
     *storing.MUTANTS,

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.catalog import Copies, Identity
 from kvstore.catalog.lineage import descend
+from kvstore.controller.operators.looks import Looks, blame
 from kvstore.controller.operators.selection import Chosen
 from kvstore.controller.operators.turns import Turn, Turns
 from kvstore.controller.operators.values import ChangeNews, Tally
@@ -24,7 +25,7 @@ BATCH_COUNT = 64
 UNDONE_AT_ONCE = 256
 """So many holds, or pins, are given back in one step of the loop."""
 BATCH_S_MAX = 120.0
-"""A tier that takes a batch no sooner has failed to."""
+"""A change ends in which no chunk has arrived for so long: the rest is told, and not tried."""
 WORDS = {
     Fate.REMOVED: "removed",
     Fate.WITH_PARENT: "removed with what it hung on",
@@ -38,6 +39,7 @@ DURABLE = "no longer durable"
 """Of those that were removed: they had been acknowledged as surviving the service. No word of its own in the total."""
 FREED, HELD = "given up by faster tiers", "held"
 STAYS = "has nowhere slower to go"
+NOT_TRIED = "not tried"
 IN_MEMORY, BROUGHT, NO_ROOM, NO_SOURCE = "in memory already", "brought into memory", "no room", "no tier answers"
 PINNED, UNPINNED = "pinned", "unpinned"
 
@@ -183,7 +185,8 @@ class Changes:
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
-        said = Said(self._parts.clock, tally)
+        clock, said = self._parts.clock, Said(self._parts.clock, tally)
+        arrived_s = clock.monotonic()
         for first in range(0, len(meant), BATCH_COUNT):
             await turn.next()
             places = range(first, min(first + BATCH_COUNT, len(meant)))
@@ -192,16 +195,24 @@ class Changes:
             tally.add(WORDS[Fate.GONE], 0, len(places) - len(batch))
             if not dry_run:
                 await relocation.ask(steps)
-                until_s = self._parts.clock.monotonic() + BATCH_S_MAX
-                while not await relocation.wait(steps, NEWS_S) and self._parts.clock.monotonic() < until_s:
+                there, is_through = relocation.there_count(steps), False
+                while not is_through and clock.monotonic() - arrived_s < BATCH_S_MAX:
+                    is_through = await relocation.wait(steps, NEWS_S)
+                    there, before = relocation.there_count(steps), there
+                    arrived_s = clock.monotonic() if there > before else arrived_s
                     for news in said.due():
                         yield news
                 await turn.next()
+                if there == sum(each.to is not None for each in steps):  # nothing is missing
+                    arrived_s = clock.monotonic()
             for step in steps:
                 self._sent(step, leaving, stays, tally, dry_run=dry_run)
             tally.done_count += len(places)
             for news in said.due():
                 yield news
+            if clock.monotonic() - arrived_s >= BATCH_S_MAX and not dry_run:
+                tally.add(NOT_TRIED, 0, len(meant) - places.stop)
+                break
         tally.counts = {what: count for what, count in tally.counts.items() if count}
         yield ChangeNews(tally, is_last=True)
 
@@ -287,17 +298,28 @@ class Changes:
                 tally.done_count += 1
             for first in range(0, len(wanted), BATCH_COUNT):
                 batch = list(islice(wanted, first, first + BATCH_COUNT))
-                if not dry_run:
-                    await relocation.bring(batch)
+                is_late = not dry_run and not await relocation.bring(batch, BATCH_S_MAX)
                 for row in batch:
-                    is_there = dry_run or row in self._movement.memory
-                    tally.add(BROUGHT if is_there else NO_ROOM, self._size(row))
+                    tally.add(BROUGHT if dry_run else self._brought(row, is_late=is_late), self._size(row))
                 tally.done_count += len(batch)
                 for news in said.due():
                     yield news
+                if is_late and not any(row in self._movement.memory for row in batch):
+                    tally.problem = f"no chunk came within {BATCH_S_MAX:.0f} s: see kvstore tiers"
+                    tally.add(NOT_TRIED, 0, len(wanted) - first - len(batch))
+                    break
         finally:
             self._let_go(held)
+        tally.counts = {what: count for what, count in tally.counts.items() if count}
         yield ChangeNews(tally, is_last=True)
+
+    def _brought(self, row: int, *, is_late: bool) -> str:
+        """What became of a chunk that was to come into memory."""
+        if row in self._movement.memory:
+            return BROUGHT
+        if not self._movement.relocation.can_come(row):
+            return NO_SOURCE
+        return Transit.FAILED if is_late else NO_ROOM
 
     def _hold(self, row: int, held: list[int], *, dry_run: bool) -> None:
         if not dry_run:
@@ -340,11 +362,11 @@ class Changes:
 
     async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read every copy of what is meant again, of one tier or all, and check every strip. What fails is quarantined,
-        and written again from memory where that has the chunk."""
+        and written again from memory where that has the chunk. A tier that gives nothing is not asked for ever."""
         turn = self._turns.begin()
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
-        said = Said(self._parts.clock, tally)
+        said, looks = Said(self._parts.clock, tally), Looks(self._catalog, self._parts.clock)
         for row, identity in map(meant.at, range(len(meant))):
             await turn.between()
             tally.done_count += 1
@@ -359,21 +381,15 @@ class Changes:
                     if only and name != only:
                         continue
                     tally.add(f"{name}: read", byte_count)
-                    found = True if dry_run else await look()
+                    found = True if dry_run else await looks.look(name, row, look)
                     if found is not True:
                         tally.add(f"{name}: {'damaged' if found is False else 'not read'}", byte_count)
-                        self._blame(tally, name, identity[1], is_damaged=found is False)
+                        blame(tally, name, identity[1], is_damaged=found is False)
                     for news in said.due():
                         yield news
             finally:
                 self._catalog.unhold(row)
         yield ChangeNews(tally, is_last=True)
-
-    def _blame(self, tally: Tally, name: str, digest: bytes, *, is_damaged: bool) -> None:
-        """Name the first chunk whose copy failed."""
-        if not tally.problem:
-            what = "fails its check and is quarantined" if is_damaged else "was not given"
-            tally.problem = f"the copy of chunk {digest.hex()} in {name} {what}"
 
 
 def slower_than(parts: Parts, name: str) -> list[Writes]:

@@ -71,8 +71,10 @@ class Errands:
         self._rounds += 1
         used, self._used = list(self._used), {}
         await self._control.touch(used, self._ttl_ms)
-        await self._control.remove(list(self._given_up))
-        self._given_up.clear()
+        removed = list(self._given_up)
+        await self._control.remove(removed)
+        for key in removed:  # others were given up meanwhile
+            del self._given_up[key]
         if self.problem:
             _log.info("the server answers again", extra={"tier": "redis"})
             self.problem = ""

@@ -29,6 +29,7 @@ _MOVES = ("MOVED", "ASK")
 
 def refusal(text: str, where: str) -> KVStoreError:
     """The typed error of an error reply, ``text`` being what stands behind its "-"; ``where``: which server."""
+    text = text.partition(", with args")[0]  # a server that does not know AUTH repeats the password
     code, _, rest = text.partition(" ")
     if code == "WRONGTYPE":
         return DataLoss("something else lies where a chunk should", reason="type")

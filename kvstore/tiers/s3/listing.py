@@ -19,7 +19,7 @@ from kvstore.chunk import (
     shown_header,
 )
 from kvstore.config import S3Settings
-from kvstore.errors import DataLoss
+from kvstore.errors import DataLoss, Unavailable
 from kvstore.tiers.s3.connection import Connection, together
 from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
@@ -54,12 +54,15 @@ class Examined:
 def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
     """Blocking. The chunks' objects, a page at a time, and how many others lie among them. Raises PermissionDenied,
     Unavailable."""
-    token = ""
+    token = before = ""
     while True:
         found, others, token = finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
         yield found, others
         if not token:
             return
+        if token == before:
+            raise Unavailable("tiers.s3: the store gives the same page of its list again and again: see its log")
+        before = token
 
 
 async def _page(settings: S3Settings, token: str, connection: Connection) -> tuple[list[Listed], int, str]:
@@ -72,7 +75,10 @@ async def _page(settings: S3Settings, token: str, connection: Connection) -> tup
         key = storage_key_of(settings, row["Key"])
         if key is not None:
             found.append(Listed(key, row["ETag"], int(row["Size"]), row["LastModified"].timestamp()))
-    return found, len(rows) - len(found), answer.get("NextContinuationToken", "")
+    following = answer.get("NextContinuationToken", "")
+    if answer.get("IsTruncated") and not following:
+        raise Unavailable("tiers.s3: the store ends its list in the middle: see its log")
+    return found, len(rows) - len(found), following if answer.get("IsTruncated", True) else ""
 
 
 def storage_key_of(settings: S3Settings, key: str) -> bytes | None:

@@ -1,7 +1,9 @@
 """lookup-shared: a lookup of 128 keys, half of which lie in memory and half in Redis, over one round trip to that Redis
 and a millisecond.
 
-The round trip is a bare client's: one connection, a pipelined EXISTS of the keys that the node lacks, nothing else.
+The round trip is a bare client's: one connection, a pipelined EXISTS of the keys that the node lacks, nothing else. The
+service asks Redis for these alone, since it knows what it has itself; the limit is theirs, not that of all keys, whose
+round trip stands beside it and would be the easier one.
 Both use one unix socket of one server, in turns. Another node stored the chains; each is asked about once, for an
 answer is remembered for some seconds.
 """
@@ -93,16 +95,17 @@ def run(scale: str) -> Result:
     chains = [np.concatenate([first, each]) for each in rests]
     with _nodes() as (storing, asking, path):
         server = redis.Redis(unix_socket_path=path, protocol=2)
-        _stored(storing, spec, server, first)
+        near_keys = _stored(storing, spec, server, first)
         keys = [_stored(storing, spec, server, each) for each in chains]
         plane = np.zeros((1, NEAR, 8), np.uint16)
         asking.store(spec, first, [(plane, plane)]).wait()
         bare = BareExists(path)
         session, empty = asking.connect_now(), pb.ReleaseRequest()
-        ours, trips, nothing, found = [], [], [], []
+        ours, trips, whole_trips, nothing, found = [], [], [], [], []
         for chain, far in zip(chains, keys, strict=True):
             assert len(far) == KEYS - NEAR
             trips.append(shared.timed(lambda far=far: bare.ask(far)))  # type: ignore[misc]  # bound at once
+            whole_trips.append(shared.timed(lambda far=far: bare.ask([*near_keys, *far])))  # type: ignore[misc]  # as above
             nothing.append(shared.timed(lambda: session.call(session.cache.Release, empty, 10.0)))
             ours.append(shared.timed(lambda chain=chain: found.append(asking.lookup(spec, chain))))  # type: ignore[misc]  # as above
         near = [shared.timed(lambda: asking.lookup(spec, first)) for _ in ours]
@@ -111,13 +114,15 @@ def run(scale: str) -> Result:
     ours, trips = ours[WARM_UP:], trips[WARM_UP:]
     ratios = [mine / (trip + MORE_S) for mine, trip in zip(ours, trips, strict=True)]
     value, trip_s = statistics.median(ours), statistics.median(trips)
+    whole_s = statistics.median(whole_trips[WARM_UP:])
     ratio = value / (trip_s + MORE_S)
     show(
         f"lookup-shared: {KEYS} keys, {KEYS - NEAR} of them in Redis only; {len(ours)} lookups",
         [
             ("lookup p50", f"{value * 1e6:.0f} us, {ratio:.2f} of a round trip and 1 ms (target {TARGET})"),
             ("lookup p99", f"{np.percentile(ours, 99) * 1e6:.0f} us"),
-            ("  bare: pipelined EXISTS p50", f"{trip_s * 1e6:.0f} us"),
+            (f"  bare: pipelined EXISTS of {KEYS - NEAR} p50", f"{trip_s * 1e6:.0f} us"),
+            (f"  bare: pipelined EXISTS of all {KEYS} p50", f"{whole_s * 1e6:.0f} us"),
             ("  an empty call of the sidecar p50", f"{statistics.median(nothing) * 1e6:.0f} us"),
             (f"  the {NEAR} in memory alone, without a call, p50", f"{statistics.median(near) * 1e6:.0f} us"),
         ],
@@ -126,6 +131,7 @@ def run(scale: str) -> Result:
         name="lookup-shared", value=value, unit="s", limit=trip_s + MORE_S, ratio=ratio, target=f"<= {TARGET}",
         met=ratio <= TARGET, runs=len(ours), spread=quartiles(ratios), conditions={
             "scale": scale, "line": "unix socket", "processors": os.cpu_count(), "round_trip_us": trip_s * 1e6,
+            "asked_keys": KEYS - NEAR, "keys": KEYS, "round_trip_of_all_keys_us": whole_s * 1e6,
             "p99_us": float(np.percentile(ours, 99)) * 1e6, "empty_call_us": statistics.median(nothing) * 1e6,
             "near_us": statistics.median(near) * 1e6,
         },

@@ -50,8 +50,8 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing: s
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask. A script has to say so.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Everything that this tenant has.")]
 NOT_DONE = {
-    "held", "kept for what hangs on it", "failed", "no room", "no tier answers", "has nowhere slower to go",
-    "model not registered",
+    "held", "kept for what hangs on it", "failed", "not tried", "no room", "no tier answers",
+    "has nowhere slower to go", "model not registered",
 }  # fmt: skip
 """What the service says of chunks of which a command did not do what it was told to: it ends with a code of its own."""
 

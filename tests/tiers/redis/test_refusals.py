@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvstore.errors import Unavailable
+from kvstore.tiers.redis.replies import refusal
 from tests.contracts.chunks import chunk
 from tests.fakes.redis_server import RedisServer, free_port
 from tests.tiers.redis.tiers import got, key_of, put, redis_tier, until
@@ -148,6 +149,15 @@ async def test_what_is_no_redis_is_unavailable(reply: bytes) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server:
         assert len(await refusals(f"redis://127.0.0.1:{port}")) == 3
+
+
+def test_a_password_that_a_server_repeats_goes_no_further() -> None:
+    """One that does not know AUTH does."""
+    for quotes in ("''", "``"):
+        one, other = quotes
+        text = f"ERR unknown command {one}AUTH{other}, with args beginning with: {one}u{other} {one}hunter2{other} "
+        assert "AUTH" in refusal(text, "here").message
+        assert "hunter2" not in refusal(text, "here").message
 
 
 def test_a_password_is_in_no_error_of_redis_py(server: RedisServer) -> None:

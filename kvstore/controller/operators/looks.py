@@ -1,0 +1,45 @@
+"""Copies that are read again by an operator's word, each within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvstore.catalog import Catalog
+from kvstore.controller.operators.values import Tally
+from kvstore.seams import Clock
+
+LOOK_S_MAX = 60.0
+"""A tier that has given no copy for so long is not asked again."""
+
+
+class Looks:
+    """Those of one change. A tier that stalls is waited for once, not for each of its copies."""
+
+    def __init__(self, catalog: Catalog, clock: Clock) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self._since_s: dict[str, float] = {}
+        """Tier -> when it gave a copy last, or was first asked for one."""
+
+    async def look(self, tier: str, row: int, look: Callable[[], Awaitable[bool | None]]) -> bool | None:
+        """What a look at one copy says. None: the tier did not give it, or is not asked any more. A look that takes too
+        long goes on alone, and holds its chunk until it has ended."""
+        left_s = self._since_s.setdefault(tier, self._clock.monotonic()) + LOOK_S_MAX - self._clock.monotonic()
+        if left_s <= 0:
+            return None
+        self._catalog.table.hold(row)
+        task = asyncio.ensure_future(look())  # seam: it ends with the tier's answer
+        task.add_done_callback(lambda _: self._catalog.unhold(row))
+        await asyncio.wait([task], timeout=left_s)
+        found = task.result() if task.done() else None
+        if found is not None:
+            self._since_s[tier] = self._clock.monotonic()
+        return found
+
+
+def blame(tally: Tally, tier: str, digest: bytes, *, is_damaged: bool) -> None:
+    """Name the first chunk whose copy failed."""
+    if not tally.problem:
+        what = "fails its check and is quarantined" if is_damaged else "was not given"
+        tally.problem = f"the copy of chunk {digest.hex()} in {tier} {what}"

@@ -1,0 +1,70 @@
+"""A bucket's list, from stores that page it badly: told, rather than read for ever or taken for whole."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from kvstore.config import S3Settings
+from kvstore.errors import Unavailable
+from kvstore.tiers.s3 import listing
+from kvstore.tiers.s3.objects import object_key
+
+SETTINGS = S3Settings(bucket="bucket", prefix="p")
+
+
+def row(number: int) -> dict[str, Any]:
+    key = object_key(SETTINGS, number.to_bytes(32, "big"))
+    return {"Key": key, "ETag": f'"{number}"', "Size": 1, "LastModified": datetime.now(UTC)}
+
+
+class Store:
+    """Gives these pages, one after the other, the last one again and again."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = answers
+        self.tokens: list[str] = []
+
+    async def ask(self, request: Any) -> Any:
+        return await request(self)
+
+    async def list_objects_v2(self, **options: Any) -> dict[str, Any]:
+        self.tokens.append(options.get("ContinuationToken", ""))
+        assert len(self.tokens) < 10, "it is read for ever"
+        return self._answers[min(len(self.tokens), len(self._answers)) - 1]
+
+
+def listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
+    def finished(settings: S3Settings, action: str, work: Any, deadline_s: float) -> Any:
+        return asyncio.run(work(store))
+
+    monkeypatch.setattr(listing, "finished", finished)
+    return sum(len(found) for found, _ in listing.pages(SETTINGS))
+
+
+def test_pages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(
+        {"Contents": [row(1)], "IsTruncated": True, "NextContinuationToken": "a"},
+        {"IsTruncated": True, "NextContinuationToken": "b"},
+        {"Contents": [row(2), row(3)], "IsTruncated": False, "NextContinuationToken": "c"},
+    )
+    assert listed(store, monkeypatch) == 3
+    assert store.tokens == ["", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"Contents": [row(1)], "IsTruncated": True, "NextContinuationToken": "again"},
+        {"Contents": [row(1)], "IsTruncated": True},
+    ],
+    ids=["the same page", "no word of the next"],
+)
+def test_a_list_that_cannot_be_read_to_its_end_is_an_error(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unavailable, match=r"tiers\.s3"):
+        listed(Store(answer), monkeypatch)
