@@ -125,7 +125,8 @@ def _offer(facts: Facts, holding: Holding) -> Offer:
     reuse = "position"
     if sender is not None:
         reuse = "both" if any(run.cache.is_standalone for run in runs) else "sibling"
-    return Offer(tuple(runs), sender, None if facts.setting else holding.permit(reuse))
+    permit = None if facts.setting else holding.permit(reuse)
+    return Offer(tuple(runs), sender, permit and permit.within(facts.token_count, len(runs)))
 
 
 def _alone(given: Recompute | None, offer: Offer) -> Choice:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning.profile import REUSES, Origin, Point, Profile
+from kvstore.planning.profile import AGAIN, REUSES, Origin, Point, Profile
 from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec
 
@@ -49,12 +49,24 @@ class Pair:
 @dataclass(frozen=True)
 class Permit:
     """What the gate says to one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile
-    that decided."""
+    that decided; ``token_count_max`` and ``run_count_max``: how far it goes, 0: it does not say."""
 
     pair: Pair
     setting: Recompute | None = None
     reason: str = ""
     profile: str = ""
+    token_count_max: int = 0
+    run_count_max: int = 0
+
+    def within(self, token_count: int, run_count: int) -> Permit:
+        """The permit for a prompt of so many tokens and reused runs: none where the profile has only smaller ones."""
+        for what, count, most in (
+            ("tokens", token_count, self.token_count_max), ("reused runs", run_count, self.run_count_max)
+        ):  # fmt: skip
+            if self.setting is not None and most and count > most:
+                reason = f"the prompt has {count} {what}, the profile's at most {most}; {AGAIN} on prompts like it"
+                return replace(self, setting=None, reason=reason)
+        return self
 
 
 @dataclass(frozen=True)
@@ -89,4 +101,7 @@ class Ruling:
             self.profile.check(receiver, sender)
         except InvalidRequest as error:
             return Permit(self.pair, None, INVALID.format(error.message))
-        return Permit(self.pair, self.point.setting, "", self.digest)
+        made = self.profile.calibration
+        return Permit(
+            self.pair, self.point.setting, "", self.digest, made.token_count_max, made.run_count_max
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -17,7 +18,7 @@ from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec
 
 FORMAT = "kvstore profile"
-VERSION = 2
+VERSION = 3
 ERRORS = 2.0
 """Standard errors that are taken off a measured quality before it is held against a floor: of a hundred settings that
 just reach the floor so, two or three lie below it, and clients take the cheapest of a few dozen."""
@@ -59,20 +60,26 @@ class Side:
 class Calibration:
     """The contexts behind a profile: a digest of all of them and the seeds they were drawn from; how many its figures
     are of, and how many answers to these were scored; how many others were searched on. Whoever searches among many
-    settings finds lucky ones: what was found is measured again, on contexts that found nothing."""
+    settings finds lucky ones: what was found is measured again, on contexts that found nothing. ``token_count_max``,
+    ``run_count_max``: the longest prompt among them, and the most reused runs in one; beyond these the profile says
+    nothing. 0: not said."""
 
     digest: str
     seeds: tuple[int, ...]
     contexts: int
     answers: int
     search_contexts: int
+    token_count_max: int = 0
+    run_count_max: int = 0
 
 
 @dataclass(frozen=True)
 class Point:
     """One setting, measured. ``share``: f, of a prefill's compute. ``quality`` in 0..1 with its standard error over
     contexts; ``loss_error``: the standard error of full prefill's quality less this one's, context by context, which is
-    smaller. ``misled``: the share of answers for which ``drift.misled`` holds."""
+    smaller. ``misled``: the share of answers for which ``drift.misled`` holds. Where quality is whole answers that are
+    kept, ``tokens`` is the share of their tokens that are, and ``kl`` the divergence of full prefill's distributions
+    from these, in nats; None elsewhere."""
 
     setting: Recompute
     share: float
@@ -80,6 +87,8 @@ class Point:
     standard_error: float
     loss_error: float
     misled: float
+    tokens: float | None = None
+    kl: float | None = None
 
     @property
     def assured(self) -> float:
@@ -225,7 +234,12 @@ def _profile_of(found: dict[str, Any]) -> Profile:
 def _point_of(value: Any, layer_count: int, what: str) -> Point:
     def build(found: dict[str, Any]) -> Point:
         setting = setting_of(found.pop("setting"), layer_count, f"{what}.setting")
-        return Point(setting, **{name: _share(each, f"{what}.{name}") for name, each in found.items()})
+        beside = {name: found.pop(name) for name in ("tokens", "kl")}
+        if beside["tokens"] is not None:
+            beside["tokens"] = _share(beside["tokens"], f"{what}.tokens")
+        if beside["kl"] is not None:
+            beside["kl"] = _amount(beside["kl"], f"{what}.kl")
+        return Point(setting, **{name: _share(each, f"{what}.{name}") for name, each in found.items()}, **beside)
 
     return _object(value, Point, what, build)
 
@@ -242,7 +256,8 @@ def _calibration_of(found: dict[str, Any]) -> Calibration:
         raise InvalidRequest("calibration.seeds must be a list")
     seeds = tuple(_whole(each, "calibration.seeds", least=0) for each in found["seeds"])
     counts = (_whole(found[name], f"calibration.{name}") for name in ("contexts", "answers", "search_contexts"))
-    return Calibration(_text(found["digest"], "calibration.digest"), seeds, *counts)
+    most = (_whole(found[name], f"calibration.{name}", least=0) for name in ("token_count_max", "run_count_max"))
+    return Calibration(_text(found["digest"], "calibration.digest"), seeds, *counts, *most)
 
 
 def _object(value: Any, kind: type[Any], what: str, build: Callable[[dict[str, Any]], Value]) -> Value:
@@ -260,6 +275,12 @@ def _names(value: Any, kind: type[Any], what: str) -> None:
 def _share(value: Any, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise InvalidRequest(f"{what} {value!r:.40} must be a number in 0..1")
+    return float(value)
+
+
+def _amount(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value < math.inf:
+        raise InvalidRequest(f"{what} {value!r:.40} must be a number of at least 0")
     return float(value)
 
 

@@ -237,6 +237,21 @@ def test_a_plan_of_less_says_why(facts: Facts, reason: str) -> None:
     assert all(run.is_exact for run in plan.runs)
 
 
+def test_a_profile_of_smaller_prompts_lets_nothing_through() -> None:
+    own = holding(None, "position", BLEND, prefix=8)
+    (permit,) = own.permits
+    for most, allowed in (((40, 1), True), ((39, 1), False), ((40, 0), True), ((0, 1), True)):
+        limited = replace(permit, token_count_max=most[0], run_count_max=most[1])
+        plan = decide(Facts(KEPT, 40, 39, replace(own, permits=(limited,))))
+        assert (plan.recompute is not None) == allowed
+        assert ("40 tokens, the profile's at most 39" in plan.reason) == (not allowed)
+    two = (StoredSegment(10, 20, 10), StoredSegment(20, 30, 10))
+    limited = replace(permit, run_count_max=1)
+    plan = decide(Facts(KEPT, 40, 39, replace(own, segments=two, permits=(limited,))))
+    assert "2 reused runs, the profile's at most 1" in plan.reason
+    assert all(run.is_exact for run in plan.runs)
+
+
 def test_settings_of_which_neither_covers_the_other_are_not_mixed() -> None:
     own, theirs = holding(None, "position", BLEND, prefix=8), holding(SENDERS[0], "sibling", OTHER, prefix=15)
     facts = Facts(KEPT, 40, 39, own, (theirs,))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.gate import Gate
+from kvstore_client.recompute import recompute
 from kvstore_ops.profiling.command import Own, run
 from kvstore_ops.profiling.own import OwnSubject, local_model
 from kvstore_ops.profiling.profiler import journal_of
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Profile, Recompute
+from kvstore.planning.profile import Origin
 from tests.recompute.models import VOCABULARY, model_of, prompt, sibling_of
 
 MODEL = model_of("llama", num_hidden_layers=2)
@@ -59,21 +61,46 @@ def test_quality_is_agreement_with_the_full_prefill(reuse: str) -> None:
     assert answered == [1, 2, 3, 4]
     assert subject.full().by_context == (1.0,) * 4
     made = subject.calibration
-    assert (made.search_contexts, made.contexts, made.answers) == (2, 2, 10)
+    assert (made.search_contexts, made.contexts, made.answers) == (2, 2, 2)
     done: list[int] = []
     same = subject.measure(Recompute(0, 0, 1.0), EVERY, done.append)
     assert done == [1, 2, 3, 4]
-    assert (same.by_context, same.share, same.misled) == ((1.0,) * 4, 1.0, 0.0)
+    assert (same.by_context, same.misled, same.tokens) == ((1.0,) * 4, 0.0, 1.0)
+    assert same.share == 1.0
+    assert same.kl == pytest.approx(0.0, abs=1e-5)
     lossy = subject.measure(Recompute.reuse(), EVERY, done.append)
     parts = [subject.measure(Recompute.reuse(), those, done.append) for those in (range(1), range(1, 4))]
     assert (parts[0] + parts[1]).by_context == lossy.by_context
     assert (parts[0] + parts[1]).misled == pytest.approx(lossy.misled)
     assert lossy.share == 0.0
     assert 0.0 <= sum(lossy.by_context) / 4 < 1.0
-    assert lossy.misled > 0.0
+    assert lossy.tokens is not None
+    assert sum(lossy.by_context) / 4 <= lossy.tokens < 1.0, "an answer is kept whole or not at all"
+    assert lossy.kl is not None
+    assert lossy.kl > 0.01
     group = Recompute(1, 1) if reuse != "position" else Recompute(0, 0)
     again = OwnSubject(RUNNER, None if reuse == "position" else SIBLING, reuse, asked(4), 5)
     assert subject.measure(group, EVERY, done.append) == again.measure(group, EVERY, done.append)
+
+
+def test_documents_behind_a_preamble_are_profiled_as_they_are_used() -> None:
+    """The first one is exact, and not counted among what is computed again."""
+    prompts = [Prompt(each.tokens, (range(7, 25), range(25, 52)), 7) for each in asked(4)]
+    subject = OwnSubject(RUNNER, None, "position", prompts, 3)
+    assert subject.origin is Origin.PREAMBLE
+    made = subject.calibration
+    assert (made.token_count_max, made.run_count_max) == (60, 2)
+    runs = list(subject._runs(0, prompts[0], Recompute.reuse()))
+    assert [(run.token_start, run.rotated_from, run.is_exact) for run in runs] == [(7, 7, True), (25, 7, False)]
+    whole = recompute(RUNNER, prompts[0].tokens[:25].astype("int64"), [], Recompute.full(2)).kv
+    for (k, v), (k_whole, v_whole) in zip(runs[0].source._kv, whole, strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(k, k_whole[:, 7:])
+        assert torch.equal(v, v_whole[:, 7:])
+    only_first = [Prompt(each.tokens, (range(7, 25),), 7) for each in prompts]
+    exact = OwnSubject(RUNNER, None, "position", only_first, 3).measure(Recompute.reuse(), EVERY, lambda _: None)
+    assert exact.by_context == (1.0,) * 4
+    with pytest.raises(InvalidRequest, match="3 of 4 prompts have a preamble"):
+        OwnSubject(RUNNER, None, "position", [*prompts[:3], asked(4)[3]], 3)
 
 
 def test_caches_that_do_not_fit_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +161,11 @@ def test_text_is_cut_part_by_part(directory: Path, tmp_path: Path) -> None:
     assert len(found) == PROMPTS_MIN
     assert found[0].tokens.tolist() == [5, 6, 7, 8, 9, 1]
     assert found[0].segments == (range(2), range(2, 5))
+    assert found[0].preamble_count == 0
+    path.write_text(path.read_text().replace('{"segments"', '{"preamble": "w1 w2", "segments"'))
+    behind = read_prompts(path, None, VOCABULARY, tokenizer)
+    assert behind[0].tokens.tolist() == [1, 2, 5, 6, 7, 8, 9, 1]
+    assert (behind[0].segments, behind[0].preamble_count) == ((range(2, 4), range(4, 7)), 2)
     model = tmp_path / "model"
     MODEL.save_pretrained(model)
     tokenizer.save_pretrained(model)
@@ -171,6 +203,8 @@ def test_a_prompt_that_is_there_twice_is_named(tmp_path: Path) -> None:
         ({"segments": [[0, 60]]}, "line 1: there must be"),
         ({"segments": [[0, 10], [5, 20]]}, "line 1: segments\\[1\\]"),
         ({"labels": []}, "line 1 must have"),
+        ({"preamble": 4}, "line 1: preamble 4 must be"),
+        ({"preamble": "text"}, "line 1: preamble 'text' must be"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -27,6 +27,7 @@ from rich.progress import Progress
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.planning import Calibration, Profile
+from kvstore.planning.profile import Origin
 from tests.recompute.test_profile import RECEIVER, SENDER
 
 CONTEXTS = 16
@@ -44,6 +45,7 @@ class Pretended:
     receiver: ModelSpec = RECEIVER
     sender: ModelSpec | None = SENDER
     reuse: str = "sibling"
+    origin: Origin = Origin.IN_CONTEXT
     calibration: Calibration = field(
         default_factory=lambda: Calibration("aa" * 32, (1, 2), CONTEXTS, 8 * CONTEXTS, SEARCH_CONTEXTS)
     )
@@ -66,7 +68,14 @@ class Pretended:
     def quality(self, setting: Recompute, those: range) -> float:
         whole = sum((0.0, 0.05, 0.25, 0.25, 0.1, 0.0)[setting.first_layer : setting.check_layer])
         rest = 0.65 - whole
-        good = {"product": 1.2, "deviation": 0.8, "suffix_attention": 0.7, "first": 0.1, "random": 0.1}
+        good = {
+            "product": 1.2,
+            "deviation": 0.8,
+            "suffix_attention": 0.7,
+            "suffix_peak": 0.5,
+            "first": 0.1,
+            "random": 0.1,
+        }
         mended = rest * min(1.0, setting.ratio * 3) * min(1.0, good[setting.selector] * (0.3 + 2 * whole))
         return 0.2 + whole + mended
 

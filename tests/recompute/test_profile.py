@@ -86,7 +86,7 @@ def with_setting(**fields: Any) -> str:
         ('{"format": "kvstore profile", "format": "kvstore profile"}', "twice"),
         ("[" * 100_000, "JSON"),
         (changed(version=1), "version"),
-        (changed(version=3), "version"),
+        (changed(version=2), "version"),
         (changed(rule="quality >= floor full_quality"), "rule"),
         (changed(format="else"), "version"),
         (changed(more=1), "more"),

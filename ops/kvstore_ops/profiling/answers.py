@@ -58,4 +58,4 @@ def agreement(full: torch.Tensor, lossy: torch.Tensor, answer: torch.Tensor, sha
     same = lossy.argmax(-1) == answer
     known, found = full.float().log_softmax(-1), lossy.float().log_softmax(-1)
     kl = (known.exp() * (known - found)).sum(-1).mean()
-    return Agreement(bool(same.all()), float(same.float().mean()), float(kl), share)
+    return Agreement(bool(same.all()), float(same.float().mean()), max(0.0, float(kl)), share)

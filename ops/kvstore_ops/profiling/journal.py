@@ -15,7 +15,7 @@ from kvstore.planning.profile import parsed, setting_of
 from kvstore_ops.profiling.subject import Measured, Subject
 
 FORMAT = "kvstore profile points"
-VERSION = 2
+VERSION = 3
 
 
 class Journal:
@@ -110,7 +110,9 @@ class Journal:
     def _take(self, line: dict[str, Any], number: int) -> None:
         what = f"{self.path}, line {number}"
         try:
-            measured = Measured(tuple(map(float, line["by_context"])), float(line["share"]), float(line["misled"]))
+            beside = (None if line[name] is None else float(line[name]) for name in ("tokens", "kl"))
+            kept = (tuple(map(float, line["by_context"])), float(line["share"]), float(line["misled"]))
+            measured = Measured(*kept, *beside)
             setting, judged = line["setting"], line["judged"]
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(f"{what}: not a measured point; begin anew with --fresh") from error
@@ -128,5 +130,6 @@ def _header(subject: Subject) -> dict[str, Any]:
         "receiver": asdict(Side.of(subject.receiver)),
         "sender": subject.sender and asdict(Side.of(subject.sender)),
         "reuse": subject.reuse,
+        "origin": subject.origin.value,
         "calibration": {**calibration, "seeds": list(calibration["seeds"])},
     }

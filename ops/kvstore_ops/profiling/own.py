@@ -1,9 +1,10 @@
-"""A model of one's own, and prompts: how often reuse says what the model says after its own full prefill.
+"""A model of one's own, and prompts: how many answers reuse keeps, whole, as the model gives them after its own full
+prefill.
 
-There are no labels. The model answers every prompt after a full prefill, greedily; every setting is then asked for
-each token of that answer, given the ones before it. Quality is the share of these tokens at which its most probable
-token is the full prefill's: top-1 agreement, 1 for the full prefill itself. Near ties count as they fall, so that what
-is lost is rather overstated.
+There are no labels. The model answers every prompt after a full prefill, greedily; over a cache an answer is kept when
+every one of its tokens, given those before it, is the most probable one again. Nothing less counts: spaces, full stops
+and ends agree anyway, so that nine tokens of ten may agree where half of the answers are lost. Near ties count as they
+fall, so that what is lost is rather overstated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from kvstore_client.engines.transformers_runner import TransformersRunner
 from kvstore_client.gate.drift import misled
@@ -21,7 +23,10 @@ from kvstore_client.recompute import GivenKV, Recomputed, Run, check_sender, rec
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Calibration, Recompute
+from kvstore.planning.permit import ALONE, PROVENANCE
+from kvstore.planning.profile import Origin
 from kvstore.spec import ModelSpec
+from kvstore_ops.profiling.answers import agreement, said
 from kvstore_ops.profiling.prompts import Prompt, digest_of
 from kvstore_ops.profiling.subject import Measured
 
@@ -34,11 +39,12 @@ KEPT_SHARE = 4
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """``tokens`` int64: a prompt and its answer but for the last token; ``logits`` [answer tokens, vocab_size]: what
-    the full prefill says at each of the answer's tokens."""
+    """``tokens`` int64: the prompt's; ``answer`` int64: what the model says after a full prefill; ``logits``
+    [answer tokens, vocab_size]: what the full prefill says at each of these."""
 
     prompt: Prompt
     tokens: torch.Tensor
+    answer: torch.Tensor
     logits: torch.Tensor
 
 
@@ -84,6 +90,7 @@ class OwnSubject:
         self.receiver = receiver.spec
         self.sender = None if sender is None else sender.spec
         self.reuse = reuse
+        self.origin = _origin_of(prompts, reuse)
         self._runner = receiver
         self._caches = _Caches(sender or receiver)
         self._asked = []
@@ -92,27 +99,28 @@ class OwnSubject:
         for index, prompt in enumerate(prompts):
             self._asked.append(self._answered(prompt, answer_tokens))
             report(index + 1)
-        answers = sum(len(each.logits) for each in self._asked[len(searched) :])
-        digest = digest_of(prompts, answer_tokens)
-        self.calibration = Calibration(digest, (), len(prompts) - len(searched), answers, len(searched))
+        digest, judged = digest_of(prompts, answer_tokens), len(prompts) - len(searched)
+        runs = 1 if reuse == "sibling" else max(len(prompt.segments) for prompt in prompts)
+        longest = max(int(prompt.tokens.size) for prompt in prompts)
+        self.calibration = Calibration(digest, (), judged, judged, len(searched), longest, runs)
 
     def full(self) -> Measured:
         """It is what the others are compared with."""
-        return Measured((1.0,) * len(self._asked), 1.0, 0.0)
+        return Measured((1.0,) * len(self._asked), 1.0, 0.0, 1.0, 0.0)
 
     def measure(self, setting: Recompute, those: range, report: Callable[[int], None]) -> Measured:
-        by_context, share, wrong, answers = [], 0.0, 0, 0
+        found, wrong = [], 0
         for index in those:
             asked = self._asked[index]
             runs = list(self._runs(index, asked.prompt, setting))
-            done = recompute(self._runner, asked.tokens, runs, setting, logit_count=len(asked.logits))
-            agrees = done.logits.argmax(-1) == asked.logits.argmax(-1)
-            by_context.append(float(agrees.float().mean()))
-            share += done.share / len(those)
-            wrong += int(misled(asked.logits, done.logits).sum())
-            answers += len(asked.logits)
-            report(len(by_context))
-        return Measured(tuple(by_context), share, wrong / answers)
+            lossy, share = said(self._runner, asked.tokens, asked.answer, runs, setting)
+            found.append(agreement(asked.logits, lossy, asked.answer, share))
+            wrong += int(misled(asked.logits[:1], lossy[:1]).sum())
+            report(len(found))
+        share, tokens, kl = (
+            sum(each) / len(found) for each in zip(*((f.share, f.tokens, f.kl) for f in found), strict=True)
+        )
+        return Measured(tuple(float(each.is_kept) for each in found), share, wrong / len(found), tokens, kl)
 
     @torch.inference_mode()
     def _answered(self, prompt: Prompt, answer_tokens: int) -> _Asked:
@@ -122,20 +130,29 @@ class OwnSubject:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer_tokens, do_sample=False, num_beams=1,
             pad_token_id=0,
         )  # fmt: skip
-        tokens = whole[0, :-1].cpu()
-        count = len(tokens) + 1 - len(known)
-        full = Recompute.full(self.receiver.layer_count)
-        return _Asked(prompt, tokens, recompute(self._runner, tokens, [], full, logit_count=count).logits)
+        answer = whole[0, len(known) :].cpu()
+        logits, _ = said(self._runner, known, answer, [], Recompute.full(self.receiver.layer_count))
+        return _Asked(prompt, known, answer, logits)
 
     def _runs(self, index: int, prompt: Prompt, setting: Recompute) -> Iterator[Run]:
-        """A sibling's cache is of the whole context, in one piece; others are of each segment alone."""
+        """A sibling's cache is of the whole context, in one piece; others are of each segment alone, or behind the
+        preamble: then the first one behind it is what the model computes there."""
         layer = setting.first_layer if setting.needs_hidden else None
         pieces = prompt.segments if self.reuse != "sibling" else (range(prompt.context_stop),)
         for number, piece in enumerate(pieces):
-            tokens = torch.from_numpy(prompt.tokens[piece.start : piece.stop].astype("int64"))
-            yield Run(
-                piece.start, len(piece), self._caches.of((index, number), tokens, layer), sender=self.sender
-            )  # fmt: skip
+            before = prompt.tokens[: prompt.preamble_count if self.origin is Origin.PREAMBLE else 0]
+            tokens = torch.from_numpy(np.concatenate([before, prompt.tokens[piece.start : piece.stop]]).astype("int64"))
+            source = self._caches.of((index, number), tokens, layer, len(before))
+            is_exact = self.sender is None and piece.start == len(before)
+            yield Run(piece.start, len(piece), source, len(before), self.sender, is_exact)
+
+
+def _origin_of(prompts: list[Prompt], reuse: str) -> Origin:
+    """How the documents are cached. Raises: InvalidRequest when some prompts have a preamble and some have none."""
+    having = sum(prompt.preamble_count > 0 for prompt in prompts)
+    if having and having < len(prompts):
+        raise InvalidRequest(f"{having} of {len(prompts)} prompts have a preamble: give all of them one, or none")
+    return Origin.PREAMBLE if having and reuse in ALONE else PROVENANCE[reuse]
 
 
 class _Caches:
@@ -147,15 +164,15 @@ class _Caches:
         self._kv: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._hidden: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
 
-    def of(self, name: tuple[int, int], tokens: torch.Tensor, layer: int | None) -> GivenKV:
-        """The cache of a piece, and E of a layer, None: of none."""
+    def of(self, name: tuple[int, int], tokens: torch.Tensor, layer: int | None, before: int) -> GivenKV:
+        """The cache of a piece, which comes behind the first ``before`` tokens, and E of a layer, None: of none."""
         kv, hidden = self._kv.get(name), None if layer is None else self._hidden.get((name, layer))
         if kv is None or (layer is not None and hidden is None):
             made = self._made(tokens, layer)
             kv = kv or self._keep(self._kv, name, made.kv, sum(k.nbytes + v.nbytes for k, v in made.kv))
             if layer is not None:
                 hidden = self._keep(self._hidden, (name, layer), made.hidden[layer], made.hidden[layer].nbytes)
-        return GivenKV(kv, hidden)
+        return GivenKV([(k[:, before:], v[:, before:]) for k, v in kv], None if hidden is None else hidden[before:])
 
     def _made(self, tokens: torch.Tensor, layer: int | None) -> Recomputed:
         full = Recompute.full(self._runner.spec.layer_count)

@@ -19,7 +19,9 @@ def table(profile: Profile, floor: float) -> Table:
         f"{profile.receiver.model_id}{sender}, reuse: {profile.reuse}; {profile.calibration.contexts} contexts; "
         f"full prefill {profile.full_quality:.3f} +- {profile.full_standard_error:.3f}"
     )
-    found = Table("setting", "f", "quality", "over full prefill", "misled", title=title, title_justify="left")
+    found = Table(
+        "setting", "f", "quality", "over full prefill", "tokens", "KL", "misled", title=title, title_justify="left"
+    )
     for point in profile.points:
         over = point.quality / profile.full_quality if profile.full_quality else 0.0
         error = point.loss_error / profile.full_quality if profile.full_quality else 0.0
@@ -28,6 +30,8 @@ def table(profile: Profile, floor: float) -> Table:
             f"{point.share:.3f}",
             f"{point.quality:.3f} +- {point.standard_error:.3f}",
             f"{over:.3f} +- {error:.3f}",
+            "" if point.tokens is None else f"{point.tokens:.3f}",
+            "" if point.kl is None else f"{point.kl:.3f}",
             f"{point.misled:.3f}",
             style="bold" if point == chosen else None,
         )

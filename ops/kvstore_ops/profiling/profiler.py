@@ -12,7 +12,6 @@ from rich.progress import Progress, TaskID
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Pair, Point, Profile, Recompute, Side
-from kvstore.planning.permit import PROVENANCE
 from kvstore.planning.profile import ERRORS
 from kvstore_ops.profiling.journal import Journal
 from kvstore_ops.profiling.search import ENOUGH, FRONTIERS, Search, frontier, frontiers
@@ -39,7 +38,7 @@ def journal_of(path: Path) -> Path:
 
 def default_path(subject: Subject) -> Path:
     """Where clients look for it."""
-    pair = Pair.of(subject.receiver, subject.sender, subject.reuse, PROVENANCE[subject.reuse])
+    pair = Pair.of(subject.receiver, subject.sender, subject.reuse, subject.origin)
     return Profiles().path(pair)
 
 
@@ -75,6 +74,8 @@ def point_of(setting: Recompute, measured: Measured, full: Measured, answers: in
         standard_error=_error(ours),
         loss_error=max(_error(theirs - ours), 1 / answers),
         misled=measured.misled,
+        tokens=measured.tokens,
+        kl=measured.kl,
     )
 
 
@@ -174,7 +175,7 @@ def _profile(subject: Subject, full: Measured, points: tuple[Point, ...], starte
         receiver=Side.of(subject.receiver),
         sender=None if subject.sender is None else Side.of(subject.sender),
         reuse=subject.reuse,
-        provenance=PROVENANCE[subject.reuse],
+        provenance=subject.origin,
         layer_count=subject.receiver.layer_count,
         calibration=subject.calibration,
         full_quality=_mean(full),

@@ -2,9 +2,11 @@
 
     {"tokens": [1, 2, 3, ...], "segments": [[0, 120], [120, 300]]}
     {"segments": ["a document", "another"], "suffix": "the question"}
+    {"preamble": "a chat template's beginning", "segments": ["a document", "another"], "suffix": "the question"}
 
-What no segment covers is computed; what lies behind the last one, the suffix, must be there. Text is cut by the model's
-tokenizer, each part by itself, so that a document has the same tokens wherever it stands.
+What no segment covers is computed; what lies behind the last one, the suffix, must be there. With a preamble (a text,
+or how many of the tokens it is) documents are cached behind it, as they are in use; all prompts have one, or none.
+Text is cut by the model's tokenizer, each part by itself, so that a document has the same tokens wherever it stands.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ PROMPTS_MIN = 24
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """``tokens`` u32 [tokens]; ``segments``: runs of it, in order, the last one before its end."""
+    """``tokens`` u32 [tokens]; ``segments``: runs of it, in order, the last one before its end; behind its first
+    ``preamble_count`` tokens, if there are any, each of them was computed."""
 
     tokens: Tokens
     segments: tuple[range, ...]
+    preamble_count: int = 0
 
     @property
     def context_stop(self) -> int:
@@ -71,9 +75,10 @@ def read_prompts(path: Path, count: int | None, vocab_size: int, tokenizer: Any 
 
 def digest_of(prompts: list[Prompt], answer_tokens: int) -> str:
     """Which prompts, and how many tokens of each answer."""
-    hasher = blake3(f"kvstore/prompts/1 {answer_tokens}\0".encode())
+    hasher = blake3(f"kvstore/prompts/2 {answer_tokens}\0".encode())
     for prompt in prompts:
-        hasher.update(json.dumps([[run.start, run.stop] for run in prompt.segments]).encode())
+        bounds = [[run.start, run.stop] for run in prompt.segments]
+        hasher.update(json.dumps([prompt.preamble_count, *bounds]).encode())
         hasher.update(prompt.tokens.tobytes())
     return hasher.hexdigest()
 
@@ -83,13 +88,13 @@ def _prompt_of(line: str, what: str, vocab_size: int, tokenizer: Any) -> Prompt:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{what}: not JSON: {error}") from error
-    names = set(found) if isinstance(found, dict) else set()
+    names = set(found) - {"preamble"} if isinstance(found, dict) else set()
     if names == {"segments", "suffix"}:
         if tokenizer is None:
             raise InvalidRequest(f"{what} is text, and the model's directory has no tokenizer: give token ids")
-        tokens, bounds = _cut(found, what, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        tokens, bounds, before = _cut(found, what, lambda text: tokenizer.encode(text, add_special_tokens=False))
     elif names == {"segments", "tokens"}:
-        tokens, bounds = found["tokens"], found["segments"]
+        tokens, bounds, before = found["tokens"], found["segments"], found.get("preamble", 0)
     else:
         wrong = ", ".join(sorted(names)) or "something else"
         raise InvalidRequest(
@@ -102,18 +107,21 @@ def _prompt_of(line: str, what: str, vocab_size: int, tokenizer: Any) -> Prompt:
         raise InvalidRequest(f"{what}: {error.message}") from error
     if not segments or segments[-1].stop >= array.size:
         raise InvalidRequest(f"{what}: there must be a segment, and a token at least behind the last one")
-    return Prompt(array, segments)
+    if not isinstance(before, int) or isinstance(before, bool) or not 0 <= before <= segments[0].start:
+        raise InvalidRequest(f"{what}: preamble {before!r:.40} must be a number of tokens before the first segment")
+    return Prompt(array, segments, before)
 
 
-def _cut(found: dict[str, Any], what: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[Any]]:
-    """The tokens of a prompt of text, and where its segments lie."""
-    texts = found["segments"]
-    if not isinstance(texts, list) or not all(isinstance(each, str) for each in [*texts, found["suffix"]]):
-        raise InvalidRequest(f"{what}: segments must be a list of texts, and suffix a text")
-    tokens: list[int] = []
+def _cut(found: dict[str, Any], what: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[Any], int]:
+    """The tokens of a prompt of text, where its segments lie, and how many tokens its preamble has."""
+    texts, preamble = found["segments"], found.get("preamble", "")
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in [*texts, found["suffix"], preamble]):
+        raise InvalidRequest(f"{what}: segments must be a list of texts, preamble and suffix a text each")
+    tokens = encode(preamble) if preamble else []
+    before = len(tokens)
     bounds: list[tuple[int, int]] = []
     for text in texts:
         start = len(tokens)
         tokens += encode(text)
         bounds.append((start, len(tokens)))
-    return tokens + encode(found["suffix"]), bounds
+    return tokens + encode(found["suffix"]), bounds, before

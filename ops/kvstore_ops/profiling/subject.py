@@ -12,6 +12,8 @@ from kvstore_client.gate.drift import misled
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Calibration, Recompute
+from kvstore.planning.permit import PROVENANCE
+from kvstore.planning.profile import Origin
 from kvstore.spec import ModelSpec
 from kvstore_ops.testbed import Seeds, contexts, recipe, task
 from kvstore_ops.testbed.evaluate import expected
@@ -22,19 +24,28 @@ from kvstore_ops.testbed.trial import Reuse, Trial
 @dataclass(frozen=True)
 class Measured:
     """One setting over some contexts. ``by_context``: each one's quality in 0..1; ``share``: f; ``misled``: the share
-    of answers for which ``kvstore_client.gate.drift.misled`` holds."""
+    of answers for which ``kvstore_client.gate.drift.misled`` holds; ``tokens`` and ``kl``: see ``Point``, None where
+    they were not measured."""
 
     by_context: tuple[float, ...]
     share: float
     misled: float
+    tokens: float | None = None
+    kl: float | None = None
 
     def __add__(self, other: Measured) -> Measured:
         """Over the contexts of both."""
         part = len(other.by_context) / (len(self.by_context) + len(other.by_context))
+
+        def both(ours: float | None, theirs: float | None) -> float | None:
+            return None if ours is None or theirs is None else ours * (1 - part) + theirs * part
+
         return Measured(
             self.by_context + other.by_context,
             self.share * (1 - part) + other.share * part,
             self.misled * (1 - part) + other.misled * part,
+            both(self.tokens, other.tokens),
+            both(self.kl, other.kl),
         )
 
 
@@ -49,6 +60,7 @@ class Subject(Protocol):
     receiver: ModelSpec
     sender: ModelSpec | None
     reuse: str
+    origin: Origin
     calibration: Calibration
 
     def full(self) -> Measured:
@@ -78,8 +90,12 @@ class TestbedSubject:
         self.receiver = spec_of(receiver)
         self.sender = None if sender is None else spec_of(sender)
         self.reuse: str = reuse
+        self.origin = PROVENANCE[reuse]
         digest = blake3(found.tokens.tobytes() + found.labels.tobytes()).hexdigest()
-        self.calibration = Calibration(digest, seeds.numbers, count, found.answers[search:].size, search)
+        self.calibration = Calibration(
+            digest, seeds.numbers, count, found.answers[search:].size, search,
+            found.tokens.shape[1], 1 if reuse == "sibling" else len(found.boundaries) - 1,
+        )  # fmt: skip
 
     def full(self) -> Measured:
         return self._measured(self._full_logits(), range(len(self._expected)), 1.0)
