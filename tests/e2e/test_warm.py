@@ -236,9 +236,13 @@ def test_what_one_packet_tells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
     index = {b"one": 4, b"two": 9}
     catalog = SimpleNamespace(table=SimpleNamespace(parents=Parents()))
-    parts = SimpleNamespace(catalog=catalog, movement=SimpleNamespace(used=told.append))
+    nobody = SimpleNamespace(add=lambda *_: None)
+    parts = SimpleNamespace(
+        catalog=catalog, movement=SimpleNamespace(used=told.append), heat=nobody, served=nobody,
+    )  # fmt: skip
     monkeypatch.setattr(fetches, "namespaces_of", lambda *_: [SimpleNamespace(index=index)])
-    asked = [SimpleNamespace(digests=[name]) for name in (b"one", b"gone", b"one", b"two")]
+    queries = [SimpleNamespace(digests=[name]) for name in (b"one", b"gone", b"one", b"two")]
+    asked = [SimpleNamespace(query=query, fetch_count=1, token_count=1) for query in queries]
     fetches.Fetches(parts, None).used(asked)
     assert told == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     told.clear()

@@ -149,6 +149,7 @@ class _Prompt:
             if self._race is not None and self._race.token_count:
                 self._front, self._planes = self._race.token_count, self._race.planes
             raise
+        self._planes = self._race = None  # what follows may need memory for another cache
         for took in arrivals.measured():
             client.planner.landed(took.byte_count, took.busy_s)
         if not in_memory:
@@ -183,6 +184,7 @@ class _Prompt:
         prepared_s = self._clock.monotonic()
         runs = [Run(0, self._front, InPlace(), is_exact=True)]
         result = _computed(self._request, runs, self._planes, self._clock)
+        self._planes = self._race = None
         return Plan(len(self._request.tokens), reason=reason), result, prepared_s
 
     def tell(self, timeline: Timeline, took: Prefill | None) -> None:
