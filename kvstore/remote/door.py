@@ -29,7 +29,7 @@ ADMIN = "kvstore.v1alpha.AdminService"
 PREFILLS = "kvstore.v1alpha.PrefillService"
 FORWARDED = {
     CACHE: ("RegisterModel", "Lookup", "Locate", "Store", "Release"),
-    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans"),
+    ADMIN: ("Stats", "Tiers", "ShowChunk", "Hottest", "Plans", "Reload"),
 }
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"

@@ -65,7 +65,9 @@ def test_a_generation_computes_what_a_stalled_tier_does_not_bring(
     assert plan.chosen.way is not Way.PREFILL
     assert client.lookup(cached.spec, ids[0]).chunks[0].tier is KIND
     sidecar.switches.turn_on(Switch.STALLED)
+    began_s = client.planner.clock.monotonic()
     found, report = logits(cached, ids)
+    assert client.planner.clock.monotonic() - began_s < client.planner.timeout_s, "a call's deadline was waited for"
     assert torch.equal(found, expected)
     assert report.reused_token_count == 0
     assert client.statistics()["loads_given_up"] == 1

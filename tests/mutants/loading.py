@@ -128,7 +128,7 @@ MUTANTS = [
         "                self._give_up()\n",
         "                pass\n",
         "a tier that stops in the middle of a plan is waited for until a call's deadline",
-        (f"{T_PATIENCE}::test_a_partial_prefill_does_so_too",),
+        (f"{T_PATIENCE}::test_a_generation_computes_what_a_stalled_tier_does_not_bring",),
     ),
     Mutant(
         "every-read-by-itself",
