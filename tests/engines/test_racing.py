@@ -11,6 +11,7 @@ from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.loading import patience
 from kvstore_client.recompute.racing import Race
+from kvstore_client.recompute.sources import FetchedRun
 
 from kvstore.planning.loading import Prefill
 from kvstore.spec import Tier
@@ -85,7 +86,10 @@ def test_a_load_that_comes_late_is_taken_all_the_same(
         sidecar.switches.turn_off()
         eventually(lambda: all(each.tier is Tier.DRAM for each in client.lookup(runner.spec, ids[0]).chunks[:-1]))
 
+    comes = FetchedRun.comes
     monkeypatch.setattr(Race, "_step", stepping)
+    # What memory has is on its way to the client: there is time for it, however busy the machine is.
+    monkeypatch.setattr(FetchedRun, "comes", lambda run, layer, wait_s: comes(run, layer, wait_s or 10.0))
     found = client.partial_prefill(runner, ids[0])
     assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
     assert not found.plan.reason
