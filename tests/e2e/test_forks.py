@@ -69,6 +69,7 @@ from tests.specs import tokens_of
 client, tokens = connect(sys.argv[1]), tokens_of(COUNT, 3000 + len(sys.argv[2]))
 assert client.fetch(SPEC, TOKENS).token_count == len(TOKENS)  # its copier has threads
 client.store(SPEC, TOKENS, CACHE).wait(20.0)  # and so has what commits
+client.connect_now().returns.settle(20.0)  # gRPC makes no child ready that is forked in the middle of a call
 child = os.fork()
 if child == 0:
     faulthandler.dump_traceback_later(8.0, exit=True)
