@@ -98,7 +98,7 @@ def parse_begin(message: prefill_pb2.BeginPrefill) -> PrefillRequest:
 def _compute(message: prefill_pb2.ComputeRate) -> ComputeRate:
     return ComputeRate(
         message.pass_seconds, message.token_seconds, message.pair_seconds, message.load, message.caution,
-        message.sample_count,
+        message.sample_count, message.most_tokens,
     )  # fmt: skip
 
 

@@ -33,20 +33,22 @@ WAY_FIRST: Way
 WAY_MEET: Way
 
 class ComputeRate(_message.Message):
-    __slots__ = ("pass_seconds", "token_seconds", "pair_seconds", "load", "caution", "sample_count")
+    __slots__ = ("pass_seconds", "token_seconds", "pair_seconds", "load", "caution", "sample_count", "most_tokens")
     PASS_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAIR_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CAUTION_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pass_seconds: float
     token_seconds: float
     pair_seconds: float
     load: float
     caution: float
     sample_count: int
-    def __init__(self, pass_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., pair_seconds: _Optional[float] = ..., load: _Optional[float] = ..., caution: _Optional[float] = ..., sample_count: _Optional[int] = ...) -> None: ...
+    most_tokens: int
+    def __init__(self, pass_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., pair_seconds: _Optional[float] = ..., load: _Optional[float] = ..., caution: _Optional[float] = ..., sample_count: _Optional[int] = ..., most_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkRate(_message.Message):
     __slots__ = ("latency_seconds", "byte_seconds", "caution", "sample_count", "least_bytes")

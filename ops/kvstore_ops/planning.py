@@ -94,6 +94,7 @@ def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_
             each.rate.load,
             each.rate.caution,
             each.rate.sample_count,
+            each.rate.most_tokens,
         )
         if (each.fingerprint, each.step_tokens) == (name, step_tokens) and rate.is_sound:
             return rate

@@ -110,6 +110,8 @@ def test_the_front_is_computed_while_what_lies_behind_loads(client: Client, seed
     assert 0 < chosen.load_start < chosen.load_stop <= STORED
     assert found.plan.front_token_count == chosen.load_start
     assert found.plan.reused_token_count == chosen.loaded_tokens
+    (learned,) = client.planner._prefills.values()
+    assert (learned.prefills[-1].new_tokens, learned.prefills[-1].context_tokens) == (chosen.load_start, 0)
     assert torch.allclose(found.logits[-1], plain(tokens), atol=1e-4)
 
 
@@ -240,6 +242,7 @@ def test_a_sidecar_that_plans_nothing_is_asked_once(
             return unknown((each.SerializeToString() for each in requests), **options)
 
     monkeypatch.setattr(session, "prefills", Older())
+    speeds(client, 1e12, 1e-3)
     for _ in range(2):
         assert client.partial_prefill(RECEIVER, tokens).plan.reused_token_count >= STORED
     assert (len(calls), len(operator.plans())) == (1, count)

@@ -105,6 +105,8 @@ def test_what_was_computed_while_a_load_was_late_is_not_computed_again(
 ) -> None:  # fmt: skip
     ids, expected = prompts[1]
     runner, begun = raced(client, model, monkeypatch, 0.05)
+    learned: list[Prefill] = []
+    monkeypatch.setattr(client.planner, "computed", lambda spec, step, prefill: learned.append(prefill))
     sidecar.switches.turn_on(Switch.STALLED)
     found = client.partial_prefill(runner, ids[0])
     assert torch.allclose(found.logits[-1], expected.reshape(-1, expected.shape[-1])[0], atol=1e-4)
@@ -112,5 +114,6 @@ def test_what_was_computed_while_a_load_was_late_is_not_computed_again(
     rest, *steps = begun
     assert sum(steps) == COUNT, "each token was computed once, but for those behind the load"
     assert steps[-1] == rest
+    assert not learned, "nothing that was computed in one piece"
     assert client.statistics()["loads_given_up"] == 1
     is_free(client)

@@ -107,6 +107,33 @@ MUTANTS = [
         (f"{T_RATES}::test_an_engine_that_became_another_one_is_known_after_three_requests",),
     ),
     Mutant(
+        "a-few-tokens-say-what-a-prompt-takes",
+        COMPUTE,
+        "most_tokens=most if most < READING_TOKENS else 0",
+        "most_tokens=0",
+        "an engine that only computes what follows a load looks so slow that nothing is computed again",
+        (f"{T_RATES}::test_a_few_tokens_do_not_say_what_a_prompt_takes",),
+    ),
+    Mutant(
+        "large-prefills-are-forgotten",
+        COMPUTE,
+        "    return prefills[1:] if large else (prefills[0], *prefills[2:])\n",
+        "    return prefills[1:]\n",
+        "after 32 prompts that were loaded nobody knows what a prefill takes",
+        (f"{T_RATES}::test_the_last_large_prefill_is_remembered_however_many_small_ones_follow",),
+    ),
+    Mutant(
+        "what-follows-a-front-is-learned-as-all",
+        "clients/kvstore_client/recompute/prefill.py",
+        "        if self._front or plan.recompute is not None",
+        "        if plan.recompute is not None",
+        "an engine that computed the end of a prompt is taken for one that computed all of it in that time",
+        (
+            "tests/engines/test_racing.py::test_what_was_computed_while_a_load_was_late_is_not_computed_again",
+            f"{T_CALL}::test_the_front_is_computed_while_what_lies_behind_loads",
+        ),
+    ),
+    Mutant(
         "rates-of-a-sidecar-are-believed",
         CLIENT,
         "        if rate.is_sound:\n            told",

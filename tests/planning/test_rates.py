@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -168,6 +169,31 @@ def test_steps_take_a_pass_each() -> None:
     assert rate.seconds(100, 0, 10) == pytest.approx(rate.seconds(100))
     sizes = learned((0.01, 1e-3, 0.0), [(10, 0), (100, 0), (1000, 0)], 0.0).rate
     assert sizes.seconds(100, 0, 10) == pytest.approx(0.1 + 10 * 0.01, rel=0.01)
+
+
+def test_a_few_tokens_do_not_say_what_a_prompt_takes() -> None:
+    """A pass of 32 tokens may have taken the time of reading the weights. By the token, a prompt would look so slow
+    that it is never computed, and nothing would ever say that this is wrong."""
+    few = learned((0.02, 1e-5, 0.0), [(32, 1000)] * 8, 0.0).rate
+    assert few.seconds(32) == pytest.approx(0.02032)
+    assert few.seconds(16) < few.seconds(32) == few.seconds(300), "what a device computes while it reads the weights"
+    assert few.seconds(600) == pytest.approx(2 * few.seconds(300))
+    many = learned((0.02, 1e-5, 0.0), [(1000, 0)], 0.0).rate
+    assert (many.seconds(4000), many.seconds(32)) == (pytest.approx(0.12), pytest.approx(0.03 * 0.032))
+    assert few.is_sound
+    assert not replace(few, most_tokens=-1).is_sound
+
+
+def test_the_last_large_prefill_is_remembered_however_many_small_ones_follow() -> None:
+    truth = (0.02, 1e-4, 0.0)
+    sizes = [(4000, 0), (3000, 0), *[(32 + number % 3, 4000) for number in range(100)]]
+    model = learned(truth, sizes, 0.0)
+    assert len(model.prefills) == 32
+    assert model.prefills[0].new_tokens == 3000
+    assert model.rate.seconds(8000) == pytest.approx(0.82, rel=0.01)
+    assert model.observed(Prefill(2000, 0, 0.22)).prefills[-1].new_tokens == 2000
+    later = learned(truth, [*sizes, (2500, 0), *[(32, 4000)] * 40], 0.0)
+    assert [each.new_tokens for each in later.prefills if each.new_tokens > 100] == [2500]
 
 
 def test_noise_of_a_tenth_moves_predictions_by_less() -> None:

@@ -162,7 +162,7 @@ def begin(
         message.compute.MergeFrom(
             pb.ComputeRate(
                 pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
-                caution=rate.caution, sample_count=rate.sample_count,
+                caution=rate.caution, sample_count=rate.sample_count, most_tokens=rate.most_tokens,
             )
         )  # fmt: skip
     if link is not None:

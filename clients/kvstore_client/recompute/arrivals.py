@@ -125,9 +125,8 @@ class Arrivals:
             into = places(windows, layers, wanted, is_last=is_last)
         if not cache.is_standalone:
             transfer = self._client.start_fetch(self.held.tickets[spec], into=into, layers=layers)
-            self._given.append(
-                self.held.tickets.pop(spec)
-            )  # the transfer redeems it; one that could not begin does not
+            # The transfer redeems it; one that could not begin does not.
+            self._given.append(self.held.tickets.pop(spec))
             return transfer
         transfer = self._asked(cache, layers, into)
         if transfer.token_count < parts[-1].rows.stop:

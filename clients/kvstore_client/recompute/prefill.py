@@ -56,7 +56,7 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
             result = _computed(request, (), None, clock)
             told = [client.gate.checked(permit, result.logits[-1], lossy) for permit in lossy_by]
             plan = Plan(len(request.tokens), reason="; ".join(dict.fromkeys(told)))
-        took = _plain(plan, result)
+        took = prompt.plain(plan, result)
         if took is not None:
             client.planner.computed(request.runner.spec, 0, took)
         timeline = replace(result.timeline, total_s=clock.monotonic() - started_s, prepare_s=prepared_s - started_s)
@@ -66,23 +66,17 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
         prompt.close()
 
 
-def _plain(plan: Plan, result: Recomputed) -> Prefill | None:
-    """The plain prefill that was computed behind what was reused, where it was one and in one piece."""
-    if plan.recompute is not None or result.exactness is not Exactness.EXACT or plan.front_token_count:
-        return None
-    reused = plan.reused_token_count
-    return Prefill(plan.token_count - reused, reused, result.timeline.suffix_s)
-
-
 class _Prompt:
     """One prompt on its way: reused as planned; where that fails, with what is left of it; and what the sidecar is told
-    in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, whatever becomes of what was to follow."""
+    in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, whatever becomes of what was to follow;
+    ``_took``: what computing them took, where it was in one piece."""
 
     def __init__(self, client: Client, request: Request, timeout_s: float, clock: Clock) -> None:
         self._client, self._request, self._timeout_s, self._clock = client, request, timeout_s, clock
         self._call: PrefillCall | None = None
         self._is_given_up = self._is_late = False
         self._front = 0
+        self._took: Prefill | None = None
         self._planes: Planes | None = None
         self._race: Race | None = None
 
@@ -109,11 +103,8 @@ class _Prompt:
         reason = f"{reason}: the prompt was computed in full"
         _log.warning("kvstore: %s", reason)
         prepared_s = self._clock.monotonic()
-        return (
-            Plan(len(self._request.tokens), reason=reason),
-            _computed(self._request, (), None, self._clock),
-            prepared_s,
-        )
+        plan = Plan(len(self._request.tokens), reason=reason)
+        return plan, _computed(self._request, (), None, self._clock), prepared_s
 
     def _attempted(self, *, in_memory: bool = False) -> tuple[Plan, Recomputed, float]:
         client, request, clock = self._client, self._request, self._clock
@@ -163,8 +154,8 @@ class _Prompt:
         assert self._planes is not None, "the runs land in them"
         planes = [(k[:, :front], v[:, :front]) for k, v in self._planes]
         tokens = self._request.tokens[:front].astype("int64")
-        recompute(self._request.runner, tokens, (), Recompute.reuse(), kv=planes, clock=self._clock)
-        self._front = front
+        done = recompute(self._request.runner, tokens, (), Recompute.reuse(), kv=planes, clock=self._clock)
+        self._front, self._took = front, Prefill(front, 0, done.timeline.suffix_s)
         return [replace(runs[0], token_start=0, token_count=runs[0].token_stop, rotated_from=0), *runs[1:]]
 
     def _raced(self, plan: Plan, runs: list[Run]) -> list[Run]:
@@ -186,6 +177,14 @@ class _Prompt:
         result = _computed(self._request, runs, self._planes, self._clock)
         self._planes = self._race = None
         return Plan(len(self._request.tokens), reason=reason), result, prepared_s
+
+    def plain(self, plan: Plan, result: Recomputed) -> Prefill | None:
+        """The plain prefill that was computed: the front, where there was one; else what lies behind what was reused.
+        None where that says nothing of a plain prefill."""
+        if self._front or plan.recompute is not None or result.exactness is not Exactness.EXACT:
+            return self._took
+        reused = plan.reused_token_count
+        return Prefill(plan.token_count - reused, reused, result.timeline.suffix_s)
 
     def tell(self, timeline: Timeline, took: Prefill | None) -> None:
         """Tell the sidecar what came of its plan."""

@@ -74,7 +74,9 @@ class PartialPrefills:
         self._parts.counters.add("lookup_calls")
         found = await self._lookups.lookup_wide(request.query, request.readers, deadline)
         try:
+            pauses = self._parts.long_work.begin()
             plan = None if request.mode == "off" else plan_loading(self._facts(request, spec, found))
+            await pauses.between()  # what was found is held
             first, count, found = self._cut(request, spec, found, plan)
         except BaseException:
             self._tickets.release(found.ticket)
@@ -139,7 +141,7 @@ class PartialPrefills:
     def _facts(self, request: PrefillRequest, spec: ModelSpec, found: LookupResult) -> LoadFacts:
         tiers = ((each.kind, TierFacts(each.rate, float(each.queued_bytes))) for each in self._parts.meters.tiers)
         ways = request.ways | {Way.PREFILL}
-        if self._here(request.query, found) < found.hit_count:
+        if self._parts.movement.shared_tiers.tiers and self._here(request.query, found) < found.hit_count:
             ways -= {Way.MEET}  # what hangs on chunks that only others have cannot be brought without these
         known = self._engines.rate(request.query.fingerprint, request.step_tokens)
         return prompt_facts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,9 @@ VISIBLE = 0.1
 PREFILL_S_MIN, PREFILL_S_MAX = 1e-9, 3600.0
 """A prefill is not shorter than a clock can tell, and none takes longer."""
 TOKENS_MAX = 1 << 30
+READING_TOKENS = 300
+"""Up to so many tokens a pass may take as long as one of them: the time of reading the weights. An H100 computes 295
+tokens in that time (990 Tflop/s, 3.35 TB/s, two bytes a weight); most devices fewer."""
 CAUTION_MAX = 1e6
 
 
@@ -49,7 +53,8 @@ class Prefill:
 class ComputeRate:
     """What computing takes: ``pass_s`` per forward pass, ``token_s`` per token, ``pair_s`` per token attended to, all
     times ``load``, what the last few prefills took over what was expected. ``caution``: the 90th percentile over the
-    mean."""
+    mean. Passes of more than ``most_tokens`` were not seen: up to READING_TOKENS they are taken to last as long as one
+    of so many, and beyond in proportion. 0: as the coefficients say."""
 
     pass_s: float = 0.0
     token_s: float = 0.0
@@ -57,6 +62,7 @@ class ComputeRate:
     load: float = 1.0
     caution: float = 2.0
     sample_count: int = 0
+    most_tokens: int = 0
 
     def seconds(self, new_tokens: float, context_tokens: float = 0.0, step_tokens: int = 0) -> float:
         """Of tokens that are computed ``step_tokens`` at a time; 0: in one pass."""
@@ -64,7 +70,17 @@ class ComputeRate:
             return 0.0
         passes = -(-new_tokens // step_tokens) if step_tokens else 1
         pairs = new_tokens * (context_tokens + new_tokens / 2)
-        return self.load * (self.pass_s * passes + self.token_s * new_tokens + self.pair_s * pairs)
+        return self.load * self._unloaded_s(new_tokens, passes, pairs)
+
+    def unloaded_s(self, done: Prefill) -> float:
+        """What this prefill was to take, had the device no other load."""
+        return self._unloaded_s(done.new_tokens, done.passes, done.pairs)
+
+    def _unloaded_s(self, new_tokens: float, passes: float, pairs: float) -> float:
+        rows = new_tokens / passes
+        is_beyond = 0 < self.most_tokens < rows
+        seen = self.most_tokens / min(rows, READING_TOKENS) if is_beyond else 1.0
+        return self.pass_s * passes + seen * (self.token_s * new_tokens + self.pair_s * pairs)
 
     @property
     def is_known(self) -> bool:
@@ -75,7 +91,8 @@ class ComputeRate:
         """False for numbers that no engine has. Rates come from other processes, so they are checked."""
         parts = (self.pass_s, self.token_s, self.pair_s)
         speeds = all(0 <= each <= PREFILL_S_MAX for each in parts) and sum(parts) >= PREFILL_S_MIN / TOKENS_MAX
-        return speeds and 1 / LOAD_MAX <= self.load <= LOAD_MAX and 1 <= self.caution <= CAUTION_MAX
+        is_usual = 1 / LOAD_MAX <= self.load <= LOAD_MAX and 1 <= self.caution <= CAUTION_MAX
+        return speeds and is_usual and 0 <= self.most_tokens <= READING_TOKENS
 
     @property
     def confidence(self) -> float:
@@ -96,11 +113,10 @@ class Prefills:
         engine is another one now, and what was measured before them is dropped."""
         if not prefill.is_sound:
             return self
-        after = replace(self, prefills=(*self.prefills, prefill)[-WINDOW:])
+        after = replace(self, prefills=_kept((*self.prefills, prefill)))
         recent = after.prefills[-RECENT:]
         if len(after.prefills) > RECENT == len(recent):
-            slow = replace(self.rate, load=1.0)
-            ratios = [each.seconds / _expected(slow, each) for each in recent]
+            ratios = [each.seconds / self.rate.unloaded_s(each) for each in recent]
             if min(ratios) > LOAD_MAX or max(ratios) < 1 / LOAD_MAX:
                 return replace(self, prefills=recent)
         return after
@@ -112,8 +128,8 @@ class Prefills:
         if not self.prefills:
             return ComputeRate()
         seconds = [each.seconds for each in self.prefills]
-        shape = ComputeRate(*self._coefficients(seconds))
-        ratios = [each.seconds / _expected(shape, each) for each in self.prefills]
+        shape = self._shape(seconds)
+        ratios = [each.seconds / shape.unloaded_s(each) for each in self.prefills]
         middle = _median(ratios)
         slow = replace(
             shape, pass_s=shape.pass_s * middle, token_s=shape.token_s * middle, pair_s=shape.pair_s * middle
@@ -122,8 +138,10 @@ class Prefills:
         load = min(max(_median(ratios[-RECENT:]), 1 / LOAD_MAX), LOAD_MAX)
         return replace(slow, load=load, caution=caution_of(ratios), sample_count=len(ratios))
 
-    def _coefficients(self, seconds: Sequence[float]) -> tuple[float, float, float]:
-        """c0, c1 and c2: as many of them as the spread of what was measured tells apart."""
+    def _shape(self, seconds: Sequence[float]) -> ComputeRate:
+        """c0, c1 and c2: as many of them as the spread of what was measured tells apart. Where c0 is not told from c1,
+        what a small pass takes may be the time of reading the weights: by the token it would make every prefill look
+        slow, no prompt would be computed, and nothing would ever say that this is wrong."""
         share, done = self.pair_share, self.prefills
         work = [each.new_tokens + share * each.pairs for each in done]
         depths = [each.pairs / each.new_tokens for each in done]
@@ -131,18 +149,25 @@ class Prefills:
         if visible and len(done) > 5:
             found = least_squares([(each.passes, each.new_tokens, each.pairs) for each in done], seconds)
             if found is not None and found[1] > 0:
-                return found[0], found[1], found[2]
+                return ComputeRate(found[0], found[1], found[2])
         sizes = [each / prefill.passes for each, prefill in zip(work, done, strict=True)]
         if len(done) > 2 and max(sizes) >= SPREAD * min(sizes):
             found = least_squares([(each.passes, total) for each, total in zip(done, work, strict=True)], seconds)
             if found is not None and found[1] > 0:
-                return found[0], found[1], share * found[1]
+                return ComputeRate(found[0], found[1], share * found[1])
         token_s = sum(seconds) / sum(work)
-        return 0.0, token_s, share * token_s
+        most = math.ceil(max(each.new_tokens / each.passes for each in done))
+        return ComputeRate(token_s=token_s, pair_s=share * token_s, most_tokens=most if most < READING_TOKENS else 0)
 
 
-def _expected(rate: ComputeRate, done: Prefill) -> float:
-    return rate.pass_s * done.passes + rate.token_s * done.new_tokens + rate.pair_s * done.pairs
+def _kept(prefills: tuple[Prefill, ...]) -> tuple[Prefill, ...]:
+    """Without the oldest, where these are more than ``WINDOW``. The newest large one stays, however long ago it was:
+    where all else is loaded and a few tokens are computed behind it, only that one knows what a prompt takes."""
+    if len(prefills) <= WINDOW:
+        return prefills
+    sizes = [each.new_tokens / each.passes for each in prefills]
+    large = max(place for place, size in enumerate(sizes) if 2 * size >= max(sizes))
+    return prefills[1:] if large else (prefills[0], *prefills[2:])
 
 
 def _median(values: Sequence[float]) -> float:

@@ -301,6 +301,8 @@ async def use(tier: S3Tier) -> None:
 def test_a_proxy_carries_every_request(stand: S3Stand, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    # A connection of an older test whose port this one was given again would know no proxy.
+    monkeypatch.setattr(connection, "_connections", {})
 
     async def scenario() -> None:
         async with forward_proxy() as proxy:
