@@ -2,7 +2,8 @@
 the same sizes against the same server, whose bytes are dropped; stores beside, over bare PUTs of the same bytes.
 
 The server is ``s3_responder``: the least that answers, from memory. With a real server on the same cores both sides
-would mostly wait for it.
+would mostly wait for it. Beside it both are measured against one whose answers begin 30 ms late, as a bucket's do; that
+is simulated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from kvstore_ops.bench.s3_responder import responder
 
 TARGET = 0.90
 RUNS = {"full": 20, "quick": 8, "tiny": 2}
+LATE_RUNS = {"full": 10, "quick": 4, "tiny": 1}
+FIRST_BYTE_S = 0.030
 MOVER_COUNT = 2
 GETS = 8
 PUTS = 4
@@ -194,7 +197,7 @@ async def _timed(times: list[float], work: Callable[[], Coroutine[Any, Any, None
     times.append(loop.time() - began_s)
 
 
-async def measure(settings: S3Settings, movers: MoverProcesses, scale: str) -> tuple[Times, int]:
+async def measure(settings: S3Settings, movers: MoverProcesses, scale: str, run_count: int) -> tuple[Times, int]:
     """Rounds of all four, after a warm-up of each; and the bytes of a round."""
     layout = layout_of(shared.geometry(scale), CacheKind.KV, shared.CHUNK_TOKENS)
     count = shared.CHUNKS[scale]
@@ -204,7 +207,7 @@ async def measure(settings: S3Settings, movers: MoverProcesses, scale: str) -> t
     keys = [header.storage_key for header in chunks.headers]
     async with bare_client(settings.endpoint_url) as client:
         bare = Bare(client, settings, chunks)
-        for number in range(RUNS[scale] + 1):
+        for number in range(run_count + 1):
             kept = times if number else warm
             await _timed(kept.bare_store, bare.store)
             await tier.remove(keys)  # else what is there is adopted
@@ -224,11 +227,16 @@ def run(scale: str) -> Result:
     try:
         with responder() as url:
             settings = S3Settings(bucket=BUCKET, prefix="bench", endpoint_url=url, addressing="path")
-            times, byte_count = asyncio.run(measure(settings, movers, scale))
+            times, byte_count = asyncio.run(measure(settings, movers, scale, RUNS[scale]))
+        with responder(FIRST_BYTE_S) as url:
+            settings = replace(settings, endpoint_url=url)
+            late, _ = asyncio.run(measure(settings, movers, scale, LATE_RUNS[scale]))
     finally:
         movers.close()
     ratios = [bare / mine for bare, mine in zip(times.bare_fetch, times.fetch, strict=True)]
     store_ratios = [bare / mine for bare, mine in zip(times.bare_store, times.store, strict=True)]
+    late_ratios = [bare / mine for bare, mine in zip(late.bare_fetch, late.fetch, strict=True)]
+    late_ratio, late_rate = statistics.median(late_ratios), byte_count / statistics.median(late.fetch)
     ratio, store_ratio = statistics.median(ratios), statistics.median(store_ratios)
     rates = {name: byte_count / statistics.median(seconds) for name, seconds in vars(times).items()}
     show(
@@ -238,6 +246,10 @@ def run(scale: str) -> Result:
             (f"  bare: {GETS} ranged GETs, dropped", f"{rates['bare_fetch'] / 1e9:.2f} GB/s"),
             ("store: a look, then a PUT", f"{rates['store'] / 1e9:.2f} GB/s, {store_ratio:.3f}"),
             (f"  bare: {PUTS} PUTs", f"{rates['bare_store'] / 1e9:.2f} GB/s"),
+            (
+                f"fetch, first bytes {FIRST_BYTE_S * 1e3:.0f} ms late (simulated)",
+                f"{late_rate / 1e9:.2f} GB/s, {late_ratio:.3f} of bare aiobotocore, likewise late",
+            ),
         ],
     )
     return Result(
@@ -246,6 +258,7 @@ def run(scale: str) -> Result:
         conditions={
             "scale": scale, "bytes": byte_count, "range_bytes": S3Settings().range_bytes, "store_ratio": store_ratio,
             "store_spread": quartiles(store_ratios), **{f"{name}_bytes_per_s": each for name, each in rates.items()},
-            "note": NOTE,
+            "late_first_byte_s": FIRST_BYTE_S, "late_is": "simulated by the responder", "late_ratio": late_ratio,
+            "late_spread": quartiles(late_ratios), "late_fetch_bytes_per_s": late_rate, "note": NOTE,
         },
     )  # fmt: skip

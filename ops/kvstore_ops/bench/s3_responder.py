@@ -1,7 +1,10 @@
 """The least that answers S3's GET, HEAD, PUT and DELETE, from memory, on loopback: for benchmarks of clients, whose
 limit it must not be. It checks no signature and knows no conditions. No test of the product rests on it.
 
-    python -m kvstore_ops.bench.s3_responder      prints its port, and ends with its standard input
+    python -m kvstore_ops.bench.s3_responder [SECONDS]
+
+It prints its port, and ends with its standard input. Each answer to a GET is so many SECONDS late, as a bucket is: that
+is simulated by a pause, since nothing here is as far away as a bucket.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -19,7 +23,8 @@ HEAD_BYTES_MAX = 1 << 16
 class Responder:
     """One thread per connection; bodies go from and to memory by one system call each."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_byte_s: float = 0.0) -> None:
+        self._first_byte_s = first_byte_s
         self._objects: dict[str, bytearray] = {}
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self._listener.getsockname()[1]
@@ -57,6 +62,8 @@ class Responder:
             self._objects.pop(path, None)
             self._say(connection, "204 No Content", 0, b"")
             return rest
+        if method == "GET" and self._first_byte_s:
+            time.sleep(self._first_byte_s)
         found = self._objects.get(path)
         if found is None:
             body = b"<Error><Code>NoSuchKey</Code></Error>"
@@ -95,9 +102,9 @@ class Responder:
 
 
 @contextmanager
-def responder() -> Iterator[str]:
+def responder(first_byte_s: float = 0.0) -> Iterator[str]:
     """Its URL; it has a process of its own."""
-    command = [sys.executable, "-m", "kvstore_ops.bench.s3_responder"]
+    command = [sys.executable, "-m", "kvstore_ops.bench.s3_responder", str(first_byte_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -108,7 +115,7 @@ def responder() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = Responder()
+    found = Responder(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0)
     threading.Thread(target=found.serve, daemon=True).start()
     print(found.port, flush=True)
     sys.stdin.read()
