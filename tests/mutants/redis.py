@@ -103,6 +103,14 @@ MUTANTS = [
         ("tests/tiers/redis/test_topology.py::test_what_a_node_is_about_to_write_is_claimed_on_each_chunks_own_node",),
     ),
     Mutant(
+        "a-slot-without-a-node-costs-the-cluster",
+        "kvstore/tiers/redis/cluster.py",
+        "require_full_coverage=False",
+        "require_full_coverage=True",
+        "nothing of a cluster is found because of one slot",
+        (f"{TOPOLOGY}::test_a_slot_without_a_node_costs_its_chunks_and_no_others",),
+    ),
+    Mutant(
         "chunks-in-redis-stay-for-ever",
         SCRIPTS,
         "redis.call('PEXPIRE', KEYS[1], ttl)\nredis.call('UNLINK'",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from redis.asyncio.cluster import ClusterNode, PipelineCommand, RedisCluster
-from redis.exceptions import AskError, ClusterDownError, MovedError
+from redis.exceptions import AskError, ClusterDownError, MovedError, SlotNotCoveredError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvstore.config import RedisAddress
@@ -39,7 +39,8 @@ class ClusterNodes:
         self._access = access
         self._is_doubted = False
         self._refreshed_s = float("-inf")
-        self.client: Any = RedisCluster(startup_nodes=nodes, **options)
+        # A slot without a node costs the chunks of that slot: redis-py would refuse the whole cluster.
+        self.client: Any = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
 
     @property
     def cluster(self) -> ClusterNodes:
@@ -82,11 +83,16 @@ class ClusterNodes:
         sent = []
         for command, before in zip(commands, said, strict=True):
             target = self._asked(before)
-            node = target or self.client.get_node_from_key(command.key)
+            sent.append(PipelineCommand(0, *command.words))
+            try:
+                node = target or self.client.get_node_from_key(command.key)
+            except SlotNotCoveredError as error:
+                sent[-1].result = error
+                self.doubt()
+                continue
             _, pile = piles.setdefault(node.name, (node, []))
             if target:
                 pile.append(PipelineCommand(0, "ASKING"))
-            sent.append(PipelineCommand(0, *command.words))
             pile.append(sent[-1])
         ends = await asyncio.gather(
             *(node.execute_pipeline(pile) for node, pile in piles.values()), return_exceptions=True

@@ -279,6 +279,27 @@ async def test_a_node_that_dies_costs_its_chunks_and_no_others(program: Path | N
             assert there == [not each for each in lost], "what the others have is found"
 
 
+async def test_a_slot_without_a_node_costs_its_chunks_and_no_others(program: Path | None) -> None:
+    """An operator took it away, or a fail-over left it out."""
+    chunks = [chunk(number) for number in range(COUNT)]
+    keys = [each.header.storage_key for each in chunks]
+    with ExitStack() as stack:
+        cluster = Cluster(stack, program)
+        for server in cluster.servers:
+            server.client().config_set("cluster-require-full-coverage", "no")
+        async with redis_tier(cluster.url) as tier:
+            for each in chunks:
+                await put(tier, each)
+        for server in cluster.servers:
+            server.client().execute_command("CLUSTER", "DELSLOTS", key_slot(key_of(chunks[0])))
+        async with redis_tier(cluster.url) as tier:
+            assert await tier.probe(keys, 5.0) == [False, *[True] * (COUNT - 1)]
+            found = await asyncio.gather(*(got(tier, each) for each in chunks), return_exceptions=True)
+            assert isinstance(found[0], Unavailable)
+            assert "CLUSTER INFO" in found[0].message
+            assert found[1:] == [True] * (COUNT - 1)
+
+
 # ---------------------------------------------------------------- Sentinel
 
 
