@@ -142,13 +142,7 @@ class Door:
             node, session = self._admitted(service, name, context)
             carried = carried_by(session, context)
             call = node.channel.unary_stream(path)(request, timeout=context.time_remaining(), metadata=carried)
-            try:
-                async for message in call:
-                    await context.write(message)
-            except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
-            finally:
-                call.cancel()
+            await _answered(call, context)
 
         return forward
 
@@ -158,16 +152,9 @@ class Door:
 
         async def forward(requests: Any, context: Context) -> None:
             node, session = self._admitted(service, name, context)
-            call = node.channel.stream_stream(path)(
-                requests, timeout=context.time_remaining(), metadata=session.metadata
-            )
-            try:
-                async for message in call:
-                    await context.write(message)
-            except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
-            finally:
-                call.cancel()
+            carried = carried_by(session, context)
+            call = node.channel.stream_stream(path)(requests, timeout=context.time_remaining(), metadata=carried)
+            await _answered(call, context)
 
         return forward
 
@@ -241,6 +228,17 @@ class Door:
             session.stream_count -= 1
 
         context.add_done_callback(leave)
+
+
+async def _answered(call: Any, context: Context) -> None:
+    """Pass on what the sidecar answers until it has no more to say, fails, or the client is gone."""
+    try:
+        async for message in call:
+            await context.write(message)
+    except grpc.aio.AioRpcError as error:
+        await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+    finally:
+        call.cancel()
 
 
 def _note_end(leaving: asyncio.Future[Any]) -> None:

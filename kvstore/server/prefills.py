@@ -10,28 +10,24 @@ from kvstore.controller import Controller
 from kvstore.controller.prefills import PartialPrefills, PlannedPrefill, PlanRecord, PrefillEnd, PrefillRequest
 from kvstore.controller.prefills.engines import EngineRate
 from kvstore.errors import InvalidRequest
-from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
 from kvstore.server import render
 from kvstore.server.rpc import Context
 from kvstore.server.services import session_of
 from kvstore.v1alpha import admin_pb2, prefill_pb2
+from kvstore.wire.plans import (
+    MODE_NUMBERS,
+    MODES,
+    WAYS,
+    compute_from_message,
+    compute_to_message,
+    link_from_message,
+    plan_to_message,
+    prefill_from_message,
+    prefill_to_message,
+)
 
 PREFILL_S_MAX = 3600.0
 """A stream is not kept open longer."""
-_MODES = {
-    prefill_pb2.PLANNING_MODE_UNSPECIFIED: "off",
-    prefill_pb2.PLANNING_MODE_OFF: "off",
-    prefill_pb2.PLANNING_MODE_OBSERVE: "observe",
-    prefill_pb2.PLANNING_MODE_ON: "on",
-}
-_MODE_NUMBERS = {mode: number for number, mode in _MODES.items() if number}
-_WAYS = {
-    prefill_pb2.WAY_PREFILL: Way.PREFILL,
-    prefill_pb2.WAY_LOAD: Way.LOAD,
-    prefill_pb2.WAY_FIRST: Way.FIRST,
-    prefill_pb2.WAY_MEET: Way.MEET,
-}
-_NUMBERS = {way: number for number, way in _WAYS.items()}
 
 
 class PrefillService:
@@ -77,45 +73,27 @@ async def _next(requests: AsyncIterator[Any], timeout_s: float) -> Any:
 
 def parse_begin(message: prefill_pb2.BeginPrefill) -> PrefillRequest:
     """Raises InvalidRequest for what is malformed; what only a later release knows of is left out."""
-    mode = _MODES.get(message.mode)
+    mode = MODES.get(message.mode)
     if mode is None:
         raise InvalidRequest(f"planning mode {message.mode} is unknown to this version")
-    compute = _compute(message.compute) if message.HasField("compute") else None
-    link = _link(message.link) if message.HasField("link") else None
+    compute = compute_from_message(message.compute) if message.HasField("compute") else None
+    link = link_from_message(message.link) if message.HasField("link") else None
     return PrefillRequest(
         query=render.parse_query(message.query),
         token_count=message.token_count,
         reusable_tokens=message.reusable_token_count,
         readers=message.readers or 1,
         step_tokens=message.step_tokens,
-        ways=frozenset(_WAYS[each] for each in message.ways if each in _WAYS),
+        ways=frozenset(WAYS[each] for each in message.ways if each in WAYS),
         mode=mode,
         compute=compute if compute is not None and compute.is_known and compute.is_sound else None,
         link=link if link is not None and link.is_sound else None,
     )
 
 
-def _compute(message: prefill_pb2.ComputeRate) -> ComputeRate:
-    return ComputeRate(
-        message.pass_seconds, message.token_seconds, message.pair_seconds, message.load, message.caution,
-        message.sample_count, message.most_tokens,
-    )  # fmt: skip
-
-
-def _link(message: prefill_pb2.LinkRate) -> TierRate:
-    return TierRate(
-        message.latency_seconds, message.byte_seconds, message.caution, message.sample_count, message.least_bytes
-    )
-
-
 def _end(message: prefill_pb2.EndPrefill) -> PrefillEnd:
-    computed = message.computed if message.HasField("computed") else None
-    return PrefillEnd(
-        message.ttft_seconds, message.wait_seconds, message.is_given_up,
-        None if computed is None else Prefill(
-            computed.new_tokens, computed.context_tokens, computed.seconds, computed.passes
-        ),
-    )  # fmt: skip
+    computed = prefill_from_message(message.computed) if message.HasField("computed") else None
+    return PrefillEnd(message.ttft_seconds, message.wait_seconds, message.is_given_up, computed)
 
 
 def _response(planned: PlannedPrefill) -> prefill_pb2.PartialPrefillResponse:
@@ -124,50 +102,25 @@ def _response(planned: PlannedPrefill) -> prefill_pb2.PartialPrefillResponse:
         chunk_count=planned.chunk_count,
     )  # fmt: skip
     if planned.plan is not None:
-        response.plan.MergeFrom(_plan(planned.plan))
+        response.plan.MergeFrom(plan_to_message(planned.plan))
     return response
-
-
-def _plan(plan: LoadPlan) -> prefill_pb2.LoadPlan:
-    candidates = [each for each in plan.candidates if each.way in _NUMBERS]
-    return prefill_pb2.LoadPlan(
-        token_count=plan.token_count, candidates=map(_candidate, candidates), chosen=candidates.index(plan.chosen),
-        why=plan.why, is_measured=plan.is_measured,
-    )  # fmt: skip
-
-
-def _candidate(each: Candidate) -> prefill_pb2.Candidate:
-    return prefill_pb2.Candidate(
-        way=_NUMBERS[each.way], form=each.form, load_start=each.load_start, load_stop=each.load_stop,
-        ttft_seconds=each.ttft_s, ttft_high_seconds=each.ttft_high_s, front_seconds=each.front_s,
-        load_seconds=each.load_s, compute_seconds=each.compute_s, tier_seconds=each.tier_s, cost=each.cost,
-        refused=each.refused,
-    )  # fmt: skip
 
 
 def render_record(record: PlanRecord) -> admin_pb2.PlanEntry:
     """What operators are shown of a partial prefill."""
     message = admin_pb2.PlanEntry(
         number=record.number, began_seconds=record.began, fingerprint=record.fingerprint, model_id=record.model_id,
-        step_tokens=record.step_tokens, mode=_MODE_NUMBERS[record.mode], stored_token_count=record.stored_token_count,
+        step_tokens=record.step_tokens, mode=MODE_NUMBERS[record.mode], stored_token_count=record.stored_token_count,
         state=record.state,
     )  # fmt: skip
     if record.plan is not None:
-        message.plan.MergeFrom(_plan(record.plan))
+        message.plan.MergeFrom(plan_to_message(record.plan))
     end = record.end
     if end is not None:
         told = prefill_pb2.EndPrefill(ttft_seconds=end.ttft_s, wait_seconds=end.wait_s, is_given_up=end.is_given_up)
         message.end.MergeFrom(told)
         if end.computed is not None:
-            done = end.computed
-            message.end.computed.MergeFrom(
-                prefill_pb2.MeasuredPrefill(
-                    new_tokens=done.new_tokens,
-                    context_tokens=done.context_tokens,
-                    seconds=done.seconds,
-                    passes=done.passes,
-                )
-            )
+            message.end.computed.MergeFrom(prefill_to_message(end.computed))
     return message
 
 
@@ -177,8 +130,5 @@ def render_engine(engine: EngineRate) -> admin_pb2.EngineRate:
     return admin_pb2.EngineRate(
         fingerprint=engine.fingerprint, model_id=engine.model_id, step_tokens=engine.step_tokens,
         confidence=round(rate.confidence, 2),
-        rate=prefill_pb2.ComputeRate(
-            pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
-            caution=rate.caution, sample_count=rate.sample_count,
-        ),
+        rate=compute_to_message(rate),
     )  # fmt: skip

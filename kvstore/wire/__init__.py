@@ -1,5 +1,5 @@
-"""Specs on the wire: what both ends translate the same way. A room of its own because the client must not import
-the server's."""
+"""Specs, plans and rates as messages: the server and the client translate them the same way, and the client must not
+import the server's room."""
 
 from kvstore.wire.spec import spec_from_message, spec_to_message
 

@@ -43,10 +43,10 @@ HOSTILE_CALLS = {"torch.load", "yaml.load", "eval", "exec"}
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"remote"}),
     frozenset({"server"}),
-    frozenset({"controller"}),
+    frozenset({"controller", "wire"}),
     frozenset({"movement", "planning"}),
     frozenset({"catalog", "directory", "tiers"}),
-    frozenset({"arena", "chunk", "handoff", "keys", "presence", "wire", "telemetry"}),
+    frozenset({"arena", "chunk", "handoff", "keys", "presence", "telemetry"}),
     frozenset({"config"}),
     frozenset({"policy"}),
     frozenset({"spec", "v1", "v1alpha"}),

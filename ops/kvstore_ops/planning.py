@@ -28,6 +28,7 @@ from kvstore.planning.loading import (
 from kvstore.spec import ModelSpec, Tier
 from kvstore.units import format_bytes, parse_bytes
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire.plans import compute_from_message
 from kvstore_ops.options import AddressOption, JsonOption, TenantOption, TlsOption
 
 WIDTH = 48
@@ -87,15 +88,7 @@ def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_
     """What engines told the sidecar of a model: an unknown rate where none did."""
     name = fingerprint(spec, spec.kind)
     for each in engines:
-        rate = ComputeRate(
-            each.rate.pass_seconds,
-            each.rate.token_seconds,
-            each.rate.pair_seconds,
-            each.rate.load,
-            each.rate.caution,
-            each.rate.sample_count,
-            each.rate.most_tokens,
-        )
+        rate = compute_from_message(each.rate)
         if (each.fingerprint, each.step_tokens) == (name, step_tokens) and rate.is_sound:
             return rate
     return ComputeRate()

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
-from kvstore_client.loading.call import load_plan
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from kvstore.planning.loading import LoadPlan, Way
 from kvstore.v1alpha import admin_pb2
+from kvstore.wire.plans import plan_from_message
 from kvstore_ops.door import door_of
 from kvstore_ops.operators.calls import Operator
 from kvstore_ops.operators.harmless import plain
@@ -59,7 +59,7 @@ def listed(found: Sequence[admin_pb2.PlanEntry]) -> Group:
     """A row each, and what they come to."""
     rows = Table("plan", "began", "model", "tokens", "stored", "way", "loads", "planned", "took", "waited", "became")
     for each in found:
-        plan = load_plan(each.plan) if each.HasField("plan") else None
+        plan = plan_from_message(each.plan) if each.HasField("plan") else None
         took, waited = (f"{each.end.ttft_seconds * 1e3:,.1f} ms", f"{each.end.wait_seconds * 1e3:,.1f} ms")
         rows.add_row(
             str(each.number), f"{datetime.fromtimestamp(each.began_seconds):%H:%M:%S}", plain(each.model_id),
@@ -74,7 +74,7 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
     """One plan with all that it chose among."""
     lines: list[Any] = [listed([entry])]
     if entry.HasField("plan"):
-        plan = load_plan(entry.plan)
+        plan = plan_from_message(entry.plan)
         ways = Table("", "way", "loads", "first token", "in one case of ten", "not, because")
         for each in plan.candidates:
             loads = f"{each.load_start:,} to {each.load_stop:,}" if each.loaded_tokens else "nothing"
@@ -89,7 +89,7 @@ def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
     """How far plans were off, and what was saved, over plans that were carried out and whose engine is known."""
     pairs = []
     for each in found:
-        plan = load_plan(each.plan) if each.HasField("plan") else None
+        plan = plan_from_message(each.plan) if each.HasField("plan") else None
         if plan is not None and plan.is_measured and each.HasField("end") and each.state == "done":
             pairs.append((plan, each.end.ttft_seconds))
     if not pairs:

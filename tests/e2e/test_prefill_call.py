@@ -13,7 +13,7 @@ import torch
 from kvstore_client import Client, connect
 from kvstore_client.engines.transformers import TransformersRunner
 from kvstore_client.loading import patience
-from kvstore_client.loading.call import Asked, load_plan
+from kvstore_client.loading.call import Asked
 from kvstore_client.prompt import Prompt
 from kvstore_ops.cli import app
 from kvstore_ops.sidecar import Sidecar
@@ -23,6 +23,7 @@ from kvstore.errors import Exhausted, Internal, InvalidRequest, KVStoreError, Un
 from kvstore.planning.loading import BusyTime, BusyTimes, Prefill, Way
 from kvstore.v1 import cache_pb2 as pb
 from kvstore.v1alpha import admin_pb2, prefill_pb2
+from kvstore.wire.plans import plan_from_message
 from tests.e2e.prefills import RECEIVER, STEP, computed, keep
 from tests.e2e.test_partial_prefill import prompt
 from tests.server.raw import eventually
@@ -92,7 +93,7 @@ def test_all_is_loaded_where_that_is_fastest_and_the_sidecar_hears_of_it(client:
     assert found.plan.reused_token_count >= STORED
     entry = operator.last()
     assert (entry.state, entry.model_id) == ("done", SPEC.model_id)
-    assert load_plan(entry.plan) == found.plan.loading
+    assert plan_from_message(entry.plan) == found.plan.loading
     assert entry.stored_token_count == STORED
     assert 0 < entry.end.ttft_seconds <= found.timeline.total_s
 
@@ -333,4 +334,15 @@ def test_a_client_that_goes_in_the_middle_holds_nothing(client: Client, operator
 
 def test_a_plan_that_no_release_makes_is_refused() -> None:
     with pytest.raises(Internal, match="same release"):
-        load_plan(prefill_pb2.LoadPlan(chosen=1))
+        plan_from_message(prefill_pb2.LoadPlan(chosen=1))
+
+
+def test_a_way_that_only_a_later_release_knows_is_left_out() -> None:
+    later, load, first = (prefill_pb2.Candidate(way=way) for way in (99, prefill_pb2.WAY_LOAD, prefill_pb2.WAY_FIRST))
+    told = prefill_pb2.LoadPlan(candidates=[later, load, first], chosen=1)
+    plan = plan_from_message(told)
+    assert plan.chosen.way is Way.LOAD
+    assert [each.way for each in plan.candidates] == [Way.LOAD, Way.FIRST]
+    told.chosen = 0
+    with pytest.raises(Internal, match="same release"):
+        plan_from_message(told)

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
-from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.planning.loading import ComputeRate, Prefill, TierRate, Way
 from kvstore.seams.scheduler import start_thread
 from kvstore.v1alpha import prefill_pb2 as pb
+from kvstore.wire.plans import (
+    MODE_NUMBERS,
+    WAY_NUMBERS,
+    compute_to_message,
+    link_to_message,
+    plan_from_message,
+    prefill_to_message,
+)
 from kvstore_client.context import Context
 from kvstore_client.fetch.ticket import pack_ticket
 from kvstore_client.lookup.calls import with_tail
@@ -24,14 +32,6 @@ from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
 """A prefill that takes longer is not told of."""
-MODES = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
-WAYS = {
-    Way.PREFILL: pb.WAY_PREFILL,
-    Way.LOAD: pb.WAY_LOAD,
-    Way.FIRST: pb.WAY_FIRST,
-    Way.MEET: pb.WAY_MEET,
-}
-_WAYS = {number: way for way, number in WAYS.items()}
 
 
 class Asked(NamedTuple):
@@ -77,14 +77,13 @@ class PrefillCall:
             self.close()
             raise Unavailable("the sidecar is gone") if answer is None else _failure(answer)
         self.answer = answer
-        self.plan = load_plan(answer.plan) if answer.HasField("plan") else None
+        self.plan = plan_from_message(answer.plan) if answer.HasField("plan") else None
 
     def end(self, ttft_s: float, wait_s: float, *, is_given_up: bool, computed: Prefill | None) -> None:
         """Say what came of it. Waits for nothing: a sidecar that does not listen is told nothing."""
         told = pb.EndPrefill(ttft_seconds=ttft_s, wait_seconds=wait_s, is_given_up=is_given_up)
         if computed is not None:
-            told.computed.new_tokens, told.computed.context_tokens = computed.new_tokens, computed.context_tokens
-            told.computed.seconds, told.computed.passes = computed.seconds, computed.passes
+            told.computed.MergeFrom(prefill_to_message(computed))
         self._said.put(pb.PartialPrefillRequest(end=told))
         self._said.put(None)
         self._returns.soon(partial(_ended, self._is_over, self._stream, self._timeout_s))
@@ -156,22 +155,13 @@ def begin(
     message = pb.BeginPrefill(
         query=prompt.query(name, prompt.digests[:whole]), token_count=prompt.token_count,
         reusable_token_count=asked.reusable_tokens, step_tokens=asked.step_tokens,
-        ways=[WAYS[way] for way in asked.ways if way in WAYS], mode=MODES[asked.mode], readers=asked.readers,
+        ways=[WAY_NUMBERS[way] for way in asked.ways if way in WAY_NUMBERS],
+        mode=MODE_NUMBERS[asked.mode], readers=asked.readers,
     )  # fmt: skip
     if rate.is_known:
-        message.compute.MergeFrom(
-            pb.ComputeRate(
-                pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
-                caution=rate.caution, sample_count=rate.sample_count, most_tokens=rate.most_tokens,
-            )
-        )  # fmt: skip
+        message.compute.MergeFrom(compute_to_message(rate))
     if link is not None:
-        message.link.MergeFrom(
-            pb.LinkRate(
-                latency_seconds=link.latency_s, byte_seconds=link.byte_s, caution=link.caution,
-                sample_count=link.sample_count, least_bytes=link.least_bytes,
-            )
-        )  # fmt: skip
+        message.link.MergeFrom(link_to_message(link))
     try:
         return PrefillCall(session, message, context.timeout_s)
     except _Unplanned as error:
@@ -191,21 +181,3 @@ def matched(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
     digests = prompt.digests[first : first + count]
     ticket = pack_ticket(found.ticket, prompt.spec, digests, prompt.exactness, count * step) if found.ticket else None
     return Match(found.hit_count * step, chunks, ticket)
-
-
-def load_plan(message: pb.LoadPlan) -> LoadPlan:
-    """A plan that a sidecar made. Raises Internal for one that no release makes."""
-    candidates = tuple(
-        Candidate(
-            _WAYS[each.way], each.form, each.load_start, each.load_stop, each.ttft_seconds, each.ttft_high_seconds,
-            each.front_seconds, each.load_seconds, each.compute_seconds, each.tier_seconds, each.cost,
-            refused=each.refused,
-        )
-        for each in message.candidates
-        if each.way in _WAYS
-    )  # fmt: skip
-    if message.chosen >= len(candidates):
-        raise Internal("the sidecar chose a way that this release does not know: use the same release of both")
-    return LoadPlan(
-        message.token_count, candidates[message.chosen], candidates, message.why, is_measured=message.is_measured
-    )

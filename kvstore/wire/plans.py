@@ -1,0 +1,96 @@
+"""Plans of partial prefills, and the rates that they rest on, <-> their messages."""
+
+from __future__ import annotations
+
+from kvstore.errors import Internal
+from kvstore.planning.loading import Candidate, ComputeRate, LoadPlan, Prefill, TierRate, Way
+from kvstore.v1alpha import prefill_pb2 as pb
+
+MODE_NUMBERS = {"off": pb.PLANNING_MODE_OFF, "observe": pb.PLANNING_MODE_OBSERVE, "on": pb.PLANNING_MODE_ON}
+WAY_NUMBERS = {
+    Way.PREFILL: pb.WAY_PREFILL, Way.LOAD: pb.WAY_LOAD, Way.FIRST: pb.WAY_FIRST, Way.MEET: pb.WAY_MEET
+}  # fmt: skip
+MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
+WAYS = {number: way for way, number in WAY_NUMBERS.items()}
+"""Without the ways that only a later release knows."""
+
+
+def compute_to_message(rate: ComputeRate) -> pb.ComputeRate:
+    """The rate as a message."""
+    return pb.ComputeRate(
+        pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
+        caution=rate.caution, sample_count=rate.sample_count, most_tokens=rate.most_tokens,
+    )  # fmt: skip
+
+
+def compute_from_message(message: pb.ComputeRate) -> ComputeRate:
+    """The rate that a message tells, which need not be sound."""
+    return ComputeRate(
+        message.pass_seconds, message.token_seconds, message.pair_seconds, message.load, message.caution,
+        message.sample_count, message.most_tokens,
+    )  # fmt: skip
+
+
+def link_to_message(rate: TierRate) -> pb.LinkRate:
+    """The rate of the way from the sidecar's memory to an engine as a message."""
+    return pb.LinkRate(
+        latency_seconds=rate.latency_s, byte_seconds=rate.byte_s, caution=rate.caution, sample_count=rate.sample_count,
+        least_bytes=rate.least_bytes,
+    )  # fmt: skip
+
+
+def link_from_message(message: pb.LinkRate) -> TierRate:
+    """The rate that a message tells, which need not be sound."""
+    return TierRate(
+        message.latency_seconds, message.byte_seconds, message.caution, message.sample_count, message.least_bytes
+    )
+
+
+def prefill_to_message(done: Prefill) -> pb.MeasuredPrefill:
+    """A prefill that was measured as a message."""
+    return pb.MeasuredPrefill(
+        new_tokens=done.new_tokens, context_tokens=done.context_tokens, seconds=done.seconds, passes=done.passes
+    )
+
+
+def prefill_from_message(message: pb.MeasuredPrefill) -> Prefill:
+    """The prefill that a message tells, which need not be sound."""
+    return Prefill(message.new_tokens, message.context_tokens, message.seconds, message.passes)
+
+
+def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
+    """The plan as a message, with the candidates that the wire has names for."""
+    candidates = [each for each in plan.candidates if each.way in WAY_NUMBERS]
+    return pb.LoadPlan(
+        token_count=plan.token_count, candidates=map(_candidate_to_message, candidates),
+        chosen=candidates.index(plan.chosen), why=plan.why, is_measured=plan.is_measured,
+    )  # fmt: skip
+
+
+def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
+    """The plan that a message tells. Raises Internal when it chose a way that this release does not know."""
+    chosen = next(iter(message.candidates[message.chosen :]), None)
+    if chosen is None or chosen.way not in WAYS:
+        raise Internal("the sidecar chose a way that this release does not know: use the same release of both")
+    return LoadPlan(
+        message.token_count, _candidate_from_message(chosen),
+        tuple(_candidate_from_message(each) for each in message.candidates if each.way in WAYS), message.why,
+        is_measured=message.is_measured,
+    )  # fmt: skip
+
+
+def _candidate_to_message(each: Candidate) -> pb.Candidate:
+    return pb.Candidate(
+        way=WAY_NUMBERS[each.way], form=each.form, load_start=each.load_start, load_stop=each.load_stop,
+        ttft_seconds=each.ttft_s, ttft_high_seconds=each.ttft_high_s, front_seconds=each.front_s,
+        load_seconds=each.load_s, compute_seconds=each.compute_s, tier_seconds=each.tier_s, cost=each.cost,
+        refused=each.refused,
+    )  # fmt: skip
+
+
+def _candidate_from_message(message: pb.Candidate) -> Candidate:
+    return Candidate(
+        WAYS[message.way], message.form, message.load_start, message.load_stop, message.ttft_seconds,
+        message.ttft_high_seconds, message.front_seconds, message.load_seconds, message.compute_seconds,
+        message.tier_seconds, message.cost, refused=message.refused,
+    )  # fmt: skip
