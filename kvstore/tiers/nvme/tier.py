@@ -148,8 +148,8 @@ class NvmeTier:
         return columns, clean
 
     async def close(self, held: Recovered | None) -> None:
-        """See ``LocalTier.close``. A clean stop erases what is to be erased, and leaves the snapshot. Otherwise (None)
-        the next start reads the headers."""
+        """See ``LocalTier.close``. A clean stop erases what is to be erased. Without its snapshot the next start reads
+        headers."""
         if held is not None:
             await self.erasures.erase_doomed()
         for workers in self._pace:
