@@ -63,7 +63,7 @@ class Region:
         return offset
 
     def give_back(self, offset: int, byte_count: int) -> None:
-        """Return a run; it joins its free neighbours."""
+        """Free a run of bytes, and join it with its free neighbours."""
         index = bisect_left(self._offsets, offset)
         before = index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset
         after = index < len(self._offsets) and offset + byte_count == self._offsets[index]

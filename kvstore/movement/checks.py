@@ -164,7 +164,7 @@ class Checks:
         for copies in list(self._table.copies):
             row = 0
             while row < len(self._table.digests):
-                # A recovered chunk whose model nobody has registered yet cannot be checked: its layout is not known.
+                # A recovered chunk cannot be checked before its model is registered: its layout is not known.
                 if row in copies and self._catalog.space_of(row).model_spec is not None:
                     await self._paced(copies, row)
                 elif row % ROWS_AT_ONCE == 0:

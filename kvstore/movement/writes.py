@@ -89,7 +89,7 @@ class Writes:
         return len(self._queue)
 
     def drain(self) -> None:
-        """Take no chunk until ``resume``; those on their way get there."""
+        """Take no chunk until ``resume``; chunks on their way still arrive."""
         self.is_draining, self.reason = True, DRAINING
 
     def resume(self) -> None:

@@ -285,15 +285,15 @@ class SharedTier(Protocol):
 
     @property
     def name(self) -> str:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     @property
     def kind(self) -> Tier:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     @property
     def durability(self) -> Durability:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
@@ -331,7 +331,7 @@ class SharedTier(Protocol):
         the result: the tier may do it later, and fail silently. May raise Unavailable."""
 
     def stalled_s(self) -> float:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     async def close(self) -> None:
         """Idempotent."""

@@ -148,8 +148,8 @@ class NvmeTier:
         return columns, clean
 
     async def close(self, held: Recovered | None) -> None:
-        """See ``LocalTier.close``. A clean stop erases what is to be erased. Without its snapshot the next start reads
-        headers."""
+        """See ``LocalTier.close``. A clean stop erases what is to be erased, and leaves the snapshot. Otherwise (None)
+        the next start reads the headers."""
         if held is not None:
             await self.erasures.erase_doomed()
         for workers in self._pace:
@@ -206,7 +206,7 @@ class NvmeTier:
             await self._fill(residency, chunk)
         finally:
             self._in_flight[header.storage_key] -= 1
-            self._in_flight += Counter()  # without those that are not written any more
+            self._in_flight += Counter()  # drops the keys whose count is 0
         self._written_bytes += chunk.byte_count
         return residency
 
@@ -345,8 +345,7 @@ class NvmeTier:
             await self.erasures.tidy()
 
     async def quarantine(self, residency: Residency) -> None:
-        """Take the slot out of use and erase its header. The slot stays out of use also where the device refuses
-        that."""
+        """Take the slot out of use, also where the device refuses to erase its header: ``tidy`` tries that again."""
         region, slot = self.regions.find(residency)
         region.unerased.add(slot)
         async with self.erasures.alone_at(region, slot):
