@@ -36,8 +36,8 @@ class EvictionPolicy(Protocol):
         Ignored for a row that is not in this tier."""
 
     def removed(self, row: int, reason: MissReason) -> None:
-        """Record that the chunk left this tier; its row may be reused for another chunk. EVICTED: the policy chose
-        it."""
+        """Record that the chunk left this tier; its row may be reused for another chunk. ``reason``: EVICTED for the
+        policy's victims, and for copies that were given up after a move or by an operator's word."""
 
     def victims(self, eligible: Callable[[int], bool]) -> Iterator[int]:
         """Yield rows to remove, most dispensable first. ``eligible`` is asked anew before each is yielded. The caller

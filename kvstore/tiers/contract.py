@@ -199,11 +199,11 @@ class LocalTier(Protocol):
 
     @property
     def durability(self) -> Durability:
-        """The failures that a copy in this tier survives."""
+        """The durability level of a copy in this tier."""
 
     async def recover(self, evictor: Evictor) -> Recovered:
         """Return the copies that the tier holds. Call once, before any other call. Raises Unavailable, and the tier is
-        closed then; NotOurs among those ends the start."""
+        closed then; its subclass NotOurs ends the start of the service."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
         """Keep a raw chunk: ``pieces`` are its packed header and its slabs. When this returns the copy is as durable as

@@ -1,10 +1,10 @@
 """Copies without an envelope where one is demanded: those that were there when it was turned on are believed, for they
 were acknowledged; no others are.
 
-Slots that this start could not read and files that it could not open may hold such copies, too. The list of believed
-copies must not lie on the device, where an attacker writes at will: the record lies elsewhere, in the service's state.
-A missing record means that the envelope is turned on now. Each start writes into the record the copies that are still
-there, and those recorded for files that are missing now.
+The start that turns the envelope on may meet slots that it cannot read and files that it cannot open: they may hold
+such copies, too. The list of believed copies must not lie on the device, where an attacker writes at will: the record
+lies elsewhere, in the service's state. A missing record means that the envelope is turned on now. Each start writes
+into the record the copies that are still there, and those recorded for files that are missing now.
 
 The directory may be another than the one that the record describes: its device is not mounted, or it was used without
 an envelope elsewhere. So both have an id, drawn when the envelope is turned on, which a directory keeps until it is
