@@ -166,8 +166,8 @@ class Movement:
 
     def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
         """Return, for each copy of a chunk, its tier's name and a function that reads the whole copy. Its result: True,
-        the copy passed its checks; False, it failed and was given up; None, the tier did not give it. The caller holds
-        the row."""
+        the copy passed its checks; False, it failed and was given up (a shared tier's copy is replaced by the next
+        store); None, the tier did not give it. The caller holds the row."""
         local = [
             (copies.tier.name, partial(self.checks.check, copies, row))
             for copies in self._table.copies

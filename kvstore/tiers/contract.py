@@ -269,7 +269,7 @@ class UploadClaims(Protocol):
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float) -> Sequence[bool]:
         """Return a flag per key: True when the key was free, and this node claims it from now on, as in
-        ``SharedTier.claim``. Ends soon and raises nothing: where the service does not answer all keys count as free."""
+        ``SharedTier.claim``. Ends soon and raises nothing: where no answer comes in time all keys count as free."""
 
     async def release(self, storage_keys: Sequence[bytes]) -> None:
         """Say that this node no longer writes these chunks. Ends soon and raises nothing: a claim expires by itself,
