@@ -16,7 +16,7 @@ from kvstore.seams.memory import Bytes
 
 PAGE_BYTES = 4096
 CHUNK_BYTES_MIN = 2 * PAGE_BYTES
-"""No chunk is smaller: a header page and a slab page. Bounds the number of generation slots."""
+"""The smallest chunk: a header page and a slab page. Bounds the number of generation slots."""
 SLOT_COUNT_MAX = 1 << 22
 _log = logging.getLogger("kvstore.arena")
 
@@ -24,7 +24,8 @@ _log = logging.getLogger("kvstore.arena")
 class Arena:
     """Hands out extents of shared regions, up to ``capacity_bytes``.
 
-    Raises: Unavailable or Exhausted when the machine shares no memory; once it has some it makes do with that.
+    Raises: Unavailable or Exhausted when the machine shares no memory at all. If only a later region fails, the arena
+    goes on with the regions that it has.
     """
 
     def __init__(self, memory: Memory, faults: FaultPoints, *, capacity_bytes: int, region_bytes: int) -> None:
@@ -48,11 +49,11 @@ class Arena:
         return sum(region.backed for region in self.regions)
 
     def unbacked(self) -> Region | None:
-        """The first region that is not backed by pages to its end, a new one if need be; None when all are."""
+        """Return the first region that is not backed by pages to its end, a new one if need be; None when all are."""
         return next((each for each in self.regions if each.backed < each.byte_count), None) or self._open()
 
     def _open(self) -> Region | None:
-        """One more region, while the capacity has room for it and the machine shares memory."""
+        """Open one more region, while the capacity has room for it and the machine shares memory."""
         opened = sum(each.byte_count for each in self.regions)
         size = min(self.region_bytes, self.capacity_bytes - opened)
         if size <= 0:
@@ -71,7 +72,7 @@ class Arena:
         return self.regions[-1]
 
     def _grow(self, byte_count: int) -> bool:
-        """Use memory that is not backed yet. False when there is none."""
+        """Make memory usable that is not backed yet. False when there is none."""
         region = next((each for each in self.regions if each.usable < each.byte_count), None) or self._open()
         if region is None:
             return False
@@ -79,9 +80,9 @@ class Arena:
         return True
 
     def allocate(self, piece_bytes: tuple[int, ...]) -> Placement | None:
-        """Room for a chunk's pieces, or None when there is none: contiguous if that fits, else split.
+        """Return room for a chunk's pieces, contiguous if that fits, else split; None when there is no room.
 
-        Memory that was never touched is used only when nothing touched is free: its first write is slow.
+        Memory that was never touched is used only when no touched memory is free: its first write is slow.
         Raises: InvalidRequest when the chunk could never fit.
         """
         total = sum(piece_bytes)
@@ -159,7 +160,7 @@ class Arena:
         self.chunk_count -= 1
 
     def close(self) -> None:
-        """Unmap everything. Clients keep their own mappings until they notice that the server went."""
+        """Unmap everything. Clients keep their own mappings until they notice that the server is gone."""
         self._values = np.empty(0, np.uint64)
         self.generations.close()
         for region in self.regions:

@@ -1,4 +1,4 @@
-"""Where a chunk lies."""
+"""The place of a chunk in the arena: extents, spans and pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Placement:
     pieces: Sequence[Bytes] = field(repr=False, compare=False)
     """Views of the pieces, in order; a piece never spans extents."""
     spans: Sequence[Span] = field(repr=False, compare=False)
-    """The extents again, as bytes, with the pieces each holds."""
+    """The extents again, as bytes, each with the pieces that lie in it."""
 
     @property
     def byte_count(self) -> int:

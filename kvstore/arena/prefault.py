@@ -24,7 +24,8 @@ _log = logging.getLogger("kvstore.arena")
 
 
 def available_memory_bytes() -> int:
-    """What this process may still take: MemAvailable, or what is left under the control group's limit."""
+    """Return how many bytes this process may still take: MemAvailable, or the rest of the control group's limit if that
+    is less."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -45,7 +46,7 @@ def available_memory_bytes() -> int:
 async def prefault(
     arena: Arena, workers: Workers, clock: Clock, available_bytes: Callable[[], int] = available_memory_bytes
 ) -> None:
-    """Make the whole capacity usable, step by step. Ends early, and says so once, when memory is short."""
+    """Make the whole capacity usable, step by step. Ends early, with one log line, when memory is short."""
     while True:
         if available_bytes() * (1 - RESERVE_SHARE) < STEP_BYTES * 2:
             _log.warning("pre-faulting stopped: memory is short; lower arena.capacity_bytes", extra=_state(arena))
@@ -62,11 +63,11 @@ async def prefault(
         byte_count = min(STEP_BYTES, region.byte_count - offset)
         try:
             await done(workers, region.mapping.prefault, offset, byte_count)
-        except (Exhausted, NotBegun) as error:  # a page costs a fault at its first use, then
+        except (Exhausted, NotBegun) as error:  # then each page costs a fault at its first use
             _log.warning(error.message, extra=_state(arena))
             return
         region.backed = offset + byte_count
-        missing = region.backed - region.usable  # none where an allocation was here before
+        missing = region.backed - region.usable  # none where an allocation has extended it already
         if missing > 0:
             region.extend(missing)
         await clock.sleep(0)

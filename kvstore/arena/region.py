@@ -1,4 +1,5 @@
-"""One region: a mapping and the list of its free runs. First fit, sorted by offset, coalescing."""
+"""One region: a mapping and the list of its free runs, sorted by offset. First fit; neighbouring free runs are
+joined."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from kvstore.seams.memory import Mapping
 
 
 class Region:
-    """``usable`` bytes from its start may be handed out; ``backed`` bytes from its start cost no faults any more."""
+    """The first ``usable`` bytes may be handed out; using the first ``backed`` bytes costs no page faults any more."""
 
     def __init__(self, index: int, mapping: Mapping, byte_count: int) -> None:
         self.index = index
@@ -21,13 +22,13 @@ class Region:
         self._sizes: list[int] = []
 
     def extend(self, byte_count: int) -> None:
-        """``byte_count`` more bytes are usable."""
+        """Make ``byte_count`` more bytes usable."""
         assert self.usable + byte_count <= self.byte_count
         self.give_back(self.usable, byte_count)
         self.usable += byte_count
 
     def take(self, byte_count: int) -> int | None:
-        """The offset of the first free run that holds ``byte_count`` bytes, or None."""
+        """Return the offset of the first free run that holds ``byte_count`` bytes, or None."""
         if byte_count > self.free_bytes:
             return None
         for index, size in enumerate(self._sizes):
@@ -36,7 +37,8 @@ class Region:
         return None
 
     def take_run(self, sizes: tuple[int, ...]) -> tuple[int, int] | None:
-        """(offset, how many of ``sizes`` fit there) in the first run that holds at least the first of them."""
+        """Return (offset, number of leading ``sizes`` that fit there), taken from the first run that holds at least the
+        first size; None when there is no such run."""
         if sizes[0] > self.free_bytes:
             return None
         for index, size in enumerate(self._sizes):
@@ -61,7 +63,7 @@ class Region:
         return offset
 
     def give_back(self, offset: int, byte_count: int) -> None:
-        """Return a run; it joins its free neighbours."""
+        """Free a run of bytes, and join it with its free neighbours."""
         index = bisect_left(self._offsets, offset)
         before = index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset
         after = index < len(self._offsets) and offset + byte_count == self._offsets[index]

@@ -1,4 +1,4 @@
-"""Staging: memory that one session may write and the server reads once."""
+"""Staging memory: one session may write it and the server reads it once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvstore.seams.memory import Bytes, Mapping
 
 
 class Staging:
-    """One staging memfd of a session. The client may scribble on it at any time: the server copies what it
-    needs once and trusts only its copy."""
+    """One staging memfd of a session. The client may change it at any time: the server copies the bytes it needs once
+    and trusts only its copy."""
 
     def __init__(self, staging_id: int, mapping: Mapping, byte_count: int) -> None:
         self.staging_id = staging_id
@@ -16,7 +16,7 @@ class Staging:
         self.byte_count = byte_count
 
     def run(self, offset: int, byte_count: int) -> Bytes:
-        """A view of a run of it. Raises InvalidRequest when the run leaves the mapping."""
+        """Return a view of ``byte_count`` bytes at ``offset``. Raises InvalidRequest when they leave the mapping."""
         if offset < 0 or byte_count < 0 or offset + byte_count > self.byte_count:
             raise InvalidRequest(
                 f"staging run {offset}+{byte_count} lies outside its {self.byte_count} bytes",

@@ -1,4 +1,5 @@
-"""Which node has which chunk, for whoever chooses a node. Hints: losing all of them costs good choices and no more."""
+"""Tells which nodes have which chunk, for a router that chooses a node. All of it is hints: losing them costs good
+choices and no more."""
 
 from kvstore.directory.directory import LIVE_S, NodeDirectory
 

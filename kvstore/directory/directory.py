@@ -1,11 +1,11 @@
-"""The directory in Redis.
+"""The directory of nodes and their chunks, in Redis.
 
     <prefix>:v1:nodes:<tenant>      sorted set: "<node> <incarnation>", scored by when it was heard last (Redis's clock)
     <prefix>:v1:d:{<storage key>}   hash: node -> "<incarnation> <tier>", the fastest tier there that has the chunk
 
-A node's entries count while its incarnation was heard within ``LIVE_S``: nobody renews them one by one, and those of a
-node that died count no more. A node begins a new incarnation, and tells all it has, at each start and whenever it
-cannot be sure that Redis has all it told.
+A node's entries count while its incarnation was heard within ``LIVE_S``: so no entry needs to be renewed, and the
+entries of a dead node count no more. A node begins a new incarnation, and tells all its chunks again, at each start and
+whenever it cannot be sure that Redis has all that it told.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvstore.spec import Tier
 
 LIVE_S = 30.0
 ENTRY_S = 7 * 86400
-"""A chunk of which nobody told for so long has no entries any more."""
+"""The entries of a chunk expire when no node told of the chunk for so many seconds."""
 FORGOTTEN_S = 3600
-"""A node that was not heard for so long is no member any more."""
+"""A node that was not heard for so many seconds is removed from the members."""
 CALL_S_MAX = 5.0
 PIPELINE_COUNT = 128
-"""Commands of one pipeline: others are answered between two of them."""
+"""Commands of one pipeline: Redis answers other clients between two pipelines."""
 PIPELINES_AT_ONCE = 4
-"""Of all questions together: each takes a connection of its own."""
+"""Pipelines of all questions together: each takes a connection of its own."""
 SLOW_S = 1.0
-"""A question that could not wait for so long says nothing of Redis."""
+"""A question with a shorter timeout than this that was not answered in time does not show that Redis is down."""
 INCARNATION_BYTES = 8
 BEAT = """
 local time = redis.call('TIME')
@@ -41,20 +41,21 @@ redis.call('ZREM', KEYS[1], ARGV[2])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3])
 return {string.format('%.6f', now), added, redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')}
 """
-"""Adds a member, removes its former self and whom nobody hears any more. Gives Redis's time, 1 where the member is new,
-and who was heard when."""
+"""Adds a member; removes the node's former incarnation and the members that were not heard for long. Returns Redis's
+time, 1 where the member is new, and all members with when they were heard."""
 _TIERS: dict[str, Tier] = {str(int(tier)): tier for tier in Tier}
 _log = logging.getLogger("kvstore.directory")
 
 
 class NodeDirectory:
-    """One node's view of it, through an asyncio ``client`` of redis-py of its own. ``node`` names this node to
-    others, ``owner`` its tenant. All calls but ``renew`` raise Unavailable when Redis does not answer."""
+    """One node's view of the directory, through an asyncio ``client`` of redis-py of its own. ``node`` is this node's
+    name for others, ``owner`` its tenant. All calls but ``renew`` and ``close`` raise Unavailable when Redis does not
+    answer."""
 
     def __init__(self, client: Any, node: str, prefix: str, owner: str, clock: Clock, random: Random) -> None:
         self.node = node
         self.is_reachable = False
-        """Whether Redis answered last."""
+        """True when Redis answered the last question."""
         self._client = client
         self._prefix = prefix
         self._nodes = f"{prefix}:v1:nodes:{owner or 'default'}"
@@ -63,9 +64,9 @@ class NodeDirectory:
         self._former = ""
         self._incarnation = self._drawn()
         self._began_s = float("inf")
-        """When this process was first heard, by Redis's clock."""
+        """The time at which this process was first heard, by Redis's clock."""
         self._ahead_s = 0.0
-        """Of Redis's clock, over this process's."""
+        """The seconds by which Redis's clock is ahead of this process's."""
         self._has_rival = False
         self._turns = asyncio.Semaphore(PIPELINES_AT_ONCE)
 
@@ -77,12 +78,12 @@ class NodeDirectory:
         return f"{self.node} {self._incarnation}"
 
     def renew(self) -> None:
-        """Have what was told before count no more, from the next ``beat`` on."""
+        """Begin a new incarnation: entries told before count no more, from the next ``beat`` on."""
         self._former, self._incarnation = self._member, self._drawn()
 
     async def beat(self) -> bool:
-        """Say that this node lives; to be done several times in ``LIVE_S``. False: Redis did not know of it, and may
-        have lost what it told."""
+        """Say that this node lives; call it several times within ``LIVE_S``. False: Redis did not know this
+        incarnation, and may have lost its entries."""
         told = self._client.eval(BEAT, 1, self._nodes, self._member, self._former, FORGOTTEN_S)
         now, added, heard = await self._answered(told, CALL_S_MAX)
         self._ahead_s = float(now) - self._clock.monotonic()
@@ -92,15 +93,15 @@ class NodeDirectory:
         return not added
 
     def _look_for_rival(self, heard: Iterable[tuple[str, str]]) -> None:
-        """A namesake that was heard after this process began is another node. (One that was not is what this node was
-        before it started again.)"""
+        """Log an error, once, when another node uses this node's name. A member of that name that was heard after this
+        process began is another node; one that was not is this node before it started again."""
         has_rival = any(node == self.node and each != self._incarnation for node, each in heard)
         if has_rival and not self._has_rival:
             _log.error("another node has this node's name: set server.node to its own", extra={"node": self.node})
         self._has_rival = has_rival
 
     async def tell(self, changes: Mapping[bytes, Tier]) -> None:
-        """Storage key -> the fastest tier here that has the chunk; NONE: none has it any more."""
+        """Publish changes: storage key -> the fastest tier here that has the chunk; NONE: no tier has it any more."""
         pipeline = self._client.pipeline(transaction=False)
         for key, tier in changes.items():
             name = self._entry(key)
@@ -112,8 +113,8 @@ class NodeDirectory:
         await self._answered(pipeline.execute(), CALL_S_MAX)
 
     async def where(self, keys: Sequence[bytes], timeout_s: float) -> list[dict[str, Tier]]:
-        """Of each chunk, the other nodes that have it, each with its fastest tier there. One round trip, or none where
-        Redis did not answer last. Raises Unavailable after ``timeout_s``, too."""
+        """Return for each chunk the other nodes that have it, each with its fastest tier there. One round trip, or none
+        where Redis did not answer the last question. Raises Unavailable, also after ``timeout_s`` seconds."""
         if not self.is_reachable:
             raise Unavailable("the directory in Redis does not answer at present")
         since_s = self._clock.monotonic() + self._ahead_s - LIVE_S
@@ -135,8 +136,8 @@ class NodeDirectory:
             return found
 
     def _counted(self, entries: Mapping[bytes, bytes], members: set[tuple[str, str]]) -> dict[str, Tier]:
-        """Those of other nodes that live. What is no entry was written by somebody else, or by a newer release about a
-        tier of its own, and is none."""
+        """Return the entries of other nodes that live. A malformed entry, or one with an unknown tier, is skipped:
+        another program wrote it, or a newer release about a new tier."""
         found: dict[str, Tier] = {}
         for field, value in entries.items():
             node, (incarnation, _, number) = (
@@ -149,7 +150,7 @@ class NodeDirectory:
         return found
 
     async def close(self) -> None:
-        """Withdraw this node's entries. Never raises."""
+        """Withdraw this node's entries and close the client. Never raises."""
         with suppress(Unavailable):
             if self.is_reachable:
                 await self._answered(self._client.zrem(self._nodes, self._member), CALL_S_MAX)
@@ -167,7 +168,7 @@ class NodeDirectory:
             self.is_reachable = self.is_reachable and timeout_s < SLOW_S
             raise Unavailable("the directory in Redis did not answer in time") from error
         except Exception as error:
-            from redis.exceptions import RedisError  # here: redis-py takes memory and time, where it is used at all
+            from redis.exceptions import RedisError  # here, not above: importing redis-py costs memory and time
 
             if not isinstance(error, RedisError | OSError):
                 raise
@@ -178,6 +179,6 @@ class NodeDirectory:
 
 
 def _members(raw: Iterable[bytes]) -> list[tuple[str, str]]:
-    """(node, incarnation) of each member. A node's name has no spaces."""
+    """Return (node, incarnation) of each member. A node's name has no spaces."""
     parts = [each.decode(errors="replace").partition(" ") for each in raw]
     return [(node, incarnation) for node, _, incarnation in parts]

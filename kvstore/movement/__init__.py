@@ -1,27 +1,27 @@
-"""Every move of bytes between tiers, and every copy that goes: into memory on use, down to slower tiers after a store,
-out when room is needed, and read again to see that it is what it was.
+"""All moves of bytes between tiers, and all removals of copies: into memory on use, down to slower tiers after a store,
+out when room is needed. Copies are also read again to verify them.
 
-``Movement`` is what the controller asks; nobody else calls the parts. It knows tiers by their contracts, in an ordered
-list, the fastest first: memory, which clients map, is the first, and every other tier's bytes come and go through it.
-Shared tiers, which other nodes use, too, come after the local ones: they are written to without anybody waiting, and
-read where the node does not have what a chain goes on with.
+The controller calls ``Movement``; no other code calls the parts. Movement knows tiers by their contracts, in an ordered
+list, the fastest first. Memory, which clients map, is the first, and every other tier's bytes pass through it. Shared
+tiers, which other nodes use, too, come after the local ones: no caller waits for writes to them, and they are read
+where a chain continues beyond the chunks of the node.
 
-- ``eviction``  what leaves a tier when it needs room, and ``room``: a place in memory for a chunk
-- ``removal``   how copies go: given up, removed, quarantined
+- ``eviction``  picks the copies that leave a tier when it needs room; ``room``: a place in memory for a chunk
+- ``removal``   removes copies: given up, removed, quarantined
 - ``queue``     moves that wait: bounded, by priority and age, one per chunk
-- ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of what memory gave up before
+- ``writes``    moves to slower tiers, to ``targets``; ``readbacks``: of chunks that memory gave up before
 - ``loads``     moves into memory, layer by layer, from ``sources``
-- ``meters``  how fast tiers are read
-- ``shared``    what one shared tier has, and ``breaker``: whether it is asked
-- ``shared_tiers``  all of them, and hints of what they have
-- ``demotion``  what is about to leave the node, and ``uses``: what comes back
-- ``clearing``  what an operator has removed, and ``relocation``: moved
-- ``levels``    how durable a chain is
-- ``checks``    reads again what lies there, and proves what a crash left
-- ``canary``    shows that a tier that says nothing still works
-- ``recovery``  what a tier holds, at a start and at a stop
-- ``accounts``  what each tier has, takes and lacks, for operators
-- ``names``     what a read of a chunk must find
+- ``meters``  measures how fast tiers are read
+- ``shared``    the chunks of one shared tier; ``breaker``: pauses requests to a tier that fails
+- ``shared_tiers``  all shared tiers, and hints of the chunks that they have
+- ``demotion``  writes chunks to shared tiers before they leave the node; ``uses``: counts chunks that come back
+- ``clearing``  removes chunks by an operator's word, and ``relocation`` moves them
+- ``levels``    reports how durable a chain is
+- ``checks``    reads copies again, and proves those that a crash left
+- ``canary``    shows that a tier that reports no error still works
+- ``recovery``  the content of a tier, at a start and at a stop
+- ``accounts``  the content, state and backlog of each tier, for operators
+- ``names``     the key, layout and write that a read of a chunk must find
 """
 
 from kvstore.movement.accounts import TierAccount

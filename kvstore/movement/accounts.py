@@ -1,4 +1,4 @@
-"""What each tier has, takes and lacks: what operators are told."""
+"""Accounts of tiers for operators: the content, state and backlog of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvstore.tiers import TierStatistics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierAccount:
-    """One tier. ``backlog_count``: chunks that wait to be written there. ``problem``: why it lacks chunks, empty while
-    it takes them. ``write_policy``: of a shared tier, when chunks are written to it."""
+    """One tier's account. ``backlog_count``: chunks that wait to be written to it. ``problem``: why it lacks chunks,
+    empty while it takes them. ``write_policy``: for a shared tier, when chunks are written to it."""
 
     stats: TierStatistics
     kind: Tier
@@ -28,7 +28,7 @@ class TierAccount:
 
 
 def accounts_of(local: Iterable[Copies], shared: Iterable[SharedCopies], writes: Iterable[Writes]) -> list[TierAccount]:
-    """The account of every tier, in the order given."""
+    """Return the account of every tier, in the order given."""
     to = {each.target.name: (each.backlog_count, each.reason, each.is_draining) for each in writes}
     found = []
     for copies in local:

@@ -1,4 +1,4 @@
-"""Whether a tier that fails is asked."""
+"""A circuit breaker for a tier that fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _log = logging.getLogger("kvstore.movement")
 
 
 class Breaker:
-    """Open after ``FAILURE_COUNT`` failures in a row: nobody waits for a tier that does not answer. It closes by itself
-    after a pause, which doubles with each failure that follows."""
+    """Open after ``FAILURE_COUNT`` failures in a row: while it is open no request waits for the tier. It closes by
+    itself after a pause, which doubles with each failure that follows."""
 
     def __init__(self, tier: str, clock: Clock) -> None:
         self._tier = tier
@@ -22,11 +22,11 @@ class Breaker:
         self._failures = 0
         self._closes_s = float("-inf")
         self.reason = ""
-        """What the last call that failed said; empty once one was answered."""
+        """The error text of the last call that failed; empty once a call was answered."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is to be left alone now."""
+        """True while no call should be made to the tier."""
         return self._clock.monotonic() < self._closes_s
 
     def failed(self, reason: str = "") -> None:

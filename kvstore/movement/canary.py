@@ -1,5 +1,5 @@
-"""Canaries: small chunks of our own that are written, read and removed in each tier, so that one that fails without a
-word is noticed. Tiers are also told from here to tidy up, at intervals."""
+"""Canaries: small chunks of our own that are written, read and removed in each tier, so that a tier that fails silently
+is noticed. This module also calls ``tidy`` of each tier, at intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvstore.movement")
 
 
 class Canaries:
-    """Sends one through each local tier every policy.canary_interval_s; 0 sends none."""
+    """Sends a canary through each local tier every policy.canary_interval_s seconds; 0 sends none."""
 
     def __init__(
         self, table: ChunkTable, clock: Clock, random: Random, counters: Counters, policies: PolicySettings
@@ -45,7 +45,7 @@ class Canaries:
                 group.create_task(self._canaries())
 
     async def _tidy(self) -> None:
-        """Have tiers erase what they could not erase before."""
+        """Have tiers erase the copies that they could not erase before."""
         while True:
             await self._clock.sleep(TIDY_INTERVAL_S)
             for copies in list(self._table.copies):
@@ -54,12 +54,13 @@ class Canaries:
     async def _canaries(self) -> None:
         while True:
             for copies in list(self._table.copies):
-                if copies.tier.has_room(_LAYOUT):  # it never drives out a user's chunk
+                if copies.tier.has_room(_LAYOUT):  # a canary never drives out a user's chunk
                     await self.canary(copies.tier)
             await self._clock.sleep(self._policies.canary_interval_s)
 
     async def canary(self, tier: LocalTier) -> bool:
-        """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of that fails."""
+        """Write a chunk, read it, compare it, remove it. False, with an error in the log, when any of these steps
+        fails."""
         header, pieces = _canary_chunk(self._random.bytes(_LAYOUT.body_bytes), self._random.bytes(16))
         found = [np.zeros_like(piece) for piece in pieces[1:]]
         try:

@@ -1,5 +1,5 @@
-"""Reads copies again: all of them slowly, so that damage is found before a reader meets it; those that a crash left at
-once, before a store relies on them."""
+"""Reads copies again: all of them slowly, to find damage before a reader does; copies that a crash left at once, before
+a store relies on them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ IDLE_S = 1.0
 ROWS_AT_ONCE = 4096
 PROOFS_AT_ONCE = 8
 PROOF_COUNT_MAX = 65_536
-"""Copies that wait to be proven."""
+"""Copies that wait to be proven, at most."""
 _log = logging.getLogger("kvstore.movement")
 _Proof = tuple[Copies, int, "asyncio.Future[None]"]
 
 
 class Checks:
-    """Verifies every strip of every copy in turn, at policy.scrub_bytes_per_s; 0 leaves that off. ``writes``: what
-    writes a chunk again whose copy in a slower tier failed."""
+    """Verifies every strip of every copy in turn, at policy.scrub_bytes_per_s; 0 turns that off. ``writes`` write a
+    chunk again whose copy in a slower tier failed."""
 
     def __init__(
         self, catalog: Catalog, names: ChunkNames, removal: Removal, writes: Sequence[Writes], clock: Clock,
@@ -46,7 +46,7 @@ class Checks:
         self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
 
     async def run(self) -> None:
-        """Go round for ever."""
+        """Verify copies, round after round, for ever."""
         async with asyncio.TaskGroup() as group:
             for _ in range(PROOFS_AT_ONCE):
                 group.create_task(self._proofs())
@@ -56,13 +56,13 @@ class Checks:
     # ------------------------------------------------------------ one copy
 
     async def check(self, copies: Copies, row: int) -> bool | None:
-        """Whether one tier's copy is what it was; None when the tier did not give it. A copy that fails is quarantined:
-        another tier's takes its place, and where memory has the chunk it is written again."""
+        """Read one tier's copy. True: it passed its checks. False: it failed and was quarantined; another tier's copy
+        takes its place, and if memory has the chunk it is written again. None: the tier could not give it."""
         return await self._looked_at(copies, row, self._read(copies, row), "scrub_failures")
 
     async def prove(self, copies: Copies, row: int) -> bool | None:
-        """As ``check``; and a copy that an earlier process left is renewed, for that process may have died, or its
-        sync may have failed, before the copy was durable. One that cannot be renewed is given up: False, too. The
+        """As ``check``, and make a copy that an earlier process left durable: that process may have died, or its sync
+        may have failed, before the copy was durable. A copy that cannot be made durable is given up: False, too. The
         caller holds the row."""
         return await self._looked_at(copies, row, self._renewed(copies, row), "")
 
@@ -81,7 +81,7 @@ class Checks:
         return is_good
 
     async def _read(self, copies: Copies, row: int) -> bool:
-        """Read a copy, all of it. False: it failed, and is quarantined. True also when there is none. Raises
+        """Read a whole copy. False: it failed its check and is quarantined. True also when there is no copy. Raises
         KVStoreError when the tier does not answer."""
         if row not in copies:
             return True
@@ -112,14 +112,14 @@ class Checks:
         return True
 
     def _give_up(self, copies: Copies, row: int) -> None:
-        """A good copy lies where nothing can be written: the chunk is to be written elsewhere."""
+        """Give up a good copy where nothing can be written, so that the chunk is written elsewhere."""
         self._removal.drop(copies, row, MissReason.EVICTED)
 
     # ------------------------------------------------------------ proofs
 
     async def prove_all(self, rows: Sequence[int], timeout_s: float) -> None:
-        """Have the copies that a crash left checked and made durable, before anything is promised on them. Those that
-        fail are gone afterwards; those that the tier does not give in time stay what they are."""
+        """Have the copies that a crash left checked and made durable, before anything is promised on them. Copies that
+        fail are gone afterwards; copies that the tier does not give in time stay unproven."""
         doubtful = [
             (copies, row)
             for copies in self._table.copies
@@ -160,11 +160,11 @@ class Checks:
             await self.round()
 
     async def round(self) -> None:
-        """Every copy once."""
+        """Check every copy once."""
         for copies in list(self._table.copies):
             row = 0
             while row < len(self._table.digests):
-                # A recovered chunk whose model nobody has registered yet cannot be checked: its layout is not known.
+                # A recovered chunk cannot be checked before its model is registered: its layout is not known.
                 if row in copies and self._catalog.space_of(row).model_spec is not None:
                     await self._paced(copies, row)
                 elif row % ROWS_AT_ONCE == 0:

@@ -1,9 +1,10 @@
-"""What an operator has removed: planned first, which changes nothing, then done, children before their parents.
+"""Removes chunks by an operator's word. A plan comes first and changes nothing; then the plan is carried out, children
+before their parents.
 
 Eviction makes room, and may leave chunks behind that cannot be found until their parent is stored again. An operator's
-word leaves none: what hangs on a chunk that leaves the node goes with it, and where one of them is held, all that it
-hangs on stays. A word about one tier takes nothing that another one has, but for what hangs on a chunk that leaves the
-node.
+word leaves no such chunks: the descendants of a chunk that leaves the node go with it, and the ancestors of a held
+chunk stay. A word about one tier gives up only that tier's copies, except for the descendants of a chunk that leaves
+the node.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from kvstore.spec import Durability, MissReason
 from kvstore.telemetry import Counters
 
 CLIMB_COUNT = 1024
-"""Rows that are passed between two looks at the time."""
+"""Rows that are passed between two pauses."""
 SHORT_MAX = np.iinfo(np.int16).max
 
 
 class Fate(IntEnum):
-    """What becomes of a chunk. REMOVED: it was meant, and is nowhere on the node any more; WITH_PARENT: so is this one,
-    which hung on it; COPY_REMOVED: another tier still has it; HELD: somebody needs it; KEPT: one that hangs on it
-    stays; GONE: it went before its turn came; SPARED: it hung on one that
-    stays after all, as another tier has that by now."""
+    """The outcome for one chunk. REMOVED: it was named, and is nowhere on the node any more. WITH_PARENT: its ancestor
+    was removed, and it was, too. COPY_REMOVED: another tier still has it. HELD: it is in use. KEPT: one of its
+    descendants stays. GONE: it left before its turn came. SPARED: its ancestor stays after all, as another tier has
+    that one by now."""
 
     REMOVED = 0
     WITH_PARENT = 1
@@ -42,8 +43,8 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """Which chunks are meant, as they were when each was looked at: a row is that chunk's as long as its digest and
-    namespace are these."""
+    """The chunks that the operator named, as they were when each was looked at: a row is still that chunk while its
+    digest and namespace are these."""
 
     rows: NDArray[np.int64]
     spaces: NDArray[np.uint16]
@@ -53,16 +54,16 @@ class Meant:
         return len(self.rows)
 
     def at(self, place: int) -> tuple[int, Identity]:
-        """Return the row at a place, and the chunk that it was."""
+        """Return the row at a place, and the identity that the chunk had."""
         return int(self.rows[place]), (int(self.spaces[place]), self.digests[place])
 
 
 @dataclass(frozen=True, slots=True)
 class ClearingPlan:
-    """Which chunks are touched, those with the longest chain above them first, and what is to become of each. A row is
-    that chunk's as long as its digest and namespace are these. ``only``: the tier that gives its copies up; None: all
-    local ones. ``causes``: of each, the row on which it hangs that was meant and is to leave the node, itself if it is
-    one; the count of rows where there is none."""
+    """The chunks that are touched, those with the longest chain above them first, and the planned fate of each. A row
+    is still that chunk while its digest and namespace are these. ``only``: the tier that gives its copies up; None: all
+    local tiers. ``causes``: for each chunk, the row of the nearest named chunk that leaves the node, among its
+    ancestors and itself; the count of rows where there is none."""
 
     only: Copies | None
     rows: NDArray[np.int64]
@@ -85,7 +86,7 @@ class Clearing:
         self._counters = counters
 
     async def plan(self, wanted: Meant, only: Copies | None, pause: Pause) -> ClearingPlan:
-        """What giving up these chunks' copies comes to. Changes nothing."""
+        """Plan the removal of these chunks' copies. Changes nothing."""
         await pause()
         table, count = self._table, len(self._table.digests)
         parents = np.array(table.parents[:count], np.int32)
@@ -119,11 +120,11 @@ class Clearing:
         return ClearingPlan(only, touched, fates, spaces[touched], told, causes[touched])
 
     async def _staying(self, parents: NDArray[np.int32], pause: Pause) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which rows are held, and which stay because of them."""
+        """Return two flags per row: the row is held; the row stays because it or a descendant is held."""
         held, stays = np.zeros(len(parents), np.bool_), np.zeros(len(parents), np.bool_)
         passed = 0
         for row in self._table.held():
-            if row >= len(parents):  # it came after the others were looked at
+            if row >= len(parents):  # this row was added after the columns were copied
                 continue
             held[row] = True
             at = row
@@ -136,9 +137,9 @@ class Clearing:
         return held, stays
 
     def do(self, plan: ClearingPlan, place: int) -> tuple[Fate, bool]:
-        """What became of the chunk at this place, and whether it was acknowledged as durable on the node and is no
-        more. What changed since the plan was made is looked at again: nothing that is held now goes, and nothing that
-        another chunk hangs on by now."""
+        """Carry out the plan for one chunk. Returns its fate, and True when it was acknowledged as durable on the node
+        and is no more. Changes since the plan was made are respected: a chunk that is held by now stays, and so does a
+        chunk that has children by now."""
         table, row, fate = self._table, int(plan.rows[place]), Fate(plan.fates[place])
         is_it = table.digests[row] == plan.digests[place] and table.spaces[row] == plan.spaces[place]
         if not is_it or not table.is_resident(row):
@@ -160,7 +161,7 @@ class Clearing:
         return fate, was_durable
 
     def _is_elsewhere(self, plan: ClearingPlan, row: int) -> bool:
-        """True when a tier that gives nothing up has the chunk: one that took it after the plan was made."""
+        """True when a tier that gives nothing up has the chunk: it took the chunk after the plan was made."""
         return plan.only is not None and any(row in each for each in self._table.copies if each is not plan.only)
 
     def _drop(self, copies: Copies | None, row: int) -> tuple[Fate, bool]:
@@ -176,14 +177,14 @@ class Clearing:
         return Fate.COPY_REMOVED, is_lost
 
     def loses_durability(self, plan: ClearingPlan, place: int) -> bool:
-        """Whether ``do`` would take a chunk's last copy that survives this process."""
+        """True when ``do`` would take a chunk's last copy that survives this process."""
         row, fate = int(plan.rows[place]), Fate(plan.fates[place])
         if fate in (Fate.REMOVED, Fate.WITH_PARENT):
             return self.is_durable(row)
         return fate is Fate.COPY_REMOVED and self.is_durable(row) and not self.is_durable(row, plan.only)
 
     def is_durable(self, row: int, without: Copies | None = None) -> bool:
-        """Whether a copy on the node survives this process, for certain."""
+        """True when a proven copy on the node survives this process."""
         return any(
             copies.durability >= Durability.LOCAL and copies.is_proven(row)
             for copies in self._table.copies
@@ -194,7 +195,7 @@ class Clearing:
 async def _marks(
     wanted: Meant, spaces: NDArray[np.uint16], digests: list[bytes], pause: Pause
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Return for each row whether it is one of these chunks."""
+    """Return a flag per row: True when it is one of these chunks."""
     found = np.zeros(len(digests), np.bool_)
     for start in range(0, len(wanted), CLIMB_COUNT):
         part = slice(start, start + CLIMB_COUNT)

@@ -1,5 +1,5 @@
-"""Chunks that are about to leave the node, on their way to shared tiers that are to have them then. Making room waits
-for no shared tier: this runs ahead of it, and what it does not reach in time is counted."""
+"""Writes chunks that are about to leave the node to the shared tiers that are to have them then. Making room waits for
+no shared tier: this runs ahead of it, and counts the chunks that it did not reach in time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.tiers import WritePolicy
 
 INTERVAL_S = 0.5
 LOW_WATER = 1 / 8
-"""Where less of a tier's room is left than this share of it, its next victims are looked for, as many as fill it."""
+"""Below this free share of a tier's capacity its next victims are looked for: as many as fill that share."""
 AHEAD_BYTES_MAX = 256 << 20
 """Bytes of next victims that are on their way at once."""
 PEEK_COUNT_MAX = 4096
-"""The next victims that are looked at."""
+"""The number of next victims that are looked at."""
 
 
 class Demotions:
@@ -33,7 +33,7 @@ class Demotions:
         self._ahead: dict[str, set[int]] = {}
 
     async def run(self) -> None:
-        """Send what is about to leave, for ever."""
+        """Send chunks that are about to leave, for ever."""
         while True:
             await self._clock.sleep(INTERVAL_S)
             for shared in self._wanting():
@@ -43,7 +43,8 @@ class Demotions:
         return [each for each in self._shared if each.copies.write_policy is WritePolicy.DEMOTE]
 
     def look(self, shared: SharedWrites) -> None:
-        """Queue the next victims that a tier lacks, where the slowest tier has little room left. Changes no order."""
+        """Queue the next victims that a shared tier lacks, where the slowest local tier has little room left. Changes
+        no eviction order."""
         slowest, name = self._table.copies[-1], shared.copies.tier.name
         if not is_low(slowest):
             return
@@ -63,14 +64,14 @@ class Demotions:
         return self._catalog.worth(row)[0]
 
     def leaves(self, row: int) -> None:
-        """A chunk's last local copy is about to go: count it where it was to be demoted and was not."""
+        """Count a chunk whose last local copy is about to go, and that was to be demoted but was not."""
         for shared in self._wanting():
             if row not in shared.copies and shared.writes.target.admits(row):
                 self._counters.add_of(shared.copies.tier.name, "undemoted_chunks")
 
 
 def is_low(copies: Copies) -> bool:
-    """Whether a tier has little room left."""
+    """Return True when a tier has little room left."""
     said = copies.tier.statistics()
     used_bytes = said.allocated_bytes + said.quarantined_bytes + said.overhead_bytes
     return said.capacity_bytes - used_bytes < said.capacity_bytes * LOW_WATER

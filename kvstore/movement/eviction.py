@@ -1,4 +1,4 @@
-"""Finding room in a local tier. Its capacity is a hard cap: a chunk comes in only when others make way."""
+"""Makes room in a local tier. Its capacity is a hard cap: a chunk comes in only when others make way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Eligible = Callable[[int], bool]
 
 
 class Eviction:
-    """Decides what leaves one tier: the policy says in which order, the tier says what would help.
+    """Decides what leaves one tier: the policy gives the order, the tier says which copies would help.
 
     First go copies that a slower tier has too (demotion), with children or without. Then chunks without children. Last,
-    where there is a slower tier, chunks whose children only that one has: the children cannot be found until their
+    where there is a slower tier, chunks whose children only that tier has: the children cannot be found until their
     parent is stored again.
     """
 
@@ -26,7 +26,7 @@ class Eviction:
         self, catalog: Catalog, copies: Copies, removal: Removal, leaves: Callable[[int], None], faults: FaultPoints,
         counters: Counters,
     ) -> None:  # fmt: skip
-        """``leaves``: told of each chunk whose last local copy is about to go."""
+        """``leaves``: called for each chunk whose last local copy is about to go."""
         self._catalog = catalog
         self._table = catalog.table
         self._copies = copies
@@ -39,8 +39,8 @@ class Eviction:
         self, helps: Callable[[Residency], bool], enough: Callable[[], bool], keep: frozenset[int] = frozenset(),
         *, last_copies: bool = True,
     ) -> bool:  # fmt: skip
-        """See ``tiers.Evictor``. None of ``keep`` goes, and none that is held; without ``last_copies`` only what a
-        slower tier has too."""
+        """See ``tiers.Evictor``. Chunks in ``keep`` and held chunks stay. Without ``last_copies`` only copies that a
+        slower tier has too may go."""
         for may_go in self._passes(helps, last_copies=last_copies):
 
             def eligible(row: int, may_go: Eligible = may_go) -> bool:
@@ -53,7 +53,7 @@ class Eviction:
         return False
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
-        """See ``tiers.Evictor``. Cost: a look at every row of the tier."""
+        """See ``tiers.Evictor``. Cost: looks at every row of the tier."""
         wanted, copies = set(residencies), self._copies
         rows = [row for row in copies.rows() if copies.residency(row) in wanted]
         if len(rows) < len(wanted) or any(map(self._table.is_held, rows)):
@@ -67,7 +67,7 @@ class Eviction:
         slower = table.copies[table.copies.index(copies) + 1 :]
 
         def is_of_use(row: int) -> bool:
-            """Whether to take a row: a child goes before its parent, also where only the parent's room is of use."""
+            """Return True when a row's room helps, or its parent's does: a child goes before its parent."""
             parent = table.parents[row]
             return helps(copies.residency(row)) or (
                 parent != ROOT_ROW and parent in copies and helps(copies.residency(parent))

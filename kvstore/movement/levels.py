@@ -1,5 +1,5 @@
-"""How durable a chain is: which levels all of it has reached, and why not the others. This is the only place where a
-level is promised."""
+"""Reports how durable a chain is: the levels that all of it has reached, and why it has not reached the others. This is
+the only place where a level is promised."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from kvstore.seams import Clock, Deadline
 from kvstore.spec import Durability
 
 ROUND_COUNT = 2
-"""What an engine dropped while the rest of a chain was sent is sent once more."""
+"""Chunks that an engine dropped while the rest of a chain was sent are sent once more."""
 PATIENCE = 0.5
-"""For this share of the time that is left others are waited for that write the same; then it is written here, too."""
+"""The share of the remaining time that is spent waiting for other nodes that write the same chunks; then this node
+writes them, too."""
 GONE = "a part of it is gone again: raise arena.capacity_bytes"
 BEYOND = (Durability.SHARED, Durability.OBJECT)
 """The levels of tiers that other nodes use, too."""
@@ -29,8 +30,8 @@ BEYOND = (Durability.SHARED, Durability.OBJECT)
 
 @dataclass(frozen=True, slots=True)
 class LevelsReached:
-    """``missing``: of each level that was not reached, why; the others were. ``is_settled``: that will stay so, for the
-    level that was waited for."""
+    """``missing``: for each level that was not reached, the reason; all other levels were reached. ``is_settled``: the
+    result for the level that was waited for will not change."""
 
     missing: Mapping[Durability, str]
     is_settled: bool
@@ -44,7 +45,7 @@ class LevelsReached:
 
     @property
     def reason(self) -> str:
-        """Why that is no higher."""
+        """The reason why the node's own level is no higher."""
         return self.missing.get(Durability.MEMORY) or self.missing.get(Durability.LOCAL, "")
 
 
@@ -57,8 +58,8 @@ class SharedWrites:
 
 
 class _Asked(NamedTuple):
-    """What a level asks of one tier: to have ``chunks``, which are the whole ones among the rows that are the caller's
-    ``own``, and for OBJECT all that they hang on."""
+    """A level's demand on one tier: to have ``chunks``, which are the whole chunks among the caller's ``own`` rows, and
+    for OBJECT also all their ancestors."""
 
     shared: SharedWrites
     own: Sequence[int]
@@ -66,18 +67,20 @@ class _Asked(NamedTuple):
 
 
 class _Reached(NamedTuple):
-    """Of one level: why it was not reached, empty if it was, and whether that will stay so."""
+    """The result for one level: the reason why it was not reached (empty if it was), and whether that result is
+    final."""
 
     reason: str
     is_settled: bool
 
 
 class Levels:
-    """Waits for levels. ``writes`` are those to slower local tiers, ``shared`` those to shared ones; ``absent`` says
-    why tiers that are configured are not in use.
+    """Waits for levels. ``writes`` go to slower local tiers, ``shared`` to shared ones; ``absent`` says why configured
+    tiers are not in use.
 
-    Nobody holds the chunks meanwhile: they may go, and their rows may become other chunks', whose level says nothing of
-    theirs. So what each row was when it was asked for goes along, and is compared after every wait."""
+    The chunks are not held meanwhile: they may leave, and their rows may be reused for other chunks, whose level says
+    nothing of theirs. So the identity of each row at the start is kept, and compared after every wait.
+    """
 
     def __init__(
         self, catalog: Catalog, names: ChunkNames, clock: Clock, writes: Sequence[Writes],
@@ -92,25 +95,26 @@ class Levels:
         self._absent = absent
 
     def check(self, level: Durability) -> None:
-        """Raises InvalidRequest for a level beyond the node that no tier gives here."""
+        """Raise InvalidRequest for a level beyond the node that no tier gives here."""
         if level in BEYOND and self._of(level) is None:
             raise InvalidRequest(f"durability {level.name}: {self._not_configured(level)}", durability=level.name)
 
     def _of(self, level: Durability) -> SharedWrites | None:
-        """The fastest tier of a level."""
+        """Return the fastest tier of a level, or None."""
         return next((each for each in self._shared if each.writes.target.durability is level), None)
 
     def demand(self, rows: Sequence[int], level: Durability) -> None:
-        """Have these chunks, and for OBJECT what they hang on, written to the tier of a level at once."""
+        """Have these chunks, and for OBJECT their ancestors, written to the tier of a level at once."""
         shared = self._of(level)
         if shared is not None:
             for row in self._chunks(shared, rows):
                 shared.writes.demand(row)
 
     async def settle(self, rows: Sequence[int], wanted: Durability, timeout_s: float) -> LevelsReached:
-        """What all of these chunks have reached once ``wanted`` is reached or refused, at most ``timeout_s`` seconds
-        from now. No other level is waited for, but the node's own where a level beyond it is refused; tiers that are
-        known to have all of it are asked whether they still do, for as long as a lookup waits for them."""
+        """Return the levels that all of these chunks have reached once ``wanted`` is reached or refused, at most
+        ``timeout_s`` seconds from now. No other level is waited for, except the node's own where a level beyond it is
+        refused. Tiers that are known to have all of the chunks are asked whether they still do, for as long as a lookup
+        waits for them."""
         until = Deadline.of(self._clock, timeout_s, timeout_s)
         chunks = self._identified(rows)
         asks = {level: self._asked(shared, rows) for level in BEYOND if (shared := self._of(level)) is not None}
@@ -123,7 +127,7 @@ class Levels:
         others = [each for each in BEYOND if each not in beyond]
         known = await asyncio.gather(*(self._known(each, asks.get(each), until) for each in others))
         beyond.update(zip(others, known, strict=True))
-        if not all(self._catalog.is_here(*each) for each in chunks.items()):  # it went while tiers were asked
+        if not all(self._catalog.is_here(*each) for each in chunks.items()):  # a chunk left while tiers were asked
             level, reason = Durability.NONE, EVICTED_FIRST
         elif level > Durability.MEMORY:
             level, reason = self._local_now(chunks)
@@ -145,14 +149,14 @@ class Levels:
         return _Asked(shared, rows, self._identified(self._chunks(shared, rows)))
 
     def _are_still(self, chunks: Mapping[int, Identity]) -> bool:
-        """Whether each row is the chunk that it was."""
+        """Return True when each row is still the chunk that it was."""
         return all(self._table.identity(row) == identity for row, identity in chunks.items())
 
     # ------------------------------------------------------------ on the node
 
     async def _local(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
-        """The level that all of these have reached once a tier has them all, or every tier is through with them; why it
-        is no higher; and whether it will stay so."""
+        """Return the level that all of these have reached once a tier has them all, or every tier is through with them;
+        the reason why it is no higher; and whether it will stay so."""
         if not self._writes:
             return Durability.MEMORY, self._not_configured(Durability.LOCAL), True
         found: list[tuple[Durability, str, bool]] = []
@@ -161,7 +165,7 @@ class Levels:
             tasks = [group.create_task(writes.settle(chunks, timeout_s)) for writes in self._writes]
             for ended in asyncio.as_completed(tasks):
                 found.append(await ended)
-                if found[-1][0] == highest:  # another tier may stall: nobody waits for it
+                if found[-1][0] == highest:  # do not wait for the other tiers: one may stall
                     break
             for task in tasks:
                 task.cancel()
@@ -174,7 +178,7 @@ class Levels:
     # ------------------------------------------------------------ beyond it
 
     async def _reach(self, asked: _Asked, until: Deadline) -> _Reached:
-        """Have a tier take these chunks, and wait for that."""
+        """Demand these chunks of a tier, and wait until it has them or has refused them."""
         writes, chunks = asked.shared.writes, asked.chunks
         found = _Reached("", False)
         for _ in range(ROUND_COUNT):
@@ -195,7 +199,7 @@ class Levels:
         return found
 
     async def _known(self, level: Durability, asked: _Asked | None, until: Deadline) -> _Reached:
-        """What a tier is known to have of these, of which nobody waits for it."""
+        """Return the result for a level that no caller waits for: whether the tier is known to have these chunks."""
         if asked is None:
             return _Reached(self._not_configured(level), True)
         found = self._seen(asked, is_through=True)
@@ -204,14 +208,14 @@ class Levels:
         return await self._confirmed(asked, min(until.left_s, asked.shared.copies.lookup_s_max))
 
     def _chunks(self, shared: SharedWrites, rows: Sequence[int]) -> list[int]:
-        """What the tier must have: the whole chunks among these, and for OBJECT all that they hang on."""
+        """Return the rows that the tier must have: the whole chunks among these, and for OBJECT all their ancestors."""
         found = [row for row in rows if shared.writes.target.admits(row)]
         if shared.writes.target.durability is not Durability.OBJECT:
             return found
         return [*self._above(found), *found]
 
     def _above(self, rows: Sequence[int]) -> Iterator[int]:
-        """The ancestors of these that are not among them."""
+        """Yield the ancestors of these rows that are not among them."""
         seen = set(rows)
         for row in rows:
             parent = self._table.parents[row]
@@ -221,7 +225,7 @@ class Levels:
                 parent = self._table.parents[parent]
 
     def _seen(self, asked: _Asked, *, is_through: bool) -> _Reached:
-        """Whether the tier was seen to have all of these."""
+        """Return whether the tier was seen to have all of these, with the reason if not."""
         shared, own, chunks = asked
         writes, name = shared.writes, shared.writes.target.name
         if any(self._is_too_small(shared, row) for row in own):
@@ -238,7 +242,7 @@ class Levels:
         return _Reached("", True)
 
     def _is_too_small(self, shared: SharedWrites, row: int) -> bool:
-        """True for a whole chunk that would go to the tier if it were larger: other nodes will not find it there."""
+        """Return True for a whole chunk that is too small for the tier: other nodes will not find it there."""
         space = self._catalog.space_of(row)
         if space.model_spec is None or not is_for_others(space):
             return False
@@ -264,7 +268,7 @@ class Levels:
         return f"tiers.{name} was not given it (tiers.{name}.write = {shared.copies.write_policy})"
 
     async def _confirmed(self, asked: _Asked, timeout_s: float) -> _Reached:
-        """Whether the tier still says that it has what it was seen to have, at the moment at which that is promised."""
+        """Ask the tier whether it still has these chunks: a level is promised only on the tier's present word."""
         copies, name = asked.shared.copies, asked.shared.writes.target.name
         until = Deadline.of(self._clock, timeout_s, timeout_s)
         chunks, spaces = list(asked.chunks.items()), self._catalog.spaces.numbered

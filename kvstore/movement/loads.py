@@ -1,4 +1,4 @@
-"""Moves into memory, on use. One read per chunk however many ask for it; layers can be used as they land."""
+"""Moves into memory, on use. A chunk is read once however many requests ask for it; layers can be used as they land."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import StoredChunk
 
 GROUP_BYTES = 4 << 20
-"""Slabs of one chunk that are read as one request."""
+"""Bytes of one chunk's slabs that are read as one request."""
 STALL_S = 2.0
-"""A tier that has kept a request for so long gets no new ones on a reader's behalf."""
+"""A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 ANSWER_S_MAX = 60.0
-"""A call of a shared tier that takes longer has failed."""
+"""A call of a shared tier that takes more seconds than this has failed."""
 LOAD_COUNT_MAX = 16_384
 """Chunks on their way into memory at once."""
 _log = logging.getLogger("kvstore.movement")
@@ -46,8 +46,8 @@ RoomFor = Callable[[tuple[int, ...]], Placement | None]
 
 @dataclass(eq=False)
 class Loading:
-    """A chunk on its way to memory. ``landed`` is the bitmap of slabs that are there and verified; ``first`` are the
-    layers somebody waits for (none: all alike); ``lost`` says why it ended."""
+    """A chunk on its way to memory. ``landed`` is the bitmap of slabs that have arrived and are verified; ``first`` are
+    the layers that a reader waits for (none: all alike); ``lost`` says why the load failed."""
 
     row: int
     source: Source
@@ -58,7 +58,7 @@ class Loading:
     is_done: bool = False
     first: frozenset[int] = frozenset()
     listeners: dict[asyncio.Event, None] = field(default_factory=dict)
-    """Told in the order in which they came."""
+    """Events of the waiting readers, set in the order in which the readers came."""
 
     @property
     def slab_count(self) -> int:
@@ -77,14 +77,14 @@ class Loading:
             listener.set()
 
     def slab_landed(self, slabs: range) -> None:
-        """Some slabs are there: tell who waits."""
+        """Mark slabs as landed and tell the waiting readers."""
         for slab in slabs:
             self.landed |= 1 << slab
         self.changed()
 
 
 class Loads:
-    """Chunks being read from slower tiers. ``entered``: told of each that came from beyond the node, whole."""
+    """Chunks being read from slower tiers. ``entered``: called for each chunk that came whole from beyond the node."""
 
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, room: Room, arena: Arena, names: ChunkNames, removal: Removal,
@@ -106,11 +106,11 @@ class Loads:
         self._loading: dict[int, Loading] = {}
         self._tracing = tracing
         self._queue: asyncio.Queue[tuple[list[Loading], ContextVars]] = asyncio.Queue(LOAD_COUNT_MAX)
-        """What is to be read, and whose trace and log it is part of."""
+        """Batches to be read, each with the trace and log context of its request."""
         self.loading_bytes = 0
 
     async def run(self) -> None:
-        """Read what ``begin`` asks for, for ever."""
+        """Read the chunks that ``begin`` asks for, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 batch, asked_by = await self._queue.get()
@@ -120,14 +120,14 @@ class Loads:
         self, rows: Sequence[int], keep: frozenset[int], layers: frozenset[int] = frozenset(), *,
         evict_unwritten: bool = True,
     ) -> tuple[list[Loading | None], MissReason]:  # fmt: skip
-        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. What was lost on its way
-        from one tier comes from another. The list ends early where there is no room (``Room.allocate``), or no tier
-        that answers, and the reason says which. Raises what the arena refuses."""
+        """Have these chunks brought in, ``layers`` first; rows that are in memory give None. A chunk that was lost on
+        its way from one tier is read from another. The list ends early where there is no room (``Room.allocate``), or
+        no tier that answers, and the reason says which. Raises the arena's errors."""
         fresh: list[Loading] = []
         room = partial(self._room.allocate, keep=keep, evict_unwritten=evict_unwritten)
         try:
             return self._begin(rows, room, layers, fresh)
-        finally:  # what was begun is brought in and ends, also when the next chunk's room was refused
+        finally:  # loads that have begun go on, also when the next chunk's room was refused
             if fresh:
                 self._queue.put_nowait((fresh, copy_context()))
 
@@ -149,14 +149,14 @@ class Loads:
         return found, MissReason.NONE
 
     def _source(self, row: int) -> Source | None:
-        """The fastest tier that has the chunk and answers; those that other nodes use, too, come last."""
+        """Return the fastest tier that has the chunk and answers; shared tiers come last."""
         for rank, copies in enumerate(self._catalog.table.copies):
             if row in copies and copies.tier.stalled_s() <= STALL_S:
                 return LocalSource(copies, row, self._names.of(row), rank, self._removal)
         return self._shared_tiers.source(row)
 
     def has_source(self, row: int) -> bool:
-        """Whether a tier that answers has the chunk."""
+        """Return True when a tier that answers has the chunk."""
         return self._source(row) is not None
 
     def _start(self, row: int, source: Source, room: RoomFor, layers: frozenset[int]) -> Loading | None:
@@ -176,7 +176,7 @@ class Loads:
     # ------------------------------------------------------------ reading
 
     async def _load(self, batch: list[Loading]) -> None:
-        """One fetch's cold chunks, inside a span where these are asked for."""
+        """Load one fetch's cold chunks, inside a span where tracing is on."""
         if not self._tracing.is_on:
             await self._load_all(batch)
             return
@@ -187,20 +187,20 @@ class Loads:
             span.note(lost_chunks=sum(bool(each.lost) for each in batch))
 
     async def _load_all(self, batch: list[Loading]) -> None:
-        """One fetch's cold chunks. Whatever happens, each of them ends."""
+        """Load one fetch's cold chunks. Whatever happens, each of them ends."""
         chunks: list[tuple[Loading, StoredChunk]] = []
 
         async def begin(loading: Loading) -> None:
             stored = await self._open(loading)
             if stored is not None:
-                chunks.append((loading, stored))  # from here on it is closed, whatever comes
+                chunks.append((loading, stored))  # from here on it is closed in any case
                 if stored.header.encoding == "raw":
                     self._put_header(loading, pack_header(stored.header, loading.layout))
                 group.create_task(self._read(loading, stored, _groups(loading)[0]))  # while others are being opened
 
         try:
             async with asyncio.TaskGroup() as group:
-                async with asyncio.TaskGroup() as tasks:  # however it ends, none is being opened any more
+                async with asyncio.TaskGroup() as tasks:  # when it ends no open is pending, in any case
                     for each in batch:
                         tasks.create_task(begin(each))
                 order = {each: number for number, each in enumerate(batch)}
@@ -233,9 +233,9 @@ class Loads:
         return stored
 
     async def _answer(self, loading: Loading, call: Awaitable[Result]) -> Result:
-        """What a tier answers. Readers who have waited long enough are told that the chunk is lost for them; its room
-        stays the tier's until the call has ended, for until then bytes may come. An odd error of a shared tier loses
-        this chunk, and no other."""
+        """Await a tier's answer. Readers who have waited long enough are told that the chunk is lost for them. Its room
+        stays in use until the call has ended, for until then bytes may come. An unexpected error of a shared tier loses
+        only this chunk."""
         if loading.source.patience_s is None:
             return await call
         try:
@@ -285,7 +285,7 @@ class Loads:
             loading.slab_landed(slabs)
 
     async def _finish(self, loading: Loading, stored: StoredChunk) -> None:
-        """Enter a whole chunk: it is memory's from now on."""
+        """Enter a whole chunk into memory."""
         layout, placement, header = loading.layout, loading.placement, stored.header
         if header.encoding != "raw":
             slabs = range(len(layout.slabs))
@@ -306,8 +306,8 @@ class Loads:
         self._enter(row, placement, header)
 
     def _is_reached(self, row: int) -> bool:
-        """Whether a chunk has one to hang on: what no prefix reaches only fills memory. The chunk before it may be in
-        another batch, which takes longer."""
+        """Return True when a prefix reaches the chunk: a chunk without its parent only fills memory. The parent may be
+        in another batch, which takes longer."""
         parent = self._catalog.table.parents[row]
         if self._catalog.is_visible(row) or parent == ROOT_ROW or self._catalog.is_visible(parent):
             return True
@@ -315,7 +315,7 @@ class Loads:
         return above is not None and not above.lost
 
     def _enter(self, row: int, placement: Placement, header: ChunkHeader) -> None:
-        """Memory has the chunk now. The node may not have had it before."""
+        """Give a chunk to memory, and publish it if the node did not have it before."""
         catalog, is_new = self._catalog, not self._catalog.is_visible(row)
         self._memory.put_placement(row, placement)
         if is_new:
@@ -331,7 +331,7 @@ class Loads:
         """Give up a chunk that will not come. Its room is free once every read of it has ended."""
         if not loading.lost:
             why = MissReason.UNAVAILABLE
-            if isinstance(error, DataLoss):  # what an engine dropped, or others wrote anew, meanwhile is no damage
+            if isinstance(error, DataLoss):  # a chunk that was dropped or written anew meanwhile is not damaged
                 why = MissReason.EVICTED if error.fields.get("reason") in WENT else MissReason.CORRUPT
             self._lost(loading, why, error.message)
             await loading.source.failed(error)
@@ -343,7 +343,7 @@ class Loads:
         loading.changed()
 
     def _end(self, loading: Loading) -> None:
-        """Free a chunk's room: no read of it is on its way any more."""
+        """Free a chunk's room unless memory has taken it: every read of it has ended."""
         loading.is_done = True
         self.loading_bytes -= loading.placement.byte_count
         is_late = loading.lost is MissReason.UNAVAILABLE and not loading.has_landed
@@ -362,8 +362,8 @@ class Loads:
 def _by_layer(
     chunks: Sequence[tuple[Loading, StoredChunk]],
 ) -> Iterator[tuple[Loading, StoredChunk, range]]:
-    """The reads of a batch after the first of each chunk: the layers somebody waits for, of every chunk, before the
-    others; in order, so that a reader can begin with the first."""
+    """Yield the reads of a batch after the first read of each chunk. The layers that readers wait for come first, for
+    every chunk; then the others, in order, so that a reader can begin with the first."""
     groups = [_groups(each) for each, _ in chunks]
     for position in range(1, max(map(len, groups), default=0)):
         for (each, stored), mine in zip(chunks, groups, strict=True):
@@ -372,7 +372,7 @@ def _by_layer(
 
 
 def _groups(loading: Loading) -> list[range]:
-    """The runs of slabs of a chunk that are read together, the wanted ones first."""
+    """Return the runs of slabs of a chunk that are read together, the wanted ones first."""
     slabs = loading.layout.slabs
     wanted = [slab for slab, entry in enumerate(slabs) if not loading.first or entry.layer in loading.first]
     others = [slab for slab in range(len(slabs)) if slab not in set(wanted)]
@@ -396,5 +396,5 @@ def _ahead(loading: Loading) -> Sequence[Bytes]:
 
 
 def _checksums(runs: Sequence[Run]) -> bytes:
-    """Blocking. 16 bytes per strip, in order."""
+    """Return 16 bytes per strip, in order. Blocking."""
     return b"".join(strips.checksums(data) for data, strips in runs)

@@ -1,5 +1,5 @@
-"""How fast tiers are read: bytes over the time in which at least one read was on its way. Concurrency is not slowness,
-so reads are not timed one by one."""
+"""Measures how fast tiers are read: bytes over the time in which at least one read was on its way. Concurrent reads are
+not slow reads, so they are not timed one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.seams import Clock
 from kvstore.spec import Tier
 
 SLICE_S = 1.0
-"""A tier that is never idle is measured this often."""
+"""A tier that is never idle is measured every so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class MeasuredTier:
 
 @dataclass
 class _Meter:
-    """One tier's. ``since_s``: when what is counted began; ``come_bytes`` and ``cut_bytes``: what came since, and what
-    was given up."""
+    """One tier's measurement. ``since_s``: when the current count began; ``come_bytes`` and ``cut_bytes``: the bytes
+    that arrived since, and those that were given up."""
 
     kept: KeptTier
     reads: int = 0
@@ -40,19 +40,19 @@ class _Meter:
 
 @dataclass
 class TierMeters:
-    """Of the tiers below memory, by name. Runs on the event loop's thread. Cost: some microseconds per chunk."""
+    """Meters of the tiers below memory, by name. Runs on the event loop's thread. Cost: some microseconds per chunk."""
 
     clock: Clock
     is_changed: bool = False
-    """Whether something was learned since ``kept`` was last asked."""
+    """True when something was learned since ``kept`` was last called."""
     _meters: dict[str, _Meter] = field(default_factory=dict)
 
     def add(self, name: str, kind: Tier) -> None:
-        """Measure a tier, too. Idempotent."""
+        """Measure one more tier. Idempotent."""
         self._meters.setdefault(name, _Meter(KeptTier(kind, BusyTimes())))
 
     def began(self, name: str, kind: Tier, byte_count: int) -> None:
-        """A read of so many bytes is on its way."""
+        """Record that a read of so many bytes is on its way."""
         self.add(name, kind)
         meter = self._meters[name]
         if not meter.reads:
@@ -61,8 +61,8 @@ class TierMeters:
         meter.queued_bytes += byte_count
 
     def ended(self, name: str, byte_count: int, *, has_come: bool, is_late: bool = False) -> None:
-        """A read that began has ended, and all of its bytes have come, or not: for ``is_late`` because the tier was too
-        slow, else for another reason, which tells nothing of its speed."""
+        """Record the end of a read. ``has_come``: all of its bytes arrived. ``is_late``: they did not, because the tier
+        was too slow; a read that failed for another reason says nothing of the tier's speed."""
         meter, now = self._meters[name], self.clock.monotonic()
         meter.reads -= 1
         meter.queued_bytes -= byte_count
@@ -70,7 +70,7 @@ class TierMeters:
         meter.cut_bytes += byte_count if is_late else 0
         counted = meter.come_bytes + meter.cut_bytes
         if meter.reads and (not counted or now - meter.since_s < SLICE_S):
-            return  # where nothing came yet, the time that the others have waited is theirs
+            return  # nothing came yet: the time so far counts for the reads that go on
         seen = BusyTime(counted, now - meter.since_s, is_cut=meter.cut_bytes > 0)
         times = meter.kept.times.observed(seen)
         self.is_changed |= times is not meter.kept.times
@@ -79,7 +79,7 @@ class TierMeters:
 
     @property
     def tiers(self) -> tuple[MeasuredTier, ...]:
-        """What is known of each, in the order in which they came into use."""
+        """The measured tiers, in the order in which they came into use."""
         return tuple(
             MeasuredTier(
                 name, each.kept.kind, each.kept.times.rate or ASSUMED.get(each.kept.kind, SLOWEST), each.queued_bytes
@@ -88,11 +88,11 @@ class TierMeters:
         )
 
     def kept(self) -> dict[str, KeptTier]:
-        """What a later start is to know."""
+        """Return the measurements that a later start is to know."""
         self.is_changed = False
         return {name: each.kept for name, each in self._meters.items()}
 
     def restore(self, kept: dict[str, KeptTier]) -> None:
-        """Begin with what an earlier start has measured. Tiers that are not in use stay known."""
+        """Begin with the measurements of an earlier start. Tiers that are not in use stay known."""
         for name, each in kept.items():
             self._meters[name] = _Meter(each)

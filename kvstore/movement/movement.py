@@ -1,4 +1,4 @@
-"""What the controller asks of movement."""
+"""The interface of movement for the controller."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvstore.movement")
 
 @dataclass(frozen=True, kw_only=True)
 class MovementParts:
-    """What movement is made of. ``policy`` makes one for a tier."""
+    """The parts that movement is built from. ``policy`` makes an eviction policy for one tier."""
 
     arena: Arena
     catalog: Catalog
@@ -60,7 +60,7 @@ class MovementParts:
 
 
 class Movement:
-    """One tenant's moves. ``revoke_stale``: take back leases that are too old; whether there were any."""
+    """One tenant's moves. ``revoke_stale``: takes back leases that are too old; returns whether there were any."""
 
     def __init__(self, parts: MovementParts, revoke_stale: Callable[[], bool]) -> None:
         self._parts = parts
@@ -72,11 +72,11 @@ class Movement:
         self.names = ChunkNames(catalog, parts.keys)
         self.removal = Removal(catalog, parts.counters)
         self.evictions: dict[str, Eviction] = {}
-        """By the name of their tier."""
+        """Evictions by the name of their tier."""
         self.writes: list[Writes] = []
-        """To each slower local tier, the fastest first."""
+        """Writes to each slower local tier, the fastest first."""
         self.shared_writes: list[Writes] = []
-        """To each shared tier."""
+        """Writes to each shared tier."""
         self._shared: list[SharedWrites] = []
         self._shared_targets: list[SharedTarget] = []
         self.demotions = Demotions(catalog, parts.clock, parts.counters, self._shared)
@@ -91,7 +91,7 @@ class Movement:
             catalog, self.names, parts.clock, parts.counters, self.shared_tiers.tiers, self.shared_writes
         )  # fmt: skip
         self.absent: list[str] = []
-        """Why tiers that are configured are not in use."""
+        """Reasons why configured tiers are not in use."""
         self.levels = Levels(catalog, self.names, parts.clock, self.writes, self._shared, self.absent)
         self.checks = Checks(
             catalog, self.names, self.removal, self.writes, parts.clock, parts.counters, parts.policies
@@ -109,8 +109,8 @@ class Movement:
     # ------------------------------------------------------------ tiers
 
     async def attach(self, tier: LocalTier) -> None:
-        """Take a tier into use, slower than those before it: what it holds becomes visible. Raises Unavailable when it
-        cannot be read; it is closed then."""
+        """Take a tier into use, slower than those before it: the chunks that it holds become visible. Raises
+        Unavailable when it cannot be read; it is closed then."""
         parts, started_s = self._parts, self._parts.clock.monotonic()
         copies = Copies(tier, parts.policy())
         self._counters.add_tier(tier.name)
@@ -128,7 +128,8 @@ class Movement:
         _log.info("tier attached", extra={"tier": tier.name, "chunks": count, "seconds": seconds})
 
     def attach_shared(self, use: SharedUse) -> None:
-        """Take a shared tier into use, slower than those before it. From now on what is not here may be elsewhere."""
+        """Take a shared tier into use, slower than those before it. From now on a chunk that is not here may be
+        elsewhere."""
         self._counters.add_tier(use.tier.name, is_shared=True)
         self._parts.meters.add(use.tier.name, use.tier.kind)
         shared = self.shared_tiers.add(use)
@@ -147,7 +148,7 @@ class Movement:
         )  # fmt: skip
 
     async def detach(self) -> None:
-        """A clean stop of the tiers below memory, after ``run`` has ended."""
+        """Stop the tiers below memory cleanly, after ``run`` has ended."""
         self.writes.clear()
         self.shared_writes.clear()
         self._shared.clear()
@@ -156,16 +157,17 @@ class Movement:
             held = held_by(self._catalog, copies)
             self._table.drop_tier(copies)
             await copies.tier.close(held)
-        await self.shared_tiers.close()  # last: whatever an engine does, what is ours is closed well
+        await self.shared_tiers.close()  # last: our own tiers are closed well whatever an engine does
 
     def statistics(self) -> tuple[TierStatistics, ...]:
-        """Of every tier below memory, the fastest first, the shared ones last."""
+        """Return the statistics of every tier below memory, the fastest first, the shared ones last."""
         local = (copies.tier.statistics() for copies in self._table.copies[1:])
         return *local, *(shared.statistics() for shared in self.shared_tiers.tiers)
 
     def looks(self, row: int) -> list[tuple[str, Callable[[], Awaitable[bool | None]]]]:
-        """For each copy of a chunk, its tier's name and a look that reads all of it: True, it is what it was; False, it
-        is not and was given up; None, the tier did not give it. The caller holds the row."""
+        """Return, for each copy of a chunk, its tier's name and a function that reads the whole copy. Its result: True,
+        the copy passed its checks; False, it failed and was given up (a shared tier's copy is replaced by the next
+        store); None, the tier did not give it. The caller holds the row."""
         local = [
             (copies.tier.name, partial(self.checks.check, copies, row))
             for copies in self._table.copies
@@ -175,18 +177,18 @@ class Movement:
         return [*local, *shared]
 
     def accounts(self) -> list[TierAccount]:
-        """What each tier has, takes and lacks, the fastest first."""
+        """Return the account of each tier, the fastest first."""
         return accounts_of(self._table.copies, self.shared_tiers.tiers, self.all_writes)
 
     @property
     def problems(self) -> list[str]:
-        """Why tiers are not in use, or lack chunks that they should have; empty when all is well."""
+        """Reasons why tiers are not in use, or lack chunks that they should have; empty when all is well."""
         refused = (f"tiers.{writes.target.name}: {writes.reason}" for writes in self.all_writes if writes.reason)
         return [*self.absent, *refused]
 
     @property
     def all_writes(self) -> list[Writes]:
-        """To each slower tier, the fastest first."""
+        """Writes to each slower tier, the fastest first."""
         return [*self.writes, *self.shared_writes]
 
     @property
@@ -196,16 +198,16 @@ class Movement:
 
     @property
     def loading_bytes(self) -> int:
-        """Room in memory of chunks on their way there."""
+        """Bytes of memory that are reserved for chunks on their way there."""
         return self.loads.loading_bytes
 
     async def retry(self) -> None:
-        """Try again what a tier refused, once it had some time. Others are answered in between."""
+        """Try again to write chunks that a tier refused, once it had some time. Yields to other requests in between."""
         for writes in self.all_writes:
             await writes.retry()
 
     async def run(self) -> None:
-        """Everything that goes on without being asked, for ever."""
+        """Run all background work, for ever."""
         async with asyncio.TaskGroup() as group:
             for writes in self.all_writes:
                 group.create_task(writes.run())
@@ -221,11 +223,11 @@ class Movement:
     def allocate(
         self, piece_bytes: tuple[int, ...], keep: frozenset[int], *, evict_unwritten: bool = True
     ) -> Placement | None:
-        """Room in memory for a chunk. See ``Room.allocate``."""
+        """Return room in memory for a chunk. See ``Room.allocate``."""
         return self.room.allocate(piece_bytes, keep, evict_unwritten=evict_unwritten)
 
     def stored(self, row: int, placement: Placement, mark: int) -> None:
-        """A store's chunk is whole, in memory: make it visible. ``mark``: the first 8 bytes of its write id."""
+        """Make a stored chunk visible, which is whole in memory. ``mark``: the first 8 bytes of its write id."""
         self._table.write_marks[row] = mark
         self._table.came(row, self._parts.clock.wall())
         self.memory.put_placement(row, placement)
@@ -233,12 +235,12 @@ class Movement:
         self.memory.policy.stored(row, self._table.digests[row], *self._catalog.worth(row))
 
     def write_down(self, row: int) -> None:
-        """Have the other tiers take a chunk that memory has, as their settings want it."""
+        """Have the other tiers take a chunk that memory has, as their settings say."""
         for writes in self.all_writes:
             writes.offer(row)
 
     def _entered(self, row: int) -> None:
-        """A chunk came from beyond the node, where somebody had stored it: this is its second use at least."""
+        """Record a chunk that came from beyond the node. It was stored there, so this is its second use at least."""
         self._table.uses[row] = max(self._table.uses[row], REUSED)
         self._table.came(row, self._parts.clock.wall())
         self.write_down(row)
@@ -249,11 +251,11 @@ class Movement:
 
     @property
     def is_making_room(self) -> bool:
-        """Whether what is on its way to a slower tier makes room in memory sooner or later."""
+        """True when a chunk on its way to a slower tier makes room in memory sooner or later."""
         return any(writes.is_moving for writes in self.writes)
 
     async def progress(self, timeout_s: float) -> None:
-        """Wait until some chunk is through to a slower tier, one way or the other, at most so long."""
+        """Wait until some chunk's move to a slower tier has ended, well or not, at most ``timeout_s`` seconds."""
         moving = [writes for writes in self.writes if writes.is_moving]
         if moving:
             await moving[0].progress(timeout_s)
@@ -275,15 +277,15 @@ class Movement:
         return self.loads.begin(rows, keep, layers)
 
     def placement(self, row: int) -> Placement:
-        """Where a chunk lies in memory, which has it."""
+        """Return the placement of a chunk that memory has."""
         return self.memory.placement(row)
 
     def are_in_memory(self, rows: Sequence[int]) -> bool:
-        """Whether memory has all of these."""
+        """Return True when memory has all of these chunks."""
         return self.memory.have_all(rows)
 
     def used(self, chain: Sequence[int]) -> None:
-        """A chain was stored or read, root first."""
+        """Record that a chain was stored or read, root first."""
         keys = [self._table.digests[row] for row in chain]
         for copies in self._table.copies:
             copies.used(keys, chain)
@@ -292,17 +294,17 @@ class Movement:
     # ------------------------------------------------------------ copies go
 
     def superseded(self, row: int) -> None:
-        """Another chunk has all that this one has: in every tier it is the first to go when room is needed."""
+        """Make a chunk the first to go in every tier when room is needed: another chunk has all its tokens."""
         self._counters.add("superseded_chunks")
         for copies in self._table.copies:
             copies.policy.superseded(row)
 
     def remove(self, row: int, reason: MissReason) -> None:
-        """Give up every copy."""
+        """Give up every copy of a chunk."""
         self.removal.remove(row, reason)
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """Before other writes take the place of what was removed (storage key -> first 8 bytes of the write id): no
-        start brings that back. Raises KVStoreError."""
+        """Ensure that no later start brings removed chunks back, before new writes take their place (storage key ->
+        first 8 bytes of the write id). Waits at most ``wait_s`` seconds per tier. Raises KVStoreError."""
         for copies in self._table.copies:
             await copies.tier.supersede(writes, wait_s)

@@ -1,4 +1,4 @@
-"""What a read of a chunk must find: its storage key, its layout, and which write of it."""
+"""The names of chunks in tiers: the storage key, the layout and the write that a read of a chunk must find."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from kvstore.tiers import ChunkName
 
 
 class ChunkNames:
-    """The names under which one tenant's chunks lie in tiers."""
+    """The names of one tenant's chunks in tiers."""
 
     def __init__(self, catalog: Catalog, keys: TenantKeys) -> None:
         self._catalog = catalog
         self._keys = keys
 
     def key(self, space: Namespace, digest: bytes) -> bytes:
-        """The storage key of a chunk."""
+        """Return the storage key of a chunk."""
         return storage_key(self._keys.secret, space.fingerprint, space.provenance, space.exactness, digest)
 
     def of(self, row: int) -> ChunkName:
-        """The key, the layout, and the write that the catalog knows."""
+        """Return the key, the layout, and the write that the catalog knows."""
         table, space = self._catalog.table, self._catalog.space_of(row)
         return ChunkName(
             self.key(space, table.digests[row]), space.layout(table.token_counts[row]), table.write_marks[row]
         )
 
     def fits(self, row: int, header: ChunkHeader) -> bool:
-        """Whether a header from beyond the node is this chunk's: what it says is kept with the chunk, and believed."""
+        """Return True when a header from beyond the node is this chunk's. All of its fields are checked, because they
+        are kept with the chunk and believed."""
         table, space = self._catalog.table, self._catalog.space_of(row)
         digest, chain_digest = table.digests[row], header.chain_digest
         return (

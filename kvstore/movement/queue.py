@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 
 QUEUE_COUNT_MAX = 65_536
-"""Moves that wait for one tier, or are on their way there."""
+"""Moves that wait for one tier, or are on their way there, at most."""
 IN_FLIGHT_BYTES_MAX = 512 << 20
-"""Bytes that are on their way to one tier at once."""
+"""Bytes that are on their way to one tier at once, at most."""
 
 
 class Priority(IntEnum):
-    """Who waits for a move. INTERACTIVE: a request; STANDARD: nobody yet; BATCH: nobody will."""
+    """The urgency of a move. INTERACTIVE: a request waits for it; STANDARD: no request waits yet; BATCH: none will."""
 
     INTERACTIVE = 0
     STANDARD = 1
@@ -22,7 +22,7 @@ class Priority(IntEnum):
 
 class MoveQueue:
     """Rows that are to be moved to one tier, by priority and then by age; one move per row at a time. A row that is set
-    aside waits for nothing but ``resume``.
+    aside waits until ``resume``.
 
     Bounded: ``add`` refuses past ``QUEUE_COUNT_MAX``, and ``take`` hands out no more than ``IN_FLIGHT_BYTES_MAX`` at
     once (one move always). Runs on the event loop's thread.
@@ -37,14 +37,15 @@ class MoveQueue:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Moves that wait, also aside, or are on their way."""
+        """Count the moves that wait, are set aside, or are on their way."""
         return sum(map(len, self._waiting.values())) + len(self._aside) + len(self._moving)
 
     def __contains__(self, row: int) -> bool:
         return row in self._moving or row in self._aside or any(row in each for each in self._waiting.values())
 
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> bool:
-        """Have a row moved; one that waits is raised to ``priority``. False when the queue is full: ask again later."""
+        """Queue a row; a row that waits already is raised to ``priority``. False when the queue is full: ask again
+        later."""
         if row in self._aside:
             self._aside[row] = min(priority, self._aside[row])
             return True
@@ -61,24 +62,24 @@ class MoveQueue:
         return True
 
     def cancel(self, rows: Iterable[int]) -> None:
-        """Nobody wants these moved any more. Those on their way go on."""
+        """Drop rows that wait: no caller wants them moved any more. Moves on their way go on."""
         for row in rows:
             self._aside.pop(row, None)
             for waiting in self._waiting.values():
                 waiting.pop(row, None)
 
     def set_aside(self, row: int, priority: Priority) -> None:
-        """A move has ended without having begun: it is to begin later, when it is resumed."""
+        """End a move that did not begin: it waits aside until it is resumed."""
         self.done(row)
         self.cancel([row])
         self._aside[row] = priority
 
     def is_aside(self, row: int) -> bool:
-        """Whether it waits to be resumed."""
+        """Return True when the row waits to be resumed."""
         return row in self._aside
 
     def resume(self, rows: Iterable[int]) -> None:
-        """Those of these that are aside take their turn again, behind what waits."""
+        """Queue again those of these rows that are aside, behind the rows that wait."""
         for row in rows:
             priority = self._aside.pop(row, None)
             if priority is not None:
@@ -86,11 +87,11 @@ class MoveQueue:
         self._wake.set()
 
     def waiting(self) -> Iterator[int]:
-        """The rows that wait, in the order in which they go."""
+        """Return the rows that wait, in the order in which they go."""
         return self._ordered(Priority)
 
     async def take(self, classes: Collection[Priority] = tuple(Priority)) -> int:
-        """The next row of these classes, as soon as its bytes may be on their way. ``done`` ends its move."""
+        """Return the next row of these classes, as soon as its bytes may be on their way. ``done`` ends its move."""
         while (row := self._next(classes)) is None:
             self._wake.clear()
             await self._wake.wait()
@@ -109,10 +110,10 @@ class MoveQueue:
         return None
 
     def _ordered(self, classes: Iterable[Priority]) -> Iterator[int]:
-        """Those that wait and are not on their way already, in the order in which they go."""
+        """Return the rows that wait and are not on their way already, in the order in which they go."""
         return (row for priority in classes for row in self._waiting[priority] if row not in self._moving)
 
     def done(self, row: int) -> None:
-        """A move has ended, one way or the other."""
+        """End a move, whether it worked or not."""
         self._moving_bytes -= self._moving.pop(row)
         self._wake.set()

@@ -1,4 +1,5 @@
-"""Chunks that memory gave up before a slower tier took them: read back, written from there, and given up again."""
+"""Reads back chunks that memory gave up before a slower tier took them, so that they can be written from memory; then
+memory gives them up again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvstore.spec import MissReason
 from kvstore.telemetry import Counters
 
 READ_BACK_S_MAX = 30.0
-"""A chunk that takes longer to come back is written later."""
+"""A chunk that takes more seconds to come back is written later."""
 
 
 class ReadBacks:
@@ -29,8 +30,8 @@ class ReadBacks:
         self._lent: set[int] = set()
 
     async def bring(self, row: int, *, is_urgent: bool) -> bool:
-        """Have a chunk, which the caller holds, in memory; ``give_back`` it. False where it does not come now. Unless
-        it ``is_urgent`` no chunk makes way that no slower tier has."""
+        """Bring a chunk, which the caller holds, into memory; ``give_back`` ends its stay. False where it does not come
+        now. Unless it ``is_urgent``, chunks that no slower tier has do not make way for it."""
         if row in self._memory:
             return True
         found, _ = self._loads.begin([row], frozenset([row]), evict_unwritten=is_urgent)
@@ -44,7 +45,7 @@ class ReadBacks:
         return row in self._memory
 
     def give_back(self, row: int) -> None:
-        """Memory gives up what it had for a move only, once nobody holds it."""
+        """Remove a chunk from memory that came only for a move, once it is not held."""
         if row not in self._lent or self._table.is_held(row):
             return
         self._lent.discard(row)

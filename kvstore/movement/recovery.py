@@ -1,4 +1,4 @@
-"""What a local tier holds, into the catalog at a start, and out of it at a clean stop."""
+"""Enters a local tier's copies into the catalog at a start, and lists them at a clean stop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvstore.tiers import IndexColumns, Recovered
 
 
 def adopt(catalog: Catalog, copies: Copies, found: Recovered) -> int:
-    """Enter what a tier holds into the catalog. Returns how many chunks. A further copy of a chunk is a spare; one of
-    another write than the chunk that a faster tier has is given up. Cost: about 3 us each."""
+    """Enter a tier's copies into the catalog. Returns the number of chunks. A further copy of a chunk is a spare. A
+    copy of another write than the one that a faster tier has is given up. Cost: about 3 us each."""
     table, columns = catalog.table, found.columns
     spaces = {number: catalog.spaces.get(*columns.names[number]) for number in set(columns.spaces.tolist())}
     rows: list[int] = []
@@ -38,14 +38,15 @@ def adopt(catalog: Catalog, copies: Copies, found: Recovered) -> int:
             table.write_marks[row] = mark
             table.stored_s[row] = stored_s
             catalog.publish(row)
-            table.uses[row] = 1  # somebody stored it
+            table.uses[row] = 1  # the store that wrote it
         rows.append(row)
     _order(catalog, copies, rows)
     return len(rows)
 
 
 def _order(catalog: Catalog, copies: Copies, rows: list[int]) -> None:
-    """Recency as the columns have it, and each run of a chain from its end to its beginning."""
+    """Give the policy the recency that the columns have; within each run of a chain the end comes before the
+    beginning."""
     table = catalog.table
     for row in rows:
         copies.policy.stored(row, table.digests[row], *catalog.worth(row))
@@ -59,7 +60,7 @@ def _order(catalog: Catalog, copies: Copies, rows: list[int]) -> None:
 
 
 def held_by(catalog: Catalog, copies: Copies) -> Recovered:
-    """What a tier holds, for its snapshot: the least recently used first, spares last."""
+    """Return a tier's copies for its snapshot: the least recently used first, spares last."""
     table = catalog.table
     found = [(row, copies.residency(row), table.write_marks[row], copies.is_proven(row)) for row in copies.order()]
     found += [(row, *spare) for row, spares in copies.spares.items() for spare in spares]

@@ -1,7 +1,7 @@
-"""What an operator has moved: into memory, or to a slower tier, after which faster ones give it up.
+"""Moves chunks by an operator's word: into memory, or to a slower tier, after which faster tiers give them up.
 
-A chunk whose only local copies went to a shared tier leaves the node. What hangs on it stays: it is found again as soon
-as a fetch brings the chunk back.
+A chunk whose only local copies went to a shared tier leaves the node. Its descendants stay: they are found again as
+soon as a fetch brings the chunk back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PROVE_S_MAX = 10.0
 
 
 class Transit(StrEnum):
-    """How a chunk gets to a tier. THERE: the tier has it; WRITTEN: it is written there; NOT_TAKEN: the tier does not
-    take such chunks; FAILED: it was not taken in time."""
+    """The way in which a chunk gets to a tier. THERE: the tier has it; WRITTEN: it is written there; NOT_TAKEN: the
+    tier does not take such chunks; FAILED: the tier did not take it in time."""
 
     THERE = "there already"
     WRITTEN = "written"
@@ -34,8 +34,8 @@ class Transit(StrEnum):
 
 
 class Step(NamedTuple):
-    """One chunk's: ``to`` is None where no tier takes it. ``frees``: whether faster copies go afterwards; ``is_held``:
-    they would, and somebody needs them."""
+    """The plan for one chunk. ``to`` is None where no tier takes it. ``frees``: faster copies go afterwards;
+    ``is_held``: they would go, but the chunk is in use."""
 
     row: int
     digest: bytes
@@ -62,8 +62,8 @@ class Relocation:
     # ------------------------------------------------------------ down
 
     def step(self, row: int, targets: Sequence[Writes], leaving: Sequence[Copies]) -> Step:
-        """How a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers that
-        give it up then. Changes nothing."""
+        """Plan how a chunk gets to the first of these tiers that has it, or else takes it; ``leaving`` are the tiers
+        that give it up then. Changes nothing."""
         table = self._table
         to = next((each for each in targets if each.target.has(row)), None)
         way = Transit.THERE
@@ -75,7 +75,7 @@ class Relocation:
         return Step(row, table.digests[row], table.spaces[row], to, way, would_free and not is_held, is_held)
 
     async def ask(self, steps: Sequence[Step]) -> None:
-        """Have these written. Copies that a crash left in the target count once they were read."""
+        """Have these chunks written. Copies that a crash left in the target count once they were read."""
         table = self._table
         await self._checks.prove_all([each.row for each in steps if each.to is not None], PROVE_S_MAX)
         for each in steps:
@@ -83,31 +83,32 @@ class Relocation:
                 continue
             if each.to.target.is_local:
                 each.to.add(each.row, Priority.INTERACTIVE)
-            elif table.is_resident(each.row):  # what a shared tier merely says is read before anything relies on it
+            elif table.is_resident(each.row):  # a demand makes a shared tier prove its word by a read
                 each.to.demand(each.row)
 
     async def wait(self, steps: Sequence[Step], timeout_s: float) -> bool:
-        """Wait for those that were asked for, at most so long. Whether all of them are through."""
+        """Wait for the chunks that were asked for, at most ``timeout_s`` seconds. Returns True when all of them are
+        through."""
         is_through = True
         for to in {id(each.to): each.to for each in steps if each.to is not None}.values():
             is_through &= await to.through([each.row for each in steps if each.to is to], timeout_s)
         return is_through
 
     def is_it(self, step: Step) -> bool:
-        """Whether the row is that chunk still."""
+        """Return True when the row is still that chunk."""
         return self._table.digests[step.row] == step.digest and self._table.spaces[step.row] == step.space
 
     def is_there(self, step: Step) -> bool:
-        """Whether the tier has the chunk for certain."""
+        """Return True when the target tier certainly has the chunk."""
         return step.to is not None and self.is_it(step) and step.to.target.is_proven(step.row)
 
     def there_count(self, steps: Sequence[Step]) -> int:
-        """Count those that their tier has for certain."""
+        """Count the chunks that their target tier certainly has."""
         return sum(map(self.is_there, steps))
 
     def loses_durability(self, step: Step, leaving: Sequence[Copies]) -> bool:
-        """Whether the service had acknowledged that the chunk survives it, and once ``leaving`` give it up no tier says
-        so: what merely other nodes can read may be gone the next moment."""
+        """Return True when the service has acknowledged that the chunk survives a restart, and no tier would guarantee
+        that once ``leaving`` give it up: an engine that other nodes can read may drop the chunk the next moment."""
         assert step.to is not None
         durable = [
             copies for copies in self._table.copies
@@ -118,8 +119,8 @@ class Relocation:
         )  # fmt: skip
 
     def free(self, step: Step, leaving: Sequence[Copies]) -> bool:
-        """Give up the copies of these tiers, the slowest first. False where somebody holds the chunk by now. The caller
-        knows that the tier it went to has it."""
+        """Give up the copies of these tiers, the slowest first. False where the chunk is held by now. The caller knows
+        that the target tier has the chunk."""
         row = step.row
         if self._table.is_held(row):
             return False
@@ -131,8 +132,8 @@ class Relocation:
     # ------------------------------------------------------------ up
 
     async def bring(self, rows: Sequence[int], timeout_s: float) -> bool:
-        """Have these in memory, which the caller holds; no chunk makes way that no slower tier has. False: some were
-        still on their way after ``timeout_s``, and go on."""
+        """Bring these chunks, which the caller holds, into memory; chunks that no slower tier has do not make way.
+        False: some were still on their way after ``timeout_s`` seconds, and go on."""
         loadings, _ = self._loads.begin(rows, frozenset(rows), evict_unwritten=False)
         try:
             async with asyncio.timeout(timeout_s):
@@ -144,5 +145,5 @@ class Relocation:
         return True
 
     def can_come(self, row: int) -> bool:
-        """Whether a tier that answers has a chunk that memory lacks."""
+        """Return True when memory lacks the chunk and a tier that answers has it."""
         return row not in self._memory and self._loads.has_source(row)

@@ -1,4 +1,4 @@
-"""How copies go: given up, removed, quarantined. A chunk that no tier holds any more becomes invisible."""
+"""Removes copies: given up, removed, quarantined. A chunk that no tier holds any more becomes invisible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("kvstore.movement")
 
 
 class Removal:
-    """Takes copies out of the catalog, and has their tiers give the room back."""
+    """Takes copies out of the catalog, and has their tiers free the room."""
 
     def __init__(self, catalog: Catalog, counters: Counters) -> None:
         self._catalog = catalog
@@ -22,15 +22,15 @@ class Removal:
         self._counters = counters
 
     def drop(self, copies: Copies, row: int, reason: MissReason, *, erase: bool = False) -> None:
-        """Give up what one tier has of a chunk; its room is free at once. A value that may be replaced is erased, and
-        what is to be: no start brings it back, and its room is free once that is done."""
+        """Give up one tier's copies of a chunk; their room is free at once. With ``erase``, and for a value that may be
+        replaced, they are erased instead: no start brings them back, and their room is free once that is done."""
         was_fastest = self._table.fastest(row) is copies
         copies.tier.remove(copies.take(row, reason), erase=erase or self._catalog.space_of(row).may_be_replaced)
         if was_fastest:
             self._fastest_left(copies, row, reason)
 
     def _fastest_left(self, copies: Copies, row: int, reason: MissReason) -> None:
-        """The fastest copy went: a slower one is what readers find, or nothing is."""
+        """Update the catalog after the fastest copy left: readers find a slower copy, or the chunk is gone."""
         fastest = self._table.fastest(row)
         if fastest is not None:
             self._catalog.moved(row, fastest.kind)
@@ -40,13 +40,14 @@ class Removal:
             self._catalog.forget_ghost(row)
 
     def remove(self, row: int, reason: MissReason, *, erase: bool = False) -> None:
-        """Give up every copy."""
-        for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it went, not that it moved
+        """Give up every copy of a chunk."""
+        for copies in reversed(self._table.copies):  # the slowest first: watchers hear that it left, not that it moved
             if row in copies:
                 self.drop(copies, row, reason, erase=erase)
 
     async def quarantine(self, copies: Copies, row: int, residency: Residency) -> None:
-        """A copy failed its check. Another tier's copy takes its place, or another one that a scan met."""
+        """Give up a copy that failed its check. Another tier's copy takes its place, or a spare copy in the same
+        tier."""
         if copies.residency(row) != residency:
             return  # another reader met it first: a copy is given up once
         self._counters.add("quarantined_chunks")
@@ -65,7 +66,7 @@ class Removal:
             if spares:
                 copies.spares[row] = spares
             self._catalog.show(row)
-        else:  # what is certain is written anew, rather than given up for what a crash left
+        else:  # another tier's certain copy is written anew, rather than replaced by a spare that a crash left
             if spares:
                 erase = self._catalog.space_of(row).may_be_replaced
                 copies.tier.remove([spare.residency for spare in spares], erase=erase)

@@ -19,8 +19,8 @@ class Room:
     def allocate(
         self, piece_bytes: tuple[int, ...], keep: frozenset[int], *, evict_unwritten: bool = True
     ) -> Placement | None:
-        """Room for a chunk, or None when all that is left is held by children, leases or ``keep``; without
-        ``evict_unwritten`` also when only chunks that no slower tier has could go.
+        """Return room for a chunk, or None when all that is left is held by children, leases or ``keep``. Without
+        ``evict_unwritten`` also None when only chunks that no slower tier has could go.
 
         Raises: InvalidRequest when the chunk could never fit.
         """

@@ -1,4 +1,4 @@
-"""A shared tier as this node sees it: what it is said and seen to have, and how chunks are written to it."""
+"""A shared tier as this node sees it: the chunks that it is said or seen to have, and how chunks are written to it."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from kvstore.telemetry import Counters
 from kvstore.tiers import ChunkName, Residency, SharedUse, TierStatistics, UploadState, WritePolicy
 
 STALL_S = 2.0
-"""A shared tier that has kept a request for so long is asked nothing more until it answers."""
+"""A shared tier that has left a request unanswered for so many seconds is asked nothing more until it answers."""
 WRITE_S_MAX = 30.0
-"""A write that takes longer has failed."""
+"""A write that takes more seconds than this has failed."""
 ASK_S_MAX = 2.0
-"""How long a write waits for the answer whether it is needed."""
+"""Seconds that a write waits for the answer whether it is needed."""
 ASK_COUNT_MAX = 16
-"""Chunks that wait to be written of which one question is asked: what is not there is claimed by it, and nodes that
-store the same share the work in parts of this size."""
+"""Waiting chunks in one question. The question claims the chunks that are not there, so nodes that store the same
+chunks share the work in parts of this size."""
 ANSWER_AGE_S_MAX = 2.0
-"""An older answer is asked for again."""
+"""An answer that is more seconds old is asked for again."""
 CLAIM_S, CLAIM_BYTES_PER_S, CLAIM_S_MAX = 5.0, 20e6, 15.0
-"""How long other nodes leave chunks to us: so long, and longer the larger they are together. A node that dies meanwhile
-delays them by no more."""
+"""Seconds for which other nodes leave chunks to us: CLAIM_S plus the time for the chunks' bytes, at most CLAIM_S_MAX. A
+node that dies meanwhile delays the others no longer than that."""
 BAD_COUNT_MAX = 65_536
 REUSED = 2
-"""The use at which a chunk has come back."""
+"""The number of uses at which a chunk counts as reused."""
 Answer = TypeVar("Answer")
 _log = logging.getLogger("kvstore.movement")
 
 
 class SharedCopies:
-    """One shared tier, and of which rows it has a copy, in two bits of the catalog's column: it is *said* to be there,
-    by the tier or by a read that has not ended; or it was *seen* there: written, or read whole."""
+    """One shared tier and its copies, in two bits per row of the catalog's column. *Said*: the tier, or a read that has
+    not ended, says that the copy is there. *Seen*: it was written there, or read whole."""
 
     def __init__(self, use: SharedUse, catalog: Catalog, clock: Clock, counters: Counters, rank: int) -> None:
         self.tier = use.tier
@@ -54,7 +54,7 @@ class SharedCopies:
         self.clock = clock
         self.breaker = Breaker(use.tier.name, clock)
         self.bad: OrderedDict[bytes, None] = OrderedDict()
-        """Storage keys of what failed its check there, and was not written anew since."""
+        """Storage keys of copies that failed their check there, and were not written anew since."""
         self._column = catalog.table.shared
         self._said, self._seen = catalog.table.new_shared_bits()
         self._counters = counters
@@ -63,44 +63,44 @@ class SharedCopies:
         return bool(self._column[row] & self._said)
 
     def is_seen(self, row: int) -> bool:
-        """Whether more than the tier's word says that it has the chunk."""
+        """Return True when the copy was seen: more than the tier's word says that it is there."""
         return bool(self._column[row] & self._seen)
 
     @property
     def said_bit(self) -> int:
-        """Of the catalog's column: set in the rows of chunks that the tier is said to have."""
+        """The bit of the catalog's column that is set in the rows of chunks that the tier is said to have."""
         return self._said
 
     def put(self, row: int) -> None:
-        """The tier says that it has the chunk."""
+        """Record that the tier says that it has the chunk."""
         self._column[row] |= self._said
 
     def see(self, row: int) -> None:
-        """The tier has the chunk: it was written there, or read."""
+        """Record that the tier has the chunk: it was written there, or read."""
         self._column[row] |= self._said | self._seen
 
     def take(self, row: int) -> None:
-        """It does not."""
+        """Record that the tier does not have the chunk."""
         self._column[row] &= ~(self._said | self._seen)
 
     def is_bad(self, storage_key: bytes) -> None:
-        """What lies there failed its check: it is no reason not to write."""
+        """Record that the copy there failed its check: it is no reason not to write the chunk."""
         self.bad[storage_key] = None
         if len(self.bad) > BAD_COUNT_MAX:
             self.bad.popitem(last=False)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the tier answers, as far as we know."""
+        """True when the tier answers, as far as we know; only then is it asked."""
         return not self.breaker.is_open and self.tier.stalled_s() <= STALL_S
 
     async def ask(self, keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()) -> Sequence[bool] | None:
-        """Whether each of these is there; ``chains``: see ``SharedTier.probe``. None: no answer. One that is late is
-        counted, and no failure of the tier."""
+        """Return a flag per key: True when the tier says that it has the chunk. ``chains``: see ``SharedTier.probe``.
+        None: no answer. A late answer is counted, but is no failure of the tier."""
         return await self._answered(keys, timeout_s, lambda: self.tier.probe(keys, timeout_s, chains))
 
     async def claim(self, keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState] | None:
-        """As ``ask``, by a node that is about to write these: see ``SharedTier.claim``."""
+        """As ``ask``, by a node that is about to write these chunks: see ``SharedTier.claim``."""
         return await self._answered(keys, timeout_s, lambda: self.tier.claim(keys, claim_s, timeout_s))
 
     async def _answered(
@@ -124,16 +124,17 @@ class SharedCopies:
         return answers
 
     def statistics(self) -> TierStatistics:
-        """The tier's account, and whether it is asked."""
+        """Return the tier's account; its state is "failing" while the tier is not asked."""
         found = replace(self.tier.statistics(), is_shared=True)
         return found if self.is_asked else replace(found, state="failing")
 
 
 class SharedTarget:
-    """A shared tier as a target of writes. ``written``: told of what it has by now.
+    """A shared tier as a target of writes. ``written``: called for each chunk that the tier has by now.
 
-    A short chunk does not go there: other nodes cannot know how long it is, and it is worth little to them. Nor does a
-    value that may be replaced: a node would find the old one."""
+    A short chunk does not go there: other nodes cannot know its length, and it is worth little to them. Nor does a
+    value that may be replaced: a node would find the old one.
+    """
 
     is_local = False
 
@@ -172,9 +173,9 @@ class SharedTarget:
         return policy is WritePolicy.BACK
 
     async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
-        """See ``Target``. A hundred nodes that meet one prompt send it once: the tier is asked first, for what waits
-        beside it in the same question, and told that we write what it lacks. Its word is a hint: nothing is promised on
-        it before the chunk was read."""
+        """See ``Target``. Many nodes that meet one prompt send it once. The tier is asked first; the same question asks
+        for the waiting chunks in ``others``, and claims those that the tier lacks. The tier's word is a hint: nothing
+        is promised on it before the chunk was read."""
         shared, key = self.shared, self._names.of(row).storage_key
         self._check_asked()
         if key in shared.bad:
@@ -193,7 +194,7 @@ class SharedTarget:
         return UploadState.THERE
 
     async def _said(self, row: int, others: Iterable[int]) -> UploadState:
-        """What the tier says of a chunk. An answer is used once, and soon."""
+        """Return the tier's word on a chunk. An answer is used once, and soon."""
         name = self._names.of(row)
         if not self._is_answered(name.storage_key):
             async with self._asking:
@@ -213,7 +214,7 @@ class SharedTarget:
         return key in self._answers and self.shared.clock.monotonic() - self._answered_s < ANSWER_AGE_S_MAX
 
     async def is_whole(self, row: int) -> bool:
-        """Whether what lies there is the chunk, by every check that a read makes. Raises Unavailable."""
+        """Return True when the copy there is the chunk, by every check that a read makes. Raises Unavailable."""
         name, shared = self._names.of(row), self.shared
         try:
             async with asyncio.timeout(WRITE_S_MAX):
@@ -236,8 +237,8 @@ class SharedTarget:
         return True
 
     async def check(self, row: int) -> bool | None:
-        """Read the tier's copy of a chunk, all of it. False: it fails its check, and is written anew when the chunk is
-        stored again; None: the tier did not give it."""
+        """Read the tier's whole copy of a chunk. True: it passed its checks. False: it failed, and is written anew when
+        the chunk is stored again. None: the tier did not give it."""
         try:
             is_whole = await self.is_whole(row)
         except KVStoreError as error:
@@ -249,9 +250,9 @@ class SharedTarget:
         return True
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
-        """0: a shared tier's copies have no number. Raises Exhausted when the engine is full, PermissionDenied where
-        this node may only read; else Unavailable, also where it is not asked now, or takes too long: what an engine
-        says never condemns what memory has."""
+        """Write a chunk. Returns 0: a shared tier's copies have no number. Raises Exhausted when the engine is full,
+        PermissionDenied where this node may only read; else Unavailable, also where the tier is not asked now, or takes
+        too long. An engine's DataLoss becomes Unavailable, too: it must not condemn the copy in memory."""
         shared = self.shared
         self._check_asked()
         try:
@@ -279,9 +280,9 @@ class SharedTarget:
         self._written(row)
 
     def discard(self, row: int, residency: Residency) -> None:
-        """What was written is good for others."""
+        """Keep the copy: it is good for other nodes."""
 
 
 def is_for_others(space: Namespace) -> bool:
-    """Whether chunks of this namespace go to shared tiers and come from them."""
+    """Return True when chunks of this namespace go to shared tiers and come from them."""
     return not space.may_be_replaced

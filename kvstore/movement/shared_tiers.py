@@ -1,5 +1,5 @@
-"""The shared tiers of a tenant, and chunks that come from them. What they have is not known but hinted: a tier is
-asked, its answer is a hint for some seconds, and the read alone decides."""
+"""The shared tiers of a tenant, and chunks that come from them. Their content is not known but hinted: a tier is asked,
+its answer is a hint for some seconds, and only a read decides."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import ChunkName, SharedTier, SharedUse, StoredChunk
 
 CLOSE_S_MAX = 5.0
-"""A stop goes on without a tier that takes longer to close."""
+"""A stop goes on without a tier that takes more seconds to close."""
 REARM_S_MIN = 0.1
 PROBE_COUNT_MAX = 1024
-"""Keys of one question."""
+"""Keys of one question, at most."""
 HINT_S = 5.0
-"""For how long an answer is not asked for again."""
+"""Seconds for which an answer is not asked for again."""
 HINT_COUNT_MAX = 65_536
 RANK = 1000
-"""Of the fastest shared tier among sources: all of them are slower than local ones."""
+"""The rank of the fastest shared tier among sources: all shared tiers are slower than local ones."""
 _log = logging.getLogger("kvstore.movement")
 
 
@@ -75,7 +75,7 @@ class SharedSource:
         self._shared.see(self._row)
 
     async def failed(self, error: KVStoreError) -> None:
-        """A copy that failed its check is written anew when the chunk is stored again."""
+        """Record the error. A copy that failed its check is written anew when the chunk is stored again."""
         if isinstance(error, DataLoss):
             self._shared.is_bad(self._chunk.storage_key)
             self._forget()
@@ -83,7 +83,7 @@ class SharedSource:
             self._shared.breaker.failed()
 
     def late(self) -> float:
-        """Wait longer for a tier that answers others meanwhile: it is busy."""
+        """Wait longer for a tier that answers other calls meanwhile: it is busy."""
         more_s = self.patience_s - self._shared.tier.stalled_s()
         if more_s >= REARM_S_MIN:
             return more_s
@@ -96,20 +96,20 @@ class SharedSource:
 
 
 class ChunkHint(NamedTuple):
-    """Where one chunk is said to be: for each part the shared tier that has it, None where the node has it."""
+    """The places of one chunk, as hinted: for each part the shared tier that has it, None where the node has it."""
 
     parts: tuple[SharedCopies | None, ...]
 
     @property
     def kind(self) -> Tier | None:
-        """The slowest of them; None where the node has all parts."""
+        """The kind of the slowest of these tiers; None where the node has all parts."""
         slowest = max((each for each in self.parts if each), key=lambda each: each.rank, default=None)
         return slowest.tier.kind if slowest else None
 
 
 class KeyHint(NamedTuple):
-    """What was last learnt of one key, and when. ``shared``: the tier that has it (``is_there``), or that said so and
-    was wrong; None: the key is on the node (``is_there``), or nowhere."""
+    """The last answer on one key, and when it came. ``shared``: the tier that has the key (``is_there``), or that said
+    so and was wrong. None: the key is on the node (``is_there``), or nowhere."""
 
     at_s: float
     shared: SharedCopies | None
@@ -140,7 +140,7 @@ class SharedTiers:
         return shared
 
     def source(self, row: int) -> SharedSource | None:
-        """The fastest shared tier that is said to have a chunk, and answers."""
+        """Return the fastest shared tier that is said to have the chunk and answers, as a source; None without one."""
         for shared in self.tiers:
             if row in shared and shared.is_asked:
                 chunk = self._names.of(row)
@@ -152,25 +152,26 @@ class SharedTiers:
     # ------------------------------------------------------------ what they have
 
     async def find(self, spaces: Sequence[Namespace], digests: Sequence[bytes], timeout_s: float) -> list[ChunkHint]:
-        """How far a chain goes on beyond the node: its leading chunks of which every part is here or said to be in a
-        shared tier. As ``find_all``."""
+        """Return how far a chain continues beyond the node: its leading chunks of which every part is here or said to
+        be in a shared tier. As ``find_all``."""
         return (await self.find_all([(spaces, digests)], timeout_s))[0]
 
     async def find_all(
         self, chains: Sequence[tuple[Sequence[Namespace], Sequence[bytes]]], timeout_s: float
     ) -> list[list[ChunkHint]]:
-        """``find`` of each chain. One question to each tier, answered within the tier's own bound, or not at all.
-        ``timeout_s``: for how long the caller is waited for; half of that is left, for what the node has itself."""
+        """``find`` for each chain. One question goes to each tier, which is answered within the tier's own bound, or
+        not at all. ``timeout_s``: the seconds that the caller may take; the questions get half of them, the rest is for
+        the node's own work."""
         wanted = []
         for spaces, digests in chains:
             wanted.append(self._keys(spaces, digests))
-            await self._clock.sleep(0)  # they may be many, each of many chunks: others are answered in between
+            await self._clock.sleep(0)  # many long chains take time: other requests are answered in between
         await self._ask_all(self._unheard(wanted), self._clock.monotonic() + timeout_s / 2)
         return [self._found(*chain, chunks) for chain, chunks in zip(chains, wanted, strict=True)]
 
     def _unheard(self, chains: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bytes]]:
-        """The keys to ask for, each once: of each chain's part a chain of its own, for a tier may have one part
-        without the others."""
+        """Return the keys to ask for, each once. Each part of a chain becomes a chain of its own, for a tier may have
+        one part without the others."""
         now_s, seen = self._clock.monotonic(), set[bytes]()
         found = []
         for keys in (part for chunks in chains for part in zip(*chunks, strict=True)):
@@ -183,7 +184,7 @@ class SharedTiers:
     def _found(
         self, spaces: Sequence[Namespace], digests: Sequence[bytes], chunks: Sequence[Sequence[bytes]]
     ) -> list[ChunkHint]:
-        """What the hints say of one chain."""
+        """Return the leading chunks of one chain that the hints say are there."""
         now_s = self._clock.monotonic()
         found: list[ChunkHint] = []
         for digest, keys in zip(digests, chunks, strict=False):
@@ -191,14 +192,14 @@ class SharedTiers:
             for space, key in zip(spaces, keys, strict=True):
                 hint = self._hint_of(key, now_s) if key else _HERE
                 if hint is None or not hint.is_there or (not key and digest not in space.index):
-                    return found  # nobody has it, or it left the node meanwhile
+                    return found  # no tier has the chunk, or it left the node meanwhile
                 parts.append(hint.shared)
             found.append(ChunkHint(tuple(parts)))
         return found
 
     def _keys(self, spaces: Sequence[Namespace], digests: Sequence[bytes]) -> list[list[bytes]]:
-        """The storage key of each part of each chunk; none where the node has that part. Ends before a chunk that is
-        being stored here, and before all where other nodes have nothing of these."""
+        """Return the storage key of each part of each chunk; empty where the node has that part. Ends before a chunk
+        that is being stored here. Returns nothing where other nodes can have none of these chunks."""
         chunks: list[list[bytes]] = []
         if not self.tiers or not all(map(is_for_others, spaces)):
             return chunks
@@ -209,7 +210,8 @@ class SharedTiers:
         return chunks
 
     async def _ask_all(self, chains: list[list[bytes]], until_s: float) -> None:
-        """Ask each tier for what no faster one has. What none of them has is remembered only if all of them said so."""
+        """Ask each tier for the keys that no faster tier has. A key that none of them has is remembered as such only if
+        all of them answered."""
         have_all_answered = True
         for shared in self.tiers:
             now_s = self._clock.monotonic()
@@ -238,9 +240,9 @@ class SharedTiers:
             return answers
 
     async def said(self, chains: Sequence[Sequence[bytes]], timeout_s: float) -> list[tuple[Tier, set[bytes]]]:
-        """Which keys of these chains each tier says it has. All tiers are asked at once, each for all chains in as few
-        questions as hold them. One that does not answer is asked no more. A chain has one part of each chunk, for a
-        tier may have one part without the others."""
+        """Return the keys of these chains that each tier says it has. All tiers are asked at once, each for all chains
+        in as few questions as hold them. A tier that does not answer is asked no more. A chain has one part of each
+        chunk, for a tier may have one part without the others."""
         asked = [shared for shared in self.tiers if shared.is_asked]
         until_s = self._clock.monotonic() + timeout_s
         questions = _questions(chains)
@@ -261,12 +263,12 @@ class SharedTiers:
         return found
 
     def _hint_of(self, key: bytes, now_s: float) -> KeyHint | None:
-        """The hint of a key, unless it is too old."""
+        """Return the hint of a key, unless it is too old."""
         hint = self._hints.get(key)
         return hint if hint is not None and now_s - hint.at_s < HINT_S else None
 
     def _may_be_in(self, shared: SharedCopies, key: bytes, now_s: float) -> bool:
-        """Whether a tier is to be asked: there is no hint, or only that a faster tier was wrong."""
+        """Return True when a tier is to be asked: there is no hint, or only that a faster tier was wrong."""
         hint = self._hint_of(key, now_s)
         if hint is None:
             return True
@@ -279,7 +281,7 @@ class SharedTiers:
             self._hints.popitem(last=False)
 
     def was_wrong(self, key: bytes, shared: SharedCopies) -> None:
-        """Remember that a tier that was said to have a chunk has it not, or not whole."""
+        """Remember that a tier that was said to have a chunk does not have it, or not whole."""
         self._remember(key, KeyHint(self._clock.monotonic(), shared, is_there=False))
 
     def written(self, row: int) -> None:
@@ -291,9 +293,9 @@ class SharedTiers:
     def rows(
         self, spaces: Sequence[Namespace], digests: Sequence[bytes], start: int, found: Sequence[ChunkHint]
     ) -> list[list[int]]:
-        """The rows, part by part, of a chain's chunks from number ``start`` on, each held by the caller from now on
-        (``release``). Ends before a chunk that was claimed by a store meanwhile, or that is nowhere by now. Nothing is
-        held when it raises: MemoryError, OverflowError."""
+        """Return the rows, part by part, of a chain's chunks from number ``start`` on, each held by the caller from now
+        on (``release``). Ends before a chunk that a store claimed meanwhile, or that is nowhere by now. Raises
+        MemoryError, OverflowError: no row is held then."""
         chains: list[list[int]] = [[] for _ in spaces]
         try:
             self._fill(chains, spaces, digests, start, found)
@@ -325,7 +327,7 @@ class SharedTiers:
                 chain.append(row)
 
     async def close(self) -> None:
-        """Close every tier. What one raises, or that it takes too long, is logged: the stop goes on."""
+        """Close every tier. A tier's error, or a close that takes too long, is logged: the stop goes on."""
         async with asyncio.TaskGroup() as group:
             for shared in self.tiers:
                 group.create_task(_closed(shared.tier))
@@ -333,7 +335,8 @@ class SharedTiers:
 
 
 def _questions(chains: Iterable[Sequence[bytes]]) -> list[list[list[bytes]]]:
-    """Chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next group."""
+    """Return chains in groups of ``PROBE_COUNT_MAX`` keys at most, each key once; a chain may go on in the next
+    group."""
     groups: list[list[list[bytes]]] = []
     seen, room = set[bytes](), 0
     for chain in chains:

@@ -1,4 +1,4 @@
-"""Where a load reads a chunk from: a local tier's copy, or what a shared tier perhaps has."""
+"""The sources of loads: a local tier's copy of a chunk, or a copy that a shared tier perhaps has."""
 
 from __future__ import annotations
 
@@ -22,39 +22,41 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """The tier's, in settings, logs and counters."""
+        """The tier's name in settings, logs and counters."""
 
     @property
     def kind(self) -> Tier:
-        """What replies call the tier."""
+        """The tier's kind in replies."""
 
     @property
     def rank(self) -> int:
-        """Larger for slower tiers."""
+        """The position of the tier: larger for slower tiers."""
 
     @property
     def patience_s(self) -> float | None:
-        """How long a reader is kept waiting for one answer of the tier; None: as long as the reader waits."""
+        """Seconds that a reader waits for one answer of the tier; None: as long as the reader likes."""
 
     async def open(self, ahead: Sequence[Bytes]) -> StoredChunk | None:
-        """None: it is not there any more. ``ahead``: see ``SharedTier.open``. Raises what the tier raises."""
+        """Open the chunk; None when it is not there any more. ``ahead``: see ``SharedTier.open``. Raises the tier's
+        errors."""
 
     def is_current(self, header: ChunkHeader) -> bool:
-        """Whether what was read is the chunk still. It may have gone, or was stored anew, meanwhile."""
+        """Return True when the copy that was read is still the chunk. It may have left, or been stored anew,
+        meanwhile."""
 
     def worked(self) -> None:
-        """Take note that all of it was read."""
+        """Record that the whole chunk was read."""
 
     async def failed(self, error: KVStoreError) -> None:
-        """Take note of what a call of it raised."""
+        """Record the error of a call of this source."""
 
     def late(self) -> float:
-        """A call of it takes longer than readers are kept waiting. For how many seconds more they are, because the tier
-        answers others; 0: no longer."""
+        """Called when a call takes longer than readers wait. Return how many seconds more they wait, because the tier
+        answers other calls; 0: no longer."""
 
 
 class LocalSource:
-    """A copy that the catalog knows. One that fails its check is given up."""
+    """A copy that the catalog knows. A copy that fails its check is given up."""
 
     patience_s = None
 
@@ -84,8 +86,8 @@ class LocalSource:
 
 
 def may_enter(catalog: Catalog, row: int, mark: int, known_mark: int | None) -> bool:
-    """Whether a chunk that came from beyond the node may be this row's, by the mark of its write. Where the node had it
-    when it was asked for, it still has that write; where not, nobody stores it."""
+    """Return True when a chunk that came from beyond the node may be entered in this row, by the mark of its write. If
+    the node had the chunk when the read began, it must still have that write; if not, no store of it may be pending."""
     table, space = catalog.table, catalog.space_of(row)
     if table.is_resident(row):
         return known_mark == mark == table.write_marks[row]

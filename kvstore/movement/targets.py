@@ -1,4 +1,4 @@
-"""Where chunks are written to: a local tier, whose copies the catalog knows one by one, or a shared one."""
+"""The targets of writes: a local tier, whose copies the catalog knows one by one, or a shared tier."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ CLIMB_COUNT_MAX = 512
 
 
 class Target(Protocol):
-    """What takes chunks. A chunk that is *proven* there counts for a promise; one that it *has* need not be written."""
+    """A tier that takes chunks. A promise may rest on a chunk that is *proven* there; a chunk that the tier *has* need
+    not be written."""
 
     @property
     def name(self) -> str:
-        """The tier's, in settings, logs and counters."""
+        """The tier's name in settings, logs and counters."""
 
     @property
     def durability(self) -> Durability:
-        """What a chunk has reached that is proven there."""
+        """The level that a chunk has reached when it is proven there."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the catalog knows its copies one by one."""
+        """True when the catalog knows the tier's copies one by one."""
 
     def has(self, row: int) -> bool:
-        """Whether the chunk need not be written."""
+        """Return True when the chunk need not be written."""
 
     def is_proven(self, row: int) -> bool:
-        """Whether what is there is there to stay."""
+        """Return True when a promise may rest on the copy there."""
 
     def admits(self, row: int) -> bool:
-        """Whether the chunk may go there, and is worth its room."""
+        """Return True when the chunk may go there, and is worth its room."""
 
     def wants(self, row: int) -> bool:
-        """Whether it goes there now, as the tier's settings say, though nobody asked for that."""
+        """Return True when the tier's settings send the chunk there now, without any request for that."""
 
     async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
-        """THERE: the tier turns out to have the chunk, which we did not know. ``others``: chunks that wait, of which it
-        may be asked, too. ``is_proof``: it is proven there then. Raises Unavailable."""
+        """Look for the chunk in the tier before it is written. THERE: the tier turns out to have it, which we did not
+        know. ``others``: waiting chunks that the same question may ask for, too. ``is_proof``: THERE only if the chunk
+        is proven there. Raises Unavailable."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
-        """Raises what the tier raises."""
+        """Write a chunk to the tier. Raises the tier's errors."""
 
     def keep(self, row: int, residency: Residency) -> None:
-        """What was written is the chunk's copy."""
+        """Make the bytes that were written the chunk's copy."""
 
     def discard(self, row: int, residency: Residency) -> None:
-        """Nobody wants what was written: the chunk went, or was stored anew, meanwhile."""
+        """Give up the bytes that were written: the chunk left, or was stored anew, meanwhile."""
 
 
 class LocalTarget:
@@ -80,14 +82,15 @@ class LocalTarget:
         return True
 
     async def finds(self, row: int, others: Iterable[int], *, is_proof: bool) -> UploadState:
-        """FREE: the catalog knows exactly what a local tier has, and nobody else writes there."""
+        """Return FREE: the catalog knows exactly what a local tier has, and no other node writes there."""
         return UploadState.FREE
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> Residency:
         return await self._copies.tier.write(header, layout, pieces)
 
     def keep(self, row: int, residency: Residency) -> None:
-        """Its ancestors stay more recent than it, as a policy wants it: they may have been written before."""
+        """Record the copy. Its ancestors stay more recent than the chunk, as a policy wants it: they may have been
+        written before."""
         table, copies = self._table, self._copies
         copies.put(row, residency)
         copies.policy.stored(row, table.digests[row], *self._catalog.worth(row))
@@ -98,5 +101,5 @@ class LocalTarget:
         copies.used([table.digests[each] for each in chain], chain)
 
     def discard(self, row: int, residency: Residency) -> None:
-        """What may be replaced must not be found there later."""
+        """Remove the bytes. A value that may be replaced is erased: it must not be found there later."""
         self._copies.tier.remove([residency], erase=self._catalog.space_of(row).may_be_replaced)

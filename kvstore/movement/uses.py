@@ -1,4 +1,5 @@
-"""What the use of chunks on this node means to shared tiers: which have come back, and which an engine is to keep."""
+"""Counts uses of chunks on this node for shared tiers: a chunk that comes back may be written to them, and an engine is
+to keep the chunks that are in use."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ from kvstore.telemetry import Counters
 
 TOUCH_INTERVAL_S = 1.0
 TOUCH_AGAIN_S = 60.0
-"""How often an engine is told of one chunk at most."""
+"""An engine is told of one chunk at most once in so many seconds."""
 TOUCH_COUNT_MAX = 65_536
-"""Chunks of which engines are told in that time; what is used beyond it has to wait."""
+"""Chunks of which engines are told in that time; further chunks have to wait."""
 TOUCHES_AT_ONCE = 1024
 TOUCH_S_MAX = 5.0
-"""How long an engine may take to be told."""
+"""Seconds that an engine may take to be told."""
 _log = logging.getLogger("kvstore.movement")
 
 
 class Uses:
-    """Counts uses, and tells shared tiers of them: those whose settings wait for a chunk's second use, and, beside all
-    else and in batches, those that have a chunk and would drop it because nobody reads it there."""
+    """Counts uses, and tells shared tiers of them. Tiers whose settings wait for a chunk's second use get the chunk
+    then. Tiers that have a chunk are touched, in batches and in the background, because they would drop a chunk that is
+    not read there."""
 
     def __init__(
         self, catalog: Catalog, names: ChunkNames, clock: Clock, counters: Counters, shared: Sequence[SharedCopies],
@@ -44,7 +46,8 @@ class Uses:
         self._since_s = clock.monotonic()
 
     def count(self, chain: Sequence[int]) -> None:
-        """A store, a lookup or a fetch had these. Cost: nothing without shared tiers, else some 50 ns a chunk."""
+        """Count one use of these chunks by a store, a lookup or a fetch. Cost: nothing without shared tiers, else some
+        50 ns a chunk."""
         if not self._shared:
             return
         if self._clock.monotonic() - self._since_s >= TOUCH_AGAIN_S:
@@ -63,7 +66,7 @@ class Uses:
                         writes.offer(row)
 
     async def run(self) -> None:
-        """Tell engines what was used, for ever."""
+        """Tell engines which chunks were used, for ever."""
         while True:
             await self._clock.sleep(TOUCH_INTERVAL_S)
             waiting, self._waiting = sorted(self._waiting), set()
@@ -72,7 +75,7 @@ class Uses:
                     group.create_task(self._tell(shared, waiting))
 
     async def _tell(self, shared: SharedCopies, rows: Sequence[int]) -> None:
-        """Tell a tier which of its chunks were used. One that does not answer is told nothing until it does."""
+        """Tell a tier which of its chunks were used. A tier that does not answer is told nothing until it does."""
         for start in range(0, len(rows), TOUCHES_AT_ONCE):
             part = [row for row in rows[start : start + TOUCHES_AT_ONCE] if row in shared and self._table.digests[row]]
             if not shared.is_asked:

@@ -1,5 +1,5 @@
-"""Moves to slower tiers: every chunk that is stored is written to them, as their settings want it, and what somebody
-asks for at once. Chunks come from memory; one that memory gave up before is read back for it."""
+"""Moves to slower tiers. Every stored chunk is written to them, as their settings say; a demanded chunk is written at
+once. Chunks come from memory; a chunk that memory gave up before is read back for the write."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvstore.tiers import UploadState
 LANE_COUNT = 8
 """Chunks on their way to a tier at once: enough to keep a device busy and to share its syncs."""
 BATCH_LANE_COUNT = 2
-"""Of those besides for which nobody waits: they keep no other waiting, and are read back two at a time."""
+"""Further lanes, for chunks that no request waits for: they delay no other chunk, and are read back two at a time."""
 ROWS_AT_ONCE = 4096
 RETRY_S = 10.0
 LEFT_S_MAX = 20.0
-"""What another node says for longer that it writes is written here, too: longer than any claim."""
+"""A chunk that another node claims to write for more seconds than this is written here, too: longer than any claim."""
 SOON_S, LATER_S = 0.1, 2.0
-"""After so long a chunk that is left to another node is looked for again: first after the one, then after twice as
-long as before, up to the other. Where a tier bills each request a fixed pause costs too much."""
+"""Seconds after which a chunk that is left to another node is looked for again: first SOON_S, then twice as long each
+time, up to LATER_S. Where a tier bills each request a fixed pause costs too much."""
 DRAINING = "an operator drains it (kvstore drain --end has it take chunks again)"
 EVICTED_FIRST = "evicted before it was written: raise arena.capacity_bytes"
 LEFT_BY_A_CRASH = "a crash left it, and it was not stored again since"
@@ -42,8 +42,8 @@ _log = logging.getLogger("kvstore.movement")
 
 @dataclass(slots=True)
 class _Left:
-    """A chunk that is left to another node. ``since_s``: for longer than any is, where we wait for none. ``pause_s``:
-    until it is looked for the next time."""
+    """A chunk that is left to another node. ``since_s``: the time since when; -inf: we no longer wait for other nodes.
+    ``pause_s``: seconds until it is looked for the next time."""
 
     since_s: float
     pause_s: float
@@ -51,7 +51,7 @@ class _Left:
 
 class Writes:
     """The chunks that one slower tier is to have, by priority and then by age. One move per chunk at a time, however
-    many ask for it."""
+    many requests ask for it."""
 
     def __init__(
         self, catalog: Catalog, memory: MappedCopies, target: Target, names: ChunkNames, removal: Removal,
@@ -68,20 +68,20 @@ class Writes:
         self._counters = counters
         self._queue = MoveQueue(lambda row: int(catalog.worth(row)[0]))
         self._demanded: dict[int, bytes] = {}
-        """Row -> digest of chunks that somebody asked to be there: what the tier merely says of them does not do."""
+        """Row -> digest of chunks that were asked to be there: for them the tier's mere word is not enough."""
         self._parked: dict[int, None] = {}
         self._left: dict[int, _Left] = {}
         self._due: list[tuple[float, int]] = []
-        """A heap: when which row that is left is looked for again."""
+        """A heap: the time at which each row that is left is looked for again."""
         self._has_left = asyncio.Event()
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
         self._progress = asyncio.Event()
         self._retry_at_s = 0.0
         self._lacks_some = False
         self.reason = ""
-        """Why the tier lacks chunks; empty while it takes them."""
+        """The reason why the tier lacks chunks; empty while it takes them."""
         self.is_draining = False
-        """Whether an operator said that the tier takes no more."""
+        """True when an operator said that the tier takes no more chunks."""
 
     @property
     def backlog_count(self) -> int:
@@ -89,7 +89,7 @@ class Writes:
         return len(self._queue)
 
     def drain(self) -> None:
-        """Take no chunk until ``resume``; those on their way get there."""
+        """Take no chunk until ``resume``; chunks on their way still arrive."""
         self.is_draining, self.reason = True, DRAINING
 
     def resume(self) -> None:
@@ -97,34 +97,35 @@ class Writes:
         self.is_draining, self.reason, self._lacks_some = False, "", True
 
     def takes(self, row: int) -> bool:
-        """Whether the chunk may be written there now."""
+        """Return True when the chunk may be written there now."""
         return not self.is_draining and self.target.admits(row)
 
     @property
     def is_moving(self) -> bool:
-        """Whether waiting for it makes room in memory sooner or later."""
+        """True when waiting for these writes makes room in memory sooner or later."""
         return len(self._queue) > 0 and not self.reason
 
     def __contains__(self, row: int) -> bool:
         return row in self._queue
 
     def is_parked(self, row: int) -> bool:
-        """Whether it was refused lately, by the tier or by memory, into which it would have to be read back."""
+        """Return True when the chunk was refused lately, by the tier or by memory, into which it would have to be read
+        back."""
         return row in self._parked
 
     def offer(self, row: int) -> None:
-        """A chunk was stored, or used: it goes if the tier's settings want it there now."""
+        """Queue a chunk that was stored or used, if the tier's settings want it there now."""
         if self.target.wants(row):
             self.add(row, self._class_of(row))
 
     def add(self, row: int, priority: Priority = Priority.STANDARD) -> None:
-        """The tier is to have a chunk. One that finds the queue full is found again by ``retry``."""
+        """Queue a chunk for the tier. ``retry`` finds a chunk again that found the queue full."""
         if not self.target.has(row) and self.takes(row) and not self._queue.add(row, priority):
             self._lacks_some = True
 
     def demand(self, row: int) -> None:
-        """Somebody asked for it to be there: it goes at once, whatever the settings want, also if it was refused just
-        now."""
+        """Queue a chunk that a request wants there: it goes at once, whatever the settings say, also if it was refused
+        just now."""
         if self.takes(row) and not self.target.is_proven(row) and self._queue.add(row, Priority.INTERACTIVE):
             if row in self._left and not self._is_demanded(row):
                 self._left[row].pause_s = SOON_S
@@ -133,14 +134,15 @@ class Writes:
             self._parked.pop(row, None)
 
     def insist(self, rows: Iterable[int]) -> None:
-        """Whoever waits for these has little time left: they are left to other nodes no longer."""
+        """Stop leaving these chunks to other nodes: the request that waits for them has little time left."""
         for row in rows:
             if row in self._queue:
                 self._left[row] = _Left(float("-inf"), SOON_S)
                 self._queue.resume([row])
 
     def ahead(self, row: int) -> bool:
-        """Have a chunk written for which nobody waits, unless the tier refused it lately. Whether it waits now."""
+        """Queue a chunk that no request waits for, unless the tier refused it lately. Returns True when it waits
+        now."""
         if row not in self._parked:
             self.add(row, Priority.BATCH)
         return row in self._queue
@@ -171,7 +173,7 @@ class Writes:
                 if row not in self._queue:
                     self._demanded.pop(row, None)
                 if row not in self._parked and self._is_wanted(row):
-                    self.add(row, self._class_of(row))  # it was stored anew, or left memory, meanwhile
+                    self.add(row, self._class_of(row))  # the chunk was stored anew, or left memory, meanwhile
                 self._settled(row)
 
     def _ended(self, row: int, *, is_left: bool) -> None:
@@ -186,29 +188,31 @@ class Writes:
         self._has_left.set()
 
     def _is_wanted(self, row: int) -> bool:
-        """Whether the tier lacks a chunk that another tier has, or that somebody asked for. It may have gone while it
-        waited."""
+        """Return True when the tier lacks the chunk, and another tier has it or a request demands it. The chunk may
+        have left while it waited."""
         if not self._catalog.table.digests[row] or not self._lacks(row) or not self.takes(row):
             return False
         return self._is_demanded(row) or (self._catalog.is_visible(row) and self._catalog.table.is_resident(row))
 
     def _is_demanded(self, row: int) -> bool:
-        """The row may be another chunk's by now."""
+        """Return True when the chunk in this row is demanded: the row may be another chunk's by now."""
         return row in self._demanded and self._demanded[row] == self._catalog.table.digests[row]
 
     def _lacks(self, row: int) -> bool:
         return not (self.target.is_proven(row) if self._is_demanded(row) else self.target.has(row))
 
     def _is_for(self, classes: Collection[Priority], row: int) -> bool:
-        """What has to be read back first keeps none waiting that is in memory, unless somebody asked for it."""
+        """Return True when these lanes may move the chunk. A chunk that has to be read back first must not delay chunks
+        in memory, unless it is demanded."""
         return self._class_of(row) in classes or self._is_demanded(row)
 
     def _class_of(self, row: int) -> Priority:
-        """Of a chunk that nobody waits for. Those in memory leave it sooner or later: they go first."""
+        """Return the priority of a chunk that no request waits for. Chunks in memory go first: they leave it sooner or
+        later."""
         return Priority.STANDARD if row in self._memory else Priority.BATCH
 
     async def _move(self, row: int) -> bool:
-        """False: it is left to another node for now."""
+        """Move a chunk. False: it is left to another node for now."""
         try:
             state = await self.target.finds(row, self._queue.waiting(), is_proof=self._is_demanded(row))
             if state is UploadState.TAKEN and self._may_be_left(row):
@@ -223,7 +227,7 @@ class Writes:
         return True
 
     def _may_be_left(self, row: int) -> bool:
-        """Whether another node that says it writes a chunk is still believed."""
+        """Return True while another node that says it writes the chunk is still believed."""
         now_s = self._clock.monotonic()
         if row not in self._left:
             self._left[row] = _Left(now_s, SOON_S)
@@ -231,7 +235,8 @@ class Writes:
         return now_s - self._left[row].since_s < LEFT_S_MAX
 
     async def _look_again(self) -> None:
-        """Take up what was left to other nodes, for ever: it is there by now, or nobody writes it any more."""
+        """Take up chunks that were left to other nodes, for ever: they are there by now, or no node writes them any
+        more."""
         while True:
             await self._has_left.wait()
             await self._clock.sleep(SOON_S)
@@ -243,7 +248,8 @@ class Writes:
                 self._has_left.clear()
 
     async def _write(self, row: int) -> None:
-        """From memory, into which it is read back where it has to be. Raises KVStoreError when the tier refuses it."""
+        """Write from memory, into which the chunk is read back if necessary. Raises KVStoreError when the tier refuses
+        it."""
         if not self._catalog.is_visible(row) or not self._catalog.table.is_resident(row):
             return
         if await self._readbacks.bring(row, is_urgent=self._is_demanded(row)):
@@ -260,7 +266,7 @@ class Writes:
                 _log.info("the tier takes chunks again", extra={"tier": self.target.name})
                 self.reason = ""
         except DataLoss:
-            if self._memory.holds(row, placement):  # else it went, and was perhaps stored anew, meanwhile
+            if self._memory.holds(row, placement):  # else the chunk left memory meanwhile, and was perhaps stored anew
                 await self._removal.quarantine(self._memory, row, residency)
 
     async def _write_held(self, row: int, placement: Placement) -> None:
@@ -276,7 +282,7 @@ class Writes:
         self._counters.add_of(self.target.name, "written_bytes", placement.byte_count)
 
     def _park(self, row: int, reason: str) -> None:
-        """The tier did not take it: it stays what it is, in memory, and is tried again later."""
+        """Record that the tier did not take the chunk: its copies stay, and it is tried again later."""
         self._counters.add_of(self.target.name, "refused_chunks")
         self._wait(row)
         if reason != self.reason and not self.is_draining:
@@ -284,13 +290,13 @@ class Writes:
             self.reason = reason
 
     def _wait(self, row: int) -> None:
-        """It is tried again later."""
+        """Have the chunk tried again later."""
         self._parked[row] = None
         self._retry_at_s = self._clock.monotonic() + RETRY_S
 
     async def retry(self) -> None:
-        """Queue again what the tier refused, once it had some time, and what found the queue full. Others are answered
-        in between."""
+        """Queue again chunks that the tier refused, once it had some time, and chunks that found the queue full. Yields
+        to other requests in between."""
         if self._parked and self._clock.monotonic() >= self._retry_at_s:
             parked, self._parked = self._parked, {}
             await self._queue_again(parked, any_of=True)
@@ -299,7 +305,8 @@ class Writes:
             await self._queue_again(range(len(self._catalog.table.digests)), any_of=False)
 
     async def _queue_again(self, rows: Iterable[int], *, any_of: bool) -> None:
-        """Those that another tier has and this one lacks; without ``any_of`` only what the settings want."""
+        """Queue the chunks that another tier has and this one lacks; without ``any_of`` only those that the settings
+        want."""
         for number, row in enumerate(rows):
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await self._clock.sleep(0)
@@ -307,7 +314,8 @@ class Writes:
                 self.add(row, self._class_of(row))
 
     def _settled(self, row: int) -> None:
-        """Tell those who wait. Where it was demanded while it was on its way it goes again, and they go on waiting."""
+        """Tell the callers that wait for a chunk. A chunk that was demanded while it was on its way goes again, and
+        they go on waiting."""
         is_through = row not in self._queue or not (self._is_demanded(row) or self._queue.is_aside(row))
         for waiter in self._waiters.pop(row, ()) if is_through else ():
             if not waiter.done():
@@ -318,15 +326,15 @@ class Writes:
     # ------------------------------------------------------------ waiting
 
     async def progress(self, timeout_s: float) -> None:
-        """Wait until some chunk is through, one way or the other, at most so long."""
+        """Wait until some chunk's move has ended, well or not, at most ``timeout_s`` seconds."""
         try:
             await asyncio.wait_for(self._progress.wait(), timeout_s)
         except TimeoutError:
             return
 
     async def settle(self, chunks: Mapping[int, Identity], timeout_s: float) -> tuple[Durability, str, bool]:
-        """The level that all of these chunks have reached once the tier is through with them, at most ``timeout_s``
-        seconds from now; why it is no higher; and whether the tier is through."""
+        """Return the level that all of these chunks have reached once the tier is through with them, at most
+        ``timeout_s`` seconds from now; the reason why it is no higher; and whether the tier is through."""
         for row in chunks:
             if row in self._memory and row not in self._parked:
                 self.add(row, Priority.INTERACTIVE)  # also where the tier had to give up its copy meanwhile
@@ -334,8 +342,8 @@ class Writes:
         return *self.level(chunks), is_through
 
     async def through(self, rows: Iterable[int], timeout_s: float) -> bool:
-        """Wait until those of these that wait, or are on their way, are there or refused, at most so long. Whether all
-        of them are."""
+        """Wait until those of these chunks that wait, or are on their way, are there or refused, at most ``timeout_s``
+        seconds. Returns True when all of them are."""
         waiting: dict[asyncio.Future[None], int] = {}
         for row in rows:
             if row in self._queue:
@@ -348,7 +356,7 @@ class Writes:
             self._gone(waiting)
 
     def _gone(self, waiting: Mapping[asyncio.Future[None], int]) -> None:
-        """Nobody waits any more: a tier that stalls would keep these for ever."""
+        """Remove the waiters of a caller that waits no more: a tier that stalls would keep them for ever."""
         for future, row in waiting.items():
             others = self._waiters.get(row)
             if others is not None:
@@ -357,7 +365,7 @@ class Writes:
                     del self._waiters[row]
 
     def level(self, chunks: Mapping[int, Identity]) -> tuple[Durability, str]:
-        """The level that these chunks have reached now, and why it is no higher."""
+        """Return the level that these chunks have reached now, and the reason why it is no higher."""
         level, reason = self.target.durability, ""
         for row, identity in chunks.items():
             if not self._catalog.is_here(row, identity):

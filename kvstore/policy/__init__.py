@@ -1,7 +1,7 @@
-"""What leaves first, and what may enter. A policy orders the chunks of one tier by what it was told of their use; it
-does no I/O, reads no clock and owns no bytes. Movement asks it for victims and decides which of them may go.
+"""Eviction and admission policies. A policy orders the chunks of one tier by their reported use; it does no I/O, reads
+no clock and owns no bytes. Movement asks it for victims and decides which of them may go.
 
-One file per policy; ``POLICIES`` is what ``policy.eviction`` chooses from.
+One file per policy; ``policy.eviction`` names one of ``POLICIES``.
 """
 
 from collections.abc import Callable

@@ -9,12 +9,12 @@ from kvstore.policy.eviction import ABSENT
 from kvstore.spec import MissReason
 
 _END = 0
-"""The list's own node: links of row r are kept at r + 1."""
+"""The list's sentinel node: links of row r are kept at r + 1."""
 
 
 class LeastRecentlyUsed:
-    """A chain is touched from its deepest chunk to its root, so that a parent is always more recent than each of
-    its children and the least recent chunk of all is a leaf.
+    """Least recently used first. A request touches a chain from its deepest chunk to its root, so that a parent is
+    always more recent than each of its children and the least recent chunk of all is a leaf.
 
     A linked list in two columns: use and removal cost O(1) and 8 bytes per row.
     """
@@ -24,7 +24,8 @@ class LeastRecentlyUsed:
         self._previous = array("i", [_END])
 
     def requested(self, keys: Sequence[bytes], rows: Sequence[int], hit_count: int) -> None:
-        """Nothing has changed when it raises: MemoryError, or BufferError while somebody looks into a column."""
+        """Move the rows to the recent end. Raises MemoryError, or BufferError while a view of a column exists; nothing
+        has changed then."""
         following, previous = self._next, self._previous
         self._grow(max(rows, default=0) + 2)
         for row in reversed(rows):
@@ -38,14 +39,15 @@ class LeastRecentlyUsed:
             previous[node], following[node] = last, _END
 
     def admits(self, key: bytes, weight: int, cost: float) -> bool:
-        """Every chunk."""
+        """Admit every chunk."""
         return True
 
     def stored(self, row: int, key: bytes, weight: int, cost: float) -> None:
         self.requested((key,), (row,), 1)
 
     def _grow(self, count: int) -> None:
-        """At least so many nodes in both columns, each by what it lacks: a growth that failed left one longer."""
+        """Grow both columns to at least ``count`` nodes. Their lengths may differ: a growth that failed can leave one
+        column longer."""
         for column in (self._next, self._previous):
             if len(column) < count:
                 column.extend([ABSENT] * (count - len(column)))
@@ -78,5 +80,5 @@ class LeastRecentlyUsed:
                 if self._next[node] != ABSENT:
                     after = self._next[node]
                 elif self._next[after] == ABSENT:
-                    after = self._next[_END]  # the one we meant to go on with left too
+                    after = self._next[_END]  # the next node was removed, too: start again
             node = after

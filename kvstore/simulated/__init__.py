@@ -1,7 +1,7 @@
-"""Twins of the seams that touch nothing: clock, randomness, disk, threads, memory and event loop. They live in memory
-and draw from seeds: on them the whole service runs a life of hours in milliseconds, the same way for the same seed.
+"""Simulated twins of the seams: clock, randomness, disk, threads, memory and event loop. They live in memory and draw
+from seeds: the whole service runs hours of simulated time on them in milliseconds, the same way for the same seed.
 
-For tests and benchmarks. What is served to users does not import this room: the lint says so. A twin keeps no promise
+For tests and benchmarks. Code that serves users does not import this package: the lint says so. A twin keeps no promise
 that the real one does not keep.
 """
 

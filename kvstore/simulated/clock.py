@@ -1,4 +1,4 @@
-"""Time that a test moves."""
+"""A clock that a test moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class ManualClock:
-    """A clock that moves only when told to: ``advance`` is the test's hand on it."""
+    """A clock that moves only when a test calls ``advance``, or when code sleeps."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -1,19 +1,19 @@
 """A disk in memory that keeps no more promises than a real one: the twin of ``SystemDisk``.
 
-What a power cut (``crash``) may leave, all of it drawn from the seed:
+What a power cut (``crash``) may leave is drawn from the seed:
 
 - content and size of a file: what the last ``sync`` saw. Each write since then is kept, dropped or torn at 512-byte
   sectors, in any order; of the truncations and allocations since then, the first few have happened
-- names: what the last ``sync_directory`` saw. Each creation, removal or rename since then has happened whole or not
-  at all, and only if those before it on the same names have. A synced file whose name is not synced may be gone
-- a ``sync`` that failed writes nothing later: the pages count as clean, as on Linux; their bytes reached the device
-  or did not, and no later ``sync`` brings them there
+- names: what the last ``sync_directory`` saw. Each creation, removal or rename since then has happened whole or not at
+  all, and only if those before it on the same names have. A synced file whose name is not synced may be gone
+- a ``sync`` that failed writes nothing later: the pages count as clean, as on Linux; their bytes reached the device or
+  did not, and no later ``sync`` brings them there
 
-A killed process (``kill``) loses descriptors and locks only. Directories are names like others; ``sync_directory``
-of a new directory keeps the directory too, as journalling file systems do.
+A killed process (``kill``) loses descriptors and locks only. Directories are names like others; ``sync_directory`` of a
+new directory keeps the directory too, as journalling file systems do.
 
-Departures: every byte below the furthest one written or allocated takes room, holes too; a write is never short;
-modes are not looked at. Calls from several threads are safe, and then their order is not the seed's.
+Differences from a real disk: every byte below the furthest one written or allocated takes room, holes too; a write is
+never short; modes are ignored. Calls from several threads are safe, but then the seed does not fix their order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.errors import Unavailable
 from kvstore.simulated.files import DIRECTORY, SECTOR_BYTES, Names, SimulatedFile, os_error
 
 FIRST_DESCRIPTOR = 1 << 20
-"""Above any of the process's own, so that a stray ``os.close`` closes nothing."""
+"""Above all descriptors of the process itself, so that a stray ``os.close`` closes nothing."""
 METHODS = (
     *("open", "close", "pread", "pwrite", "sync", "sync_directory", "allocate", "size"),
     *("rename", "names", "lock", "make_directory", "remove"),
@@ -51,7 +51,7 @@ class _Opened:
     flags: int
 
     def check(self, other_way: int, offset: int, byte_count: int) -> None:
-        """Refuses what the flags exclude: the other way of access, and O_DIRECT off the sectors."""
+        """Raise OSError for a call that the flags forbid: the other way of access, or O_DIRECT off the sectors."""
         if self.flags & os.O_ACCMODE == other_way:
             raise os_error(errno.EBADF, self.path)
         if self.flags & os.O_DIRECT and (offset | byte_count) % SECTOR_BYTES:
@@ -82,7 +82,8 @@ class SimulatedDisk:
 
     ``steps`` counts the calls that change or sync something. Once it has come to ``stop_after``, the next such call is
     cut short: it takes effect, in part, or not; it and every call after it raise DiskStopped until ``crash`` or
-    ``kill``. So a test meets a crash at every step there is: ``stop_after`` from 0 to the steps of a whole run.
+    ``kill``. So a test can crash at every step: it sets ``stop_after`` to each number from 0 to the steps of a whole
+    run.
     """
 
     def __init__(self, seed: int, *, capacity_bytes: int | None = None) -> None:
@@ -98,7 +99,7 @@ class SimulatedDisk:
         self._trace = xxhash.xxh3_128()
         self._mutex = threading.RLock()
 
-    # What every file system does
+    # The calls of ``Disk``
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         with self._call("open", path, is_step=bool(flags & (os.O_CREAT | os.O_TRUNC))):
@@ -131,7 +132,7 @@ class SimulatedDisk:
         opened, data = self._find(descriptor), buffer.tobytes()
         with self._call("pwrite", opened.path, offset, data, byte_count=len(data)):
             opened.check(os.O_RDONLY, offset, len(data))
-            if self._stopped:  # cut short: the first sectors of it
+            if self._stopped:  # cut short: only the first sectors are written
                 data = data[: SECTOR_BYTES * self._chance.randint(0, -(-len(data) // SECTOR_BYTES))]
             if data:
                 self._take(opened, offset + len(data))
@@ -201,10 +202,10 @@ class SimulatedDisk:
                 self._names.find(path)
                 self._names.change({path: None})
 
-    # What only a test does; none of it is a step, is traced, or is stopped
+    # Calls for tests only: they are no steps, are not traced, and are never stopped
 
     def crash(self) -> None:
-        """Power cut. Descriptors are dead and locks gone; what the files hold is in the module's docstring."""
+        """Cut the power. Descriptors are dead and locks gone; the module's docstring says what the files then hold."""
         with self._mutex:
             self._names.lose_power(self._chance)
             for path, file in sorted(self._names.newest.items()):
@@ -214,7 +215,7 @@ class SimulatedDisk:
             self.kill()
 
     def kill(self) -> None:
-        """The process is killed: descriptors and locks go, what was written stays where readers find it."""
+        """Kill the process: descriptors and locks go, and readers still find all that was written."""
         with self._mutex:
             for opened in self._opened.values():
                 opened.file.locked_by = 0
@@ -222,25 +223,26 @@ class SimulatedDisk:
             self._stopped, self.stop_after = False, None
 
     def fail(self, method: str, error: int, *, path_contains: str = "", after: int = 0, times: int | None = 1) -> None:
-        """Calls of ``method`` on such a path raise OSError(error): all but the first ``after``, ``times`` of them
-        (None: from then on). A call that fails does nothing, but for ``sync``: see above."""
+        """Make calls of ``method`` on such a path raise OSError(error): the first ``after`` calls succeed, the next
+        ``times`` fail (None: all from then on). A call that fails does nothing, except ``sync``: see the module's
+        docstring."""
         assert method in METHODS, method
         self._failures.append(_Failure(method, error, path_contains, after, times))
 
     def mend(self) -> None:
-        """What ``fail`` asked for and has not happened yet does not happen any more."""
+        """Cancel the failures that ``fail`` asked for and that have not happened yet."""
         self._failures.clear()
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Rot: the byte changes on the device and for readers alike."""
+        """Simulate rot: flip the bits of ``mask`` in one byte, on the device and for readers alike."""
         self._names.find(path).flip(offset, mask)
 
     def read_file(self, path: Path) -> bytes:
-        """What readers see of the file, all of it."""
+        """Return the whole file as readers see it."""
         return self._names.find(path).newest.whole()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Content, name and directories, durable at once."""
+        """Write a file with its name and directories, durable at once."""
         self._names.make_directory(path.parent)
         if path not in self._names.newest:
             self._names.change({path: SimulatedFile()})
@@ -248,18 +250,20 @@ class SimulatedDisk:
         self._names.find(path).replace(data)
 
     def used_bytes(self, directory: Path) -> int:
-        """The room that the files in and below a directory take."""
+        """Return the room that the files in and below a directory take."""
         return sum(file.taken_bytes for path, file in self._names.newest.items() if directory in path.parents)
 
     def trace_digest(self) -> str:
-        """Of every call so far, in order, and of what each power cut left: equal for equal seeds and callers."""
+        """Return a digest of every call so far, in order, and of what each power cut left: equal for equal seeds and
+        callers."""
         return str(self._trace.hexdigest())
 
     @contextmanager
     def _call(
         self, method: str, path: Path, offset: int = 0, data: bytes = b"", *, byte_count: int = 0, is_step: bool = True
     ) -> Iterator[None]:
-        """Around each call: traced, counted, refused, or the last one of this process."""
+        """Surround each call: trace it, count it, raise a planned failure, or cut it short as the last call of the
+        process."""
         with self._mutex:
             self._check_running()
             self._trace.update(f"{self.steps} {method} {path} {offset} {byte_count} ".encode())

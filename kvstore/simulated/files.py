@@ -1,5 +1,5 @@
-"""What lies on a simulated disk: contents and names, each as readers see them, as the device holds them, and the
-changes in between. ``disk`` says what may become of those changes."""
+"""The contents and names on a simulated disk, each as readers see them, as the device holds them, and the changes in
+between. ``disk`` says what may become of those changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 SECTOR_BYTES = 512
-"""What a device writes whole or not at all."""
+"""The unit that a device writes whole or not at all."""
 _PAGE_BYTES = 4096
 _ZERO_PAGE = bytes(_PAGE_BYTES)
 
@@ -63,7 +63,7 @@ class _Image:
         return bytes(data)
 
     def mark(self) -> bytes:
-        """A checksum of the content that costs only what is kept."""
+        """Return a checksum of the content; its cost depends only on the pages that are kept."""
         pages = b"".join(index.to_bytes(8) + page for index, page in sorted(self._pages.items()))
         return xxhash.xxh3_128_digest(self.size.to_bytes(8) + pages)
 
@@ -80,7 +80,8 @@ class _Write(NamedTuple):
 
 
 class SimulatedFile:
-    """Content as readers see it, content as the device holds it, and what changed in between: an int is a size."""
+    """Content as readers see it, content as the device holds it, and the changes in between: an int is a change of
+    size."""
 
     def __init__(self) -> None:
         self.newest = _Image()
@@ -106,10 +107,11 @@ class SimulatedFile:
                 self._durable.write(*change)
         self._pending = []
         if self._durable.size != self.newest.size:
-            self._durable.resize(self.newest.size)  # a write that an earlier sync lost had made it longer
+            self._durable.resize(self.newest.size)  # a write that a failed sync lost had made the file longer
 
     def fail_to_sync(self, chance: random.Random) -> None:
-        """The pages are clean now; which of them reached the device is settled here, and nobody knows."""
+        """Draw which pending writes reached the device. The pages count as clean from now on, so no later sync writes
+        them."""
         self._land([change for change in self._pending if not isinstance(change, int)], chance)
         self._pending = [change for change in self._pending if isinstance(change, int)]
 
@@ -149,7 +151,8 @@ class SimulatedFile:
                 self._pending[place] = _Write(change.offset, bytes(data))
 
     def _land(self, writes: list[_Write], chance: random.Random) -> None:
-        """Some of the writes reach the device, in some order; a file may be longer than what reached it."""
+        """Write some of the writes to the device, in some order; the file may become longer than the bytes that reached
+        it."""
         for offset, data in chance.sample(writes, len(writes)):
             fate = chance.choice(("kept", "dropped", "torn"))
             if fate == "kept":
@@ -217,7 +220,7 @@ class Names:
             self.expect_directory(directory)
 
     def sync(self, path: Path) -> None:
-        """Keep the changes in a directory or of a name, with the earlier ones that they stand on."""
+        """Make the changes in a directory, or of a name, durable, with the earlier changes that they depend on."""
         needed, synced, pending = {path}, [], []
         for naming in reversed(self._pending):
             if path in naming.parents or not needed.isdisjoint(naming.names):
@@ -241,5 +244,5 @@ class Names:
 
 
 def os_error(number: int, path: Path) -> OSError:
-    """What the kernel would raise for ``path``."""
+    """Return the error that the kernel would raise for ``path``."""
     return OSError(number, os.strerror(number), str(path))

@@ -1,6 +1,6 @@
 """An event loop whose time passes only when nothing else is left to do. Hours of timeouts run in milliseconds, and the
-same coroutine runs the same way each time: no thread, no socket, no clock, and sets of tasks in order of creation.
-"""
+same coroutine runs the same way each time: there is no thread, no socket and no clock, and sets of tasks iterate in the
+same order in each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class SimulatedLoop(asyncio.SelectorEventLoop):
     """Virtual seconds from 0. Files and sockets are never ready here.
 
-    Raises: RuntimeError when every task waits for something that no timer will bring.
+    Raises: RuntimeError when every task waits and no timer is left that could wake one.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Nothing is left to do until then."""
+        """Move time forward: no task has anything to do until then."""
         assert seconds >= 0
         self._now += seconds
 
@@ -44,11 +44,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         raise RuntimeError(f"{func}: a simulation has no threads; submit it to SeededWorkers")
 
     def _write_to_self(self) -> None:
-        """Wakes a loop that sleeps in the kernel; this one never does."""
+        """Do nothing. It would wake a loop that sleeps in the kernel, and this loop never sleeps there."""
 
 
 class _Waiting(selectors.SelectSelector):
-    """What the loop does when nothing is ready: time jumps to the next timer."""
+    """Called when no task is ready: moves time to the next timer."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Future(asyncio.Future[Any]):
 
 
 class _Task(asyncio.Task[Any]):
-    """As ``_Future``."""
+    """Hashed by number, as ``_Future``."""
 
     def __init__(
         self, loop: SimulatedLoop, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context | None
@@ -114,8 +114,8 @@ class LoopClock:
 
 
 def simulate(coroutine: Coroutine[Any, Any, Result], *, seed: int) -> Result:
-    """Run ``coroutine`` on a fresh loop to its end. ``seed`` is what the simulated parts inside were made with: what
-    the coroutine raises names it, so that it can be run again. The loop itself draws nothing."""
+    """Run ``coroutine`` on a fresh loop to its end. ``seed`` is the seed of the simulated parts inside: an error that
+    the coroutine raises gets a note with it, so that the run can be repeated. The loop itself draws nothing."""
     try:
         with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
             return runner.run(coroutine)

@@ -1,4 +1,4 @@
-"""Memory that is shared with nobody."""
+"""Memory of one process, in the place of shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _BytearrayMapping:
 
 
 class BytearrayMemory:
-    """Process-private twin: what is freed is poisoned, so that a late reader sees it."""
+    """The process-private twin: freed bytes are poisoned, so that a late reader sees that they are gone."""
 
     def read_only_to_others(self, name: str, byte_count: int, *, is_moved: bool = True) -> Mapping:
         return _BytearrayMapping(byte_count)

@@ -1,4 +1,4 @@
-"""Randomness that can be had again."""
+"""Randomness that can be repeated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 
 class SeededRandom:
-    """The same bytes for the same seed. Simulation only: its output is no secret."""
+    """Returns the same bytes for the same seed. Simulation only: its output is no secret."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - simulation only, as the docstring says

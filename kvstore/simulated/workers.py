@@ -1,4 +1,4 @@
-"""Byte movers without threads: at once, or a little later in an order drawn from a seed."""
+"""Byte movers without threads: they run at once, or a little later in an order drawn from a seed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class InlineWorkers:
 
 
 class SeededWorkers:
-    """Runs each call a little later, on the loop's own thread: which of several runs first is drawn from the seed.
-    With a simulated loop equal seeds give equal orders. A call that raises, DiskStopped too, fails its future only."""
+    """Runs each call a little later, on the loop's own thread; the seed draws which of several calls runs first. With a
+    simulated loop equal seeds give equal orders. A call that raises, DiskStopped too, fails its future only."""
 
     DELAY_SECONDS_MAX = 0.001
 
@@ -34,7 +34,7 @@ class SeededWorkers:
         self._closed = False
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """From the loop only. Raises RuntimeError after ``close``."""
+        """Schedule a call. Call this from the loop only. Raises RuntimeError after ``close``."""
         if self._closed:
             raise RuntimeError("cannot submit to workers that were closed")
         future: Future[Result] = Future()

@@ -1,8 +1,8 @@
-"""Where copies of chunks lie: memory, a device, Redis, S3. A tier stores whole chunks and gives back runs of
-their slabs; it knows no policy and records no telemetry.
+"""Tiers keep copies of chunks: in memory, on a device, in Redis, in S3. A tier stores whole chunks and gives back runs
+of their slabs; it knows no policy and records no telemetry.
 
-``contract`` says what tiers promise: ``LocalTier`` those whose room is ours, ``SharedTier`` those of an engine that
-other nodes use, too. One conformance suite for each holds its tiers, wrappers and fakes to it. Bytes that leave a tier
+``contract`` says what tiers promise: ``LocalTier`` for tiers in room of our own, ``SharedTier`` for tiers in an engine
+that other nodes use, too. One conformance suite for each tests its tiers, wrappers and fakes. Bytes that leave a tier
 were checked against the chunk's header (``contract.check_header`` and ``kvstore.chunk``) before anybody may see them.
 
 - ``dram``  extents of the arena

@@ -1,5 +1,5 @@
-"""What a tier promises. There are two kinds: the room of a local tier is ours, that of a shared tier belongs to an
-engine that other nodes use, too."""
+"""The interfaces of tiers. The service alone uses a local tier's room; a shared tier's room belongs to an engine that
+other nodes use, too."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvstore.seams.memory import Bytes
 from kvstore.spec import Durability, Exactness, Provenance, Tier
 
 Residency = int
-"""Where a local tier keeps one copy: the tier's own number, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
+"""The place of one copy in a local tier: a number of that tier, 0 <= number < RESIDENCY_STOP, meaningless elsewhere."""
 RESIDENCY_STOP = 1 << 62
-"""The bits from here on are the catalog's. It never shows them to a tier."""
+"""The catalog uses the bits from here on for itself. It never passes them to a tier."""
 NOTHING = 0
-"""In the place of a write's first 8 bytes: no write."""
+"""Stands for "no write" where the first 8 bytes of a write id are expected."""
 SpaceName = tuple[bytes, Provenance, Exactness]
 
 
@@ -36,12 +36,12 @@ class DeviceMemory:
 
 
 Buffer = Bytes | DeviceMemory
-"""What bytes are taken from and filled into. Host memory is a uint8 array."""
+"""Memory that bytes are read from or written into. Host memory is a uint8 array."""
 
 
 def host_memory(buffers: Sequence[Buffer]) -> list[Bytes]:
-    """The arrays that these buffers are, for a tier that reaches host memory only. Whoever
-    moves bytes of a device stages them in host memory first: anything else is a bug of ours."""
+    """Return the buffers as arrays, for a tier that reaches host memory only. A caller that moves bytes of a device
+    stages them in host memory first: anything else is a bug of ours."""
     arrays = [each for each in buffers if isinstance(each, np.ndarray)]
     assert len(arrays) == len(buffers), "this tier reaches host memory only"
     return arrays
@@ -49,7 +49,8 @@ def host_memory(buffers: Sequence[Buffer]) -> list[Bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """Which chunk is asked for. ``mark`` is the first 8 bytes of the write id the catalog knows; None: any write."""
+    """Names the chunk that is asked for. ``mark`` is the first 8 bytes of the write id that the catalog knows; None
+    accepts any write."""
 
     storage_key: bytes
     layout: ChunkLayout
@@ -59,8 +60,9 @@ class ChunkName:
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
     """A tier's account, in bytes: ``file_bytes`` = ``allocated_bytes`` + ``free_bytes`` + ``quarantined_bytes`` +
-    ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing".
-    ``is_shared``: other nodes use it, too. ``envelope``: what proves copies there to be ours, where it is known."""
+    ``overhead_bytes``, and never above ``capacity_bytes``. ``state`` is "up", "read-only" or "failing". ``is_shared``:
+    other nodes use the tier, too. ``envelope``: the means that proves copies in the tier to be ours, where it is
+    known."""
 
     name: str
     state: str
@@ -78,15 +80,15 @@ class TierStatistics:
 
     @property
     def verified_bytes(self) -> int:
-        """Bytes count as read once they passed their checks."""
+        """Count bytes that were read and passed their checksums: a tier counts no others as read."""
         return self.read_bytes
 
 
 @dataclass
 class IndexColumns:
-    """What a local tier holds, a row per copy, the least recently used first. Digests and parents are 32 bytes each,
-    concatenated; ``spaces`` are positions in ``names``; ``stored_s`` are as in the catalog, and empty where nothing of
-    them is known."""
+    """The copies that a local tier holds, a row per copy, the least recently used first. Digests and parents are 32
+    bytes each, concatenated. ``spaces`` are positions in ``names``. ``stored_s`` are as in the catalog, and empty where
+    no time is known."""
 
     names: list[SpaceName] = field(default_factory=list)
     residencies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -99,7 +101,7 @@ class IndexColumns:
 
     @property
     def times(self) -> NDArray[np.uint32]:
-        """``stored_s``, a row per copy; 0 where it is not known."""
+        """``stored_s`` with a row per copy; 0 where the time is not known."""
         return self.stored_s if len(self.stored_s) else np.zeros(len(self), np.uint32)
 
     def __len__(self) -> int:
@@ -109,7 +111,7 @@ class IndexColumns:
         return (self.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.digests), DIGEST_BYTES))
 
     def where(self, stays: NDArray[np.bool_]) -> IndexColumns:
-        """The rows for which ``stays`` is true."""
+        """Return the rows for which ``stays`` is true."""
         if stays.all():
             return self
 
@@ -122,7 +124,7 @@ class IndexColumns:
         )  # fmt: skip
 
     def followed_by(self, other: IndexColumns) -> IndexColumns:
-        """These rows, then the other's."""
+        """Return these rows, then the other's."""
         if not len(other):
             return self
         names = list(dict.fromkeys([*self.names, *other.names]))
@@ -142,16 +144,16 @@ class IndexColumns:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a local tier holds at a start. ``is_proven``, a flag per row: a clean stop left the copy. Else a scan found
-    it, and nothing may be promised on it before it was read and renewed."""
+    """The copies that a local tier holds at a start. ``is_proven`` is a flag per row. True: a clean stop recorded the
+    copy. False: a scan found the copy, and no promise may rest on it before it was read and renewed."""
 
     columns: IndexColumns
     is_proven: NDArray[np.bool_]
 
 
 class StoredChunk(Protocol):
-    """One copy, opened: its header was read and is the chunk that was asked for. Close it: the room it takes is not
-    reused before."""
+    """An opened copy: its header was read and is that of the chunk that was asked for. The tier does not reuse the
+    copy's room before ``close``."""
 
     @property
     def header(self) -> ChunkHeader: ...
@@ -164,94 +166,97 @@ class StoredChunk(Protocol):
         """
 
     async def check(self, slabs: range) -> None:
-        """Verify slabs without giving their bytes to anybody. Raises as ``read``."""
+        """Verify slabs without handing out their bytes. Raises as ``read``."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class Evictor(Protocol):
-    """Who decides what leaves a local tier. The tier says what would help; the policy says in which order. Both calls
-    give copies up by the tier's own ``remove``, before they return."""
+    """Decides which copies leave a local tier. The tier says which copies would help; the policy says in which order
+    they go. Both calls give copies up through the tier's own ``remove``, before they return."""
 
     def evict(self, helps: Callable[[Residency], bool], enough: Callable[[], bool]) -> bool:
-        """Give up copies in the policy's order until ``enough``, which is asked after each. A copy goes if it
-        ``helps``, or if its parent's does, which may go next. Returns whether it came to ``enough``."""
+        """Give up copies in the policy's order until ``enough`` is true, which is asked after each copy. A copy goes if
+        it ``helps``, or if its parent does, which can only go after it. Returns whether ``enough`` came true."""
 
     def evict_all(self, residencies: Sequence[Residency]) -> bool:
-        """Give up all of these, or none where somebody holds one of them, or one is not known yet: it is being
-        written. Returns whether they went."""
+        """Give up all of these copies, or none: none go where one is held, or is not in the catalog yet because it is
+        being written. Returns whether they went."""
 
 
 class LocalTier(Protocol):
-    """Whole chunks in room of our own. Calls may run concurrently; a cancelled call leaves the tier whole."""
+    """Keeps whole chunks in room of our own. Calls may run concurrently; a cancelled call leaves the tier
+    consistent."""
 
     @property
     def name(self) -> str:
-        """As in its settings (``tiers.<name>``), its statistics and logs."""
+        """The tier's name in its settings (``tiers.<name>``), its statistics and logs."""
 
     @property
     def kind(self) -> Tier:
-        """As in replies and events."""
+        """The tier's kind in replies and events."""
 
     @property
     def durability(self) -> Durability:
-        """What a copy in this tier survives."""
+        """The durability level of a copy in this tier."""
 
     async def recover(self, evictor: Evictor) -> Recovered:
-        """Once, before anything else. Raises Unavailable, of which NotOurs ends the start. The tier is closed then."""
+        """Return the copies that the tier holds. Call once, before any other call. Raises Unavailable, and the tier is
+        closed then; its subclass NotOurs ends the start of the service."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
-        """Keep a raw chunk: ``pieces`` are its packed header and its slabs. When it returns the copy is as durable
-        as this tier makes anything. ``pieces`` must not change meanwhile. Where there is no room the evictor is asked
-        for some.
+        """Keep a raw chunk: ``pieces`` are its packed header and its slabs. When this returns the copy is as durable as
+        this tier makes any copy. ``pieces`` must not change meanwhile. Without free room the tier asks the evictor for
+        some.
 
-        Raises: Exhausted when nothing that may go makes room; Unavailable when the tier fails.
+        Raises: Exhausted when no copy that may go makes room; Unavailable when the tier fails.
         """
 
     async def open(self, name: ChunkName, residency: Residency) -> StoredChunk:
-        """Find one copy. Raises: DataLoss when what lies there is not that chunk; Unavailable as above."""
+        """Find one copy. Raises: DataLoss when the bytes there are not that chunk; Unavailable as above."""
 
     async def renew(self, residency: Residency) -> bool:
         """Make a copy that a scan found as durable as one that was written just now. False where this tier cannot.
         Raises Unavailable."""
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """Before new writes are promised (storage key -> first 8 bytes of the write id, or ``NOTHING``): no later start
-        brings back what was stored under these keys before. The caller has removed it already; what of it is being
-        written is waited for, ``wait_s`` seconds at most. Raises KVStoreError where that cannot be had."""
+        """Prepare for new writes (storage key -> first 8 bytes of the write id, or ``NOTHING``) before they are
+        promised: no later start brings back what was stored under these keys before. The caller has already removed the
+        old copies. Waits at most ``wait_s`` seconds for old writes that still run. Raises KVStoreError where this
+        cannot be ensured."""
 
     def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """Give these copies up at once; the room of one that is open is free when it is closed. ``erase``: for ever,
-        also for a scan. Their room is free once they are erased, which ``tidy`` does."""
+        """Give these copies up at once; the room of an open copy is free when that copy is closed. ``erase``: give them
+        up for ever, so that no scan finds them either. Their room is free once ``tidy`` has erased them."""
 
     async def quarantine(self, residency: Residency) -> None:
-        """Give up a copy that failed a check, and keep its place out of use for a while. No scan brings it back.
-        Raises KVStoreError where that cannot be had yet; the copy is gone all the same, and ``tidy`` tries again."""
+        """Give up a copy that failed a check, and keep its place out of use for a while. No scan brings it back. Raises
+        KVStoreError where that cannot be ensured yet; the copy is gone all the same, and ``tidy`` tries again."""
 
     async def tidy(self) -> None:
-        """Erase what is to be erased. Costs nothing where there is nothing to do."""
+        """Erase the copies that are to be erased. Costs nothing where there are none."""
 
     def has_room(self, layout: ChunkLayout) -> bool:
-        """Whether one chunk finds room without anything being given up for it. Raises nothing: False, too, where the
-        tier cannot tell now."""
+        """Return True when one chunk fits without giving up a copy. False, too, where the tier cannot tell now. Raises
+        nothing."""
 
     def encodings(self, residencies: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """How these copies are encoded: numbers of ``kvstore.spec.Encoding``."""
+        """Return the encoding of each copy: numbers of ``kvstore.spec.Encoding``."""
 
     def stalled_s(self) -> float:
-        """For how long it has answered nobody though it was asked. 0: it answers."""
+        """Return for how many seconds the tier has answered no call although it was asked. 0: it answers."""
 
     async def close(self, held: Recovered | None) -> None:
-        """A clean stop, ``held`` being what the catalog has in this tier, and what of it is still in doubt. None: the
-        stop is not clean, and the next start believes nothing but the tier itself."""
+        """Stop. ``held`` is what the catalog has in this tier, with the copies that are still in doubt: the stop is
+        clean. None: the stop is not clean, and the next start scans the tier and believes nothing else."""
 
     def statistics(self) -> TierStatistics: ...
 
 
 class UploadState(Enum):
-    """Of a chunk that this node is about to write to a shared tier. THERE: it is probably there already. FREE: nobody
-    else is known to write it. TAKEN: another node says that it writes it now."""
+    """The state of a chunk that this node is about to write to a shared tier. THERE: the tier probably has it already.
+    FREE: no other node is known to write it. TAKEN: another node says that it writes it now."""
 
     THERE = "there"
     FREE = "free"
@@ -259,72 +264,74 @@ class UploadState(Enum):
 
 
 class UploadClaims(Protocol):
-    """Where nodes tell each other what they are about to write to a shared tier, for a tier that has no place for
-    that."""
+    """A place where nodes tell each other what they are about to write to a shared tier, for a tier that has no such
+    place itself."""
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float) -> Sequence[bool]:
-        """Whether each is free: claimed by this node from now on, as ``SharedTier.claim`` has it. Ends soon and raises
-        nothing: where nobody answers all of them are free."""
+        """Return a flag per key: True when the key was free, and this node claims it from now on, as in
+        ``SharedTier.claim``. Ends soon and raises nothing: where no answer comes in time all keys count as free."""
 
     async def release(self, storage_keys: Sequence[bytes]) -> None:
-        """This node writes these no more. Ends soon and raises nothing: a claim ends by itself, too."""
+        """Say that this node no longer writes these chunks. Ends soon and raises nothing: a claim expires by itself,
+        too."""
 
     async def close(self) -> None:
         """Idempotent."""
 
 
 class SharedTier(Protocol):
-    """Whole chunks in an engine that other nodes use. It may drop any of them at any time, and what it gives back was
-    perhaps not written by us. Calls may run concurrently."""
+    """Keeps whole chunks in an engine that other nodes use. The engine may drop any chunk at any time, and may give
+    back bytes that we did not write. Calls may run concurrently."""
 
     @property
     def name(self) -> str:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     @property
     def kind(self) -> Tier:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     @property
     def durability(self) -> Durability:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     async def probe(
         self, storage_keys: Sequence[bytes], timeout_s: float, chains: Sequence[int] = ()
     ) -> Sequence[bool]:
-        """Whether each of these is probably there: a hint, of which only a read tells if it was right. ``chains``: how
-        many of the keys, in order, are one chain's, root first. A chain is of use as far as all of it is there, so a
-        tier that pays for each question need not ask for every key of it; without ``chains`` it does. Raises
-        Unavailable, DeadlineExceeded."""
+        """Return a flag per key: True when the chunk is probably there. A flag is a hint: only a read proves it.
+        ``chains``: the number of keys of each chain; the keys are in order, each chain root first. A chain is of use
+        only up to its first missing chunk, so a tier that pays for each question need not ask for every key; without
+        ``chains`` it asks for every key. Raises Unavailable, DeadlineExceeded."""
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
-        """``probe`` for a node that is about to write these: what is FREE is claimed by this node for ``claim_s``
-        seconds, so that others find it TAKEN. A claim is a hint, never a promise: it ends by itself, and a write needs
+        """``probe`` for a node that is about to write these chunks: it claims each FREE one for ``claim_s`` seconds, so
+        that other nodes find it TAKEN. A claim is a hint, never a promise: it expires by itself, and a write needs
         none. A tier that keeps no claims finds nothing TAKEN. Raises as ``probe``."""
 
     def takes(self, layout: ChunkLayout) -> bool:
-        """Whether chunks of this size go there at all."""
+        """Return True when the tier accepts chunks of this size."""
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> None:
-        """As for a local tier; one that is cancelled reads ``pieces`` no more once it has ended. Raises: Exhausted when
-        the engine is full; PermissionDenied where this node may only read; Unavailable."""
+        """Write a chunk, as for a local tier. A cancelled write reads ``pieces`` no more once it has ended. Raises:
+        Exhausted when the engine is full; PermissionDenied where this node may only read; Unavailable."""
 
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
-        """None: it is not there. ``ahead``: the memory of the leading slabs, where these are read next: a tier may fill
-        it in the same request, and ``read`` of these slabs into the same buffers then only checks them. It belongs to
-        the chunk until that is closed. An open, or a read of what was opened, that is cancelled fills its target no
-        more once it has ended. Raises: DataLoss when what is there is not that chunk; Unavailable."""
+        """Find a chunk; None when it is not there. ``ahead``: the memory of the leading slabs, for a caller that reads
+        these next: the tier may fill it in the same request, and ``read`` of these slabs into the same buffers then
+        only checks them. ``ahead`` belongs to the chunk until that is closed. A cancelled open, or a cancelled read of
+        the opened chunk, fills its target no more once it has ended. Raises: DataLoss when the bytes there are not that
+        chunk; Unavailable."""
 
     async def remove(self, storage_keys: Sequence[bytes]) -> None:
-        """What is not there is no error. Raises Unavailable."""
+        """Remove these chunks. A chunk that is not there is no error. Raises Unavailable."""
 
     async def touch(self, storage_keys: Sequence[bytes]) -> None:
-        """These were used on this node, from a faster tier: where the engine drops what nobody uses, it is to keep
-        them. What is not there is no error, and nothing is to be done where use changes nothing. Nobody waits for it:
-        it may be done later, and fail unheard. May raise Unavailable."""
+        """Report that this node used these chunks from a faster tier: an engine that drops unused chunks is to keep
+        them. A chunk that is not there is no error; a tier that drops nothing by use does nothing. No caller waits for
+        the result: the tier may do it later, and fail silently. May raise Unavailable."""
 
     def stalled_s(self) -> float:
-        """As for a local tier."""
+        """As for ``LocalTier``."""
 
     async def close(self) -> None:
         """Idempotent."""
@@ -333,8 +340,9 @@ class SharedTier(Protocol):
 
 
 class WritePolicy(StrEnum):
-    """When a chunk is written to a shared tier. BACK: at once; REUSE: at its second use; DEMOTE: when it is about to
-    leave its last local tier; NEVER: not by itself. A store that asks for the tier's level goes at once, always."""
+    """The time at which a chunk is written to a shared tier. BACK: at once; REUSE: at its second use; DEMOTE: when it
+    is about to leave its last local tier; NEVER: not by itself. A store that asks for the tier's level always writes at
+    once."""
 
     BACK = "back"
     REUSE = "reuse"
@@ -344,7 +352,7 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedUse:
-    """A shared tier, and how this node uses it: a lookup waits ``lookup_s_max`` seconds for it."""
+    """A shared tier, and how this node uses it: a lookup waits at most ``lookup_s_max`` seconds for the tier."""
 
     tier: SharedTier
     lookup_s_max: float
@@ -352,12 +360,12 @@ class SharedUse:
 
 
 class NotOurs(Unavailable):
-    """A newer release, or another tenant, wrote what a tier was to use. Nothing was changed, and the start ends here:
-    what is left as it is can be used by whoever wrote it."""
+    """A newer release, or another tenant, wrote the data that a tier was to use. Nothing was changed, and the start
+    ends here, so that its owner can still use that data."""
 
 
 def check_header(name: ChunkName, header: ChunkHeader) -> ChunkHeader:
-    """The place where a copy proves that it is the chunk that was asked for. Raises DataLoss."""
+    """Verify that a copy is the chunk that was asked for: every read passes here. Raises DataLoss."""
     if header.storage_key != name.storage_key:
         raise DataLoss("another chunk lies where this one should", reason="header")
     if name.mark is not None and write_mark(header.write_id) != name.mark:

@@ -1,4 +1,4 @@
-"""How long a tier has kept its callers waiting."""
+"""Measures how long a tier has kept its callers waiting."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvstore.seams import Clock
 
 @dataclass(eq=False, slots=True)
 class Pace:
-    """Jobs of one pool of workers: those that have not ended, with when they began, and when one last ended. ``began``
-    with ``grace_s``: so long a job may well take, because it moves much."""
+    """Jobs of one pool of workers that have not ended, each with when it began, and the time at which a job last ended.
+    ``grace_s`` of ``began``: a job that moves much may take so many seconds before it counts as late."""
 
     given: dict[asyncio.Future[Any], float] = field(default_factory=dict)
     done_at_s: float = 0.0
@@ -27,7 +27,8 @@ class Pace:
         self.done_at_s = clock.monotonic()
 
     def stalled_s(self, clock: Clock) -> float:
-        """Seconds since the oldest of these jobs began, or since one ended, if that was later; 0 without any."""
+        """Return the seconds since the oldest of these jobs began, or since a job last ended, if that was later. 0
+        without any job."""
         if not self.given:
             return 0.0
         oldest_s = min(self.given.values())

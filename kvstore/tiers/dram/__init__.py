@@ -1,5 +1,5 @@
-"""The arena as a tier: memory that sidecar and clients share, volatile. A copy is a placement; its residency is the
-placement's generation slot, which is nobody else's while the copy is there.
+"""The arena as a tier: volatile memory that sidecar and clients share. A copy is a placement; its residency is the
+placement's generation slot, which no other copy uses while the copy is there.
 
 This is the service's fastest tier, and the one that clients map. So it has two calls that no contract has: ``adopt``
 and ``placement`` (see ``DramTier``).

@@ -30,10 +30,10 @@ from kvstore.tiers.contract import (
 class DramTier:
     """Copies into and out of extents of the arena. A residency is a generation slot. ``workers`` move the bytes.
 
-    Two calls are beyond the contract, and only whoever owns the mapped tier uses them. A store's and a load's bytes are
-    put into extents by the store and the load themselves, before anybody knows whether the chunk will be whole:
-    ``adopt`` makes such an extent a copy of this tier without moving a byte. A client reads a copy without a call, from
-    the extents that ``placement`` names.
+    Two calls are beyond the contract, and only the owner of the mapped tier uses them. Stores and loads put their bytes
+    into extents themselves, before it is known whether the chunk will be whole: ``adopt`` makes such an extent a copy
+    of this tier without moving a byte. A client reads a copy without a call, from the extents that ``placement``
+    returns.
     """
 
     name = "dram"
@@ -47,28 +47,28 @@ class DramTier:
         self._placements: dict[Residency, Placement] = {}
         self._readers: dict[Residency, int] = {}
         self._leaving: dict[Residency, Placement] = {}
-        """Copies that were given up while somebody had them open."""
+        """Copies that were given up while a reader had them open."""
         self._read_bytes = self._written_bytes = 0
 
     async def recover(self, evictor: Evictor) -> Recovered:
-        """Memory keeps nothing over a start."""
+        """Return no copies: memory keeps nothing over a start."""
         self._evictor = evictor
         return Recovered(IndexColumns(), np.empty(0, np.bool_))
 
     async def close(self, held: Recovered | None) -> None:
-        """The arena and its mappings end with their owner."""
+        """Do nothing: the arena and its mappings end with their owner."""
 
     # ------------------------------------------------------------ copies come
 
     def adopt(self, placement: Placement) -> Residency:
         """Make extents that hold a whole chunk a copy of this tier. From here on they are the tier's: ``remove`` frees
-        them. Bytes that somebody else moved are not counted as written."""
+        them. Bytes that the caller moved are not counted as written."""
         assert placement.slot not in self._placements, "adopted twice"
         self._placements[placement.slot] = placement
         return placement.slot
 
     def placement(self, residency: Residency) -> Placement:
-        """Where a copy lies. Raises KeyError for one that is not there: who asks knows that it is."""
+        """Return the placement of a copy. Raises KeyError for a copy that is not there: callers know that it is."""
         return self._placements[residency]
 
     async def write(self, header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Buffer]) -> Residency:
@@ -83,7 +83,7 @@ class DramTier:
         return self.adopt(placement)
 
     def _allocate(self, piece_bytes: tuple[int, ...]) -> Placement:
-        """Room for a chunk; other copies go for it. Raises Exhausted."""
+        """Return room for a chunk; other copies go for it. Raises Exhausted."""
         try:
             found = self._arena.allocate(piece_bytes)
         except InvalidRequest as error:
@@ -101,8 +101,8 @@ class DramTier:
         return found
 
     def has_room(self, layout: ChunkLayout) -> bool:
-        """Asks the arena: only a try tells whether the free bytes are in pieces that are large enough, and whether the
-        machine has them."""
+        """See ``LocalTier.has_room``. Only a trial allocation tells whether the free bytes are in large enough pieces,
+        and whether the machine has them."""
         try:
             found = self._arena.allocate(layout.piece_bytes)
         except KVStoreError:
@@ -126,7 +126,7 @@ class DramTier:
         self._read_bytes += byte_count
 
     def closed(self, residency: Residency) -> None:
-        """A reader is done."""
+        """Count a reader out; free the copy if it was given up and this was its last reader."""
         self._readers[residency] -= 1
         if not self._readers[residency]:
             del self._readers[residency]
@@ -136,7 +136,7 @@ class DramTier:
     # ------------------------------------------------------------ copies go
 
     def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """``erase`` makes no difference: no start finds a copy in memory again."""
+        """See ``LocalTier.remove``. ``erase`` makes no difference: no start finds a copy in memory again."""
         for residency in residencies:
             placement = self._placements.pop(residency)
             if residency in self._readers:
@@ -145,17 +145,18 @@ class DramTier:
                 self._arena.free(placement)
 
     async def quarantine(self, residency: Residency) -> None:
-        """Memory has no places that go bad: what failed was written over, and the next copy is whole again."""
+        """Remove the copy. Memory has no bad places: the bytes were overwritten, and the next copy there is whole
+        again."""
         self.remove([residency])
 
     async def renew(self, residency: Residency) -> bool:
         return True
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """No start finds anything here."""
+        """Do nothing: no start finds a copy here."""
 
     async def tidy(self) -> None:
-        """Nothing waits to be erased."""
+        """Do nothing: no copy waits to be erased."""
 
     # ------------------------------------------------------------ the tier is asked
 
@@ -166,7 +167,7 @@ class DramTier:
         return 0.0
 
     def statistics(self) -> TierStatistics:
-        """What stores and loads have taken and nobody adopted yet counts as allocated."""
+        """Return the account. Extents that stores and loads have taken and not yet adopted count as allocated."""
         used = self._arena.used_bytes
         total = sum(region.byte_count for region in self._arena.regions)
         return TierStatistics(
@@ -177,7 +178,7 @@ class DramTier:
 
 
 class DramChunk:
-    """A chunk in the arena, opened. Its extents are nobody else's until it is closed."""
+    """An opened chunk in the arena. Its extents are not reused until it is closed."""
 
     def __init__(
         self, tier: DramTier, workers: Workers, residency: Residency, placement: Placement, header: ChunkHeader,
@@ -208,7 +209,7 @@ class DramChunk:
         self._was_read(slabs, await done(self._workers, are_right, runs, self._expected(slabs)))
 
     def _expected(self, slabs: range) -> bytes:
-        """What the strips check to."""
+        """Return the checksums that the strips must have."""
         return self.header.checksums_of(*self._layout.strips_of(slabs))
 
     def _was_read(self, slabs: range, good: bool) -> None:
@@ -225,15 +226,15 @@ class DramChunk:
 
 
 Copy = tuple[StripRun, Bytes, Bytes]
-"""A slab's strips, where it lies, and where it goes."""
+"""A slab's strips, its source and its target."""
 
 
 def copy_pieces(source: Sequence[Bytes], target: Sequence[Bytes]) -> None:
-    """Blocking."""
+    """Copy each piece of the source into the target. Blocking."""
     for one, other in zip(source, target, strict=True):
         np.copyto(other, one)
 
 
 def copy_slabs(copies: Sequence[Copy], expected: bytes) -> bool:
-    """Blocking. Copy slabs, and check what was copied. Whether all strips are right."""
+    """Copy slabs, and check the copies. Returns True when all strips are right. Blocking."""
     return b"".join([strips.copy(source, target) for strips, source, target in copies]) == expected

@@ -1,4 +1,4 @@
-"""The directory as a whole: whose it is, of which format, and the snapshot of the last clean stop."""
+"""The directory as a whole: its owner, its format, and the snapshot of the last clean stop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvstore.tiers.contract import IndexColumns, NotOurs
 
 FORMAT = 1
 NEWEST = "newest"
-"""The feature of a directory where that file says what is to be believed: who does not read it serves older values."""
+"""The feature of a directory with a file ``newest``: a release that does not read that file serves older values."""
 ENVELOPES_USED = "envelopes"
-"""The feature of a directory with sealed copies: who does not know them takes their slots for free."""
+"""The feature of a directory with sealed copies: a release that does not know them takes their slots for free."""
 KNOWN_FEATURES = frozenset({NEWEST, ENVELOPES_USED})
 FORMAT_FILE, INDEX_FILE, TIMES_FILE, LOCK_FILE = "format", "index", "times", "lock"
 _INDEX_MAGIC = b"KVSINDEX"
@@ -43,9 +43,9 @@ _log = logging.getLogger("kvstore.nvme")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a clean stop left. ``regions`` are the numbers of the files that it speaks of (None: of all); ``unread`` are
-    the places (region, slot) of which it knew nothing. Whatever else is there now is to be read. ``key_ids``: of what
-    the copies may be sealed with."""
+    """The content of the directory at a clean stop. ``regions`` are the numbers of the files that it describes (None:
+    all); ``unread`` are the places (region, slot) of which it knew nothing. Everything else that is there now must be
+    read. ``key_ids``: the keys that the copies may be sealed with."""
 
     columns: IndexColumns
     regions: frozenset[int] | None = None
@@ -58,13 +58,13 @@ class Snapshot:
 
 
 class Directory:
-    """An open directory. Making one takes its lock, and changes nothing else before all checks have passed."""
+    """An open directory. Opening takes its lock, and changes nothing else before all checks have passed."""
 
     def __init__(
         self, path: Path, disk: Disk, faults: FaultPoints, owner: str = "", lender: Lender | None = None
     ) -> None:
         """``owner`` tells a tenant's directory from another's; the default tenant has none. Byte movers share the lock:
-        nobody else may use the directory while one of theirs still writes to it."""
+        no other process may use the directory while one of them still writes to it."""
         self.path = path
         self._lender = lender or OwnThreads()
         self._owner = owner
@@ -73,9 +73,10 @@ class Directory:
         self._said: dict[str, Any] = {}
         self._has_format = False
         self.directory_id: bytes | None = b""
-        """Which this is, where copies without an envelope are told apart; None: what said so is damaged."""
+        """The id of this directory, where copies without an envelope are told apart; None: the record of it is
+        damaged."""
         self.features: set[str] = set()
-        """What a release must know to read this directory; in the format from its next writing on."""
+        """Features that a release must know to read this directory; in the format file from its next writing on."""
         disk.make_directory(path)
         self._lock = disk.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
@@ -88,7 +89,7 @@ class Directory:
             raise
 
     def _read_format(self) -> None:
-        """Refuses what a newer release or another tenant wrote, before a byte is changed."""
+        """Refuse a directory that a newer release or another tenant wrote, before a byte is changed."""
         try:
             found = json.loads(self.read(FORMAT_FILE))
         except FileNotFoundError:
@@ -117,9 +118,9 @@ class Directory:
             self.features.add(ENVELOPES_USED)
 
     def begin(self, ring: EnvelopeRing | None = None) -> Snapshot | None:
-        """The snapshot of the last clean stop, or None when there is none to be believed, also for want of a key in the
-        ``ring``: then the slots are to be scanned. From here on the directory counts as in use: the snapshot is gone (a
-        full device has room for that)."""
+        """Return the snapshot of the last clean stop, or None when there is none to be believed, also for want of a key
+        in the ``ring``: then the slots are to be scanned. From here on the directory counts as in use: the snapshot is
+        removed (a full device has room for that)."""
         ring = ring or EnvelopeRing()
         snapshot = self._read_snapshot(ring)
         if snapshot is not None and not snapshot.key_ids <= set(ring.key_ids):
@@ -133,7 +134,7 @@ class Directory:
         return snapshot
 
     def end(self, snapshot: Snapshot, sealing: Sealing | None = None) -> None:
-        """A clean stop: leave the snapshot that the next start believes."""
+        """Leave the snapshot of a clean stop, which the next start believes."""
         packed = _pack(snapshot.columns)
         if sealing is not None:
             packed = seal_file(sealing, _INDEX_ABOUT, packed)
@@ -151,8 +152,8 @@ class Directory:
         self._write_format("", {"part": part, **keys})
 
     def _end_times(self, clean: str, columns: IndexColumns, sealing: Sealing | None) -> None:
-        """When the snapshot's chunks were stored, in a file of its own: releases that do not know it read the snapshot.
-        A hint: without it their age is not known."""
+        """Write when the snapshot's chunks were stored, in a file of its own: releases that do not know that file can
+        still read the snapshot. A hint: without it the chunks' age is not known."""
         data = bytes.fromhex(clean) + columns.times.tobytes()
         try:
             self.write(TIMES_FILE, seal_file(sealing, _TIMES_ABOUT, data) if sealing is not None else data)
@@ -160,7 +161,7 @@ class Directory:
             _log.warning("how old chunks are will not be known", extra={"reason": str(error)})
 
     def _read_times(self, clean: str, count: int, ring: EnvelopeRing) -> NDArray[np.uint32]:
-        """Of a snapshot of so many rows; empty where nothing is known of them."""
+        """Return the times of a snapshot of ``count`` rows; empty where they are not known."""
         try:
             data = open_file(ring, _TIMES_ABOUT, self.read(TIMES_FILE)) or b""
         except (OSError, DataLoss):
@@ -170,7 +171,7 @@ class Directory:
         return np.frombuffer(data, np.uint32, offset=_CLEAN_BYTES)
 
     def require(self, feature: str) -> None:
-        """From now on no release opens the directory that does not know this. Raises OSError."""
+        """Keep releases that do not know this feature from opening the directory, from now on. Raises OSError."""
         if feature not in self.features:
             self.features.add(feature)
             try:
@@ -180,7 +181,7 @@ class Directory:
                 raise
 
     def identify(self, directory_id: bytes) -> None:
-        """From now on the directory is this one (none: it is like any other). Raises OSError."""
+        """Give the directory this id from now on (empty: none). Raises OSError."""
         if directory_id != self.directory_id:
             before, self.directory_id = self.directory_id, directory_id
             try:
@@ -190,7 +191,7 @@ class Directory:
                 raise
 
     def close(self) -> None:
-        """Let another process have the directory. Idempotent."""
+        """Release the lock, so that another process can have the directory. Idempotent."""
         if self._lock >= 0:
             self._lender.take_back(self._lock)
             self._disk.close(self._lock)
@@ -227,16 +228,16 @@ class Directory:
         return None if columns is None else replace(columns, stored_s=self._read_times(clean, len(columns), ring))
 
     def read(self, name: str) -> bytes:
-        """A file, whole. Raises OSError."""
+        """Return a whole file. Raises OSError."""
         return read_whole(self._disk, self.path / name, FILE_BYTES_MAX)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there, for good."""
+        """Remove a file, if it is there, durably."""
         self._disk.remove(self.path / name)
         self._disk.sync_directory(self.path)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file at once: the old content or the new, whenever the power goes."""
+        """Replace a file atomically: after a power cut it has the old content or the new."""
         replace_whole(self._disk, self.path / name, data, partial(self._faults.reach, "nvme.replace"))
 
 
@@ -258,7 +259,7 @@ def _pack(columns: IndexColumns) -> bytes:
 
 
 def _unpack(packed: bytes) -> IndexColumns | None:
-    """The snapshot's columns, or None when it is not one. Its checksum was compared before."""
+    """Return the snapshot's columns, or None when the bytes are not a snapshot. Their checksum was compared before."""
     if len(packed) < _INDEX_HEAD.size:
         return None
     magic, _, reader, _, name_count, count = _INDEX_HEAD.unpack_from(packed)

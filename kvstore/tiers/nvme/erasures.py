@@ -1,7 +1,7 @@
-"""Chunks that must not come back: their headers are erased, with a sync, before anything takes their place. What the
-device refuses to erase stays out of use and is tried again; meanwhile ``newest`` says what is to be believed. What an
-earlier process erased is erased anew: reads show that it was, also where its sync failed or never came, and a power cut
-would bring it back."""
+"""Erases chunks that must not come back: their headers are overwritten, with a sync, before anything takes their place.
+A slot that the device refuses to erase stays out of use and is tried again; meanwhile ``newest`` says which writes are
+to be believed. A slot that an earlier process erased is erased anew: reads show the erasure also where its sync failed
+or never came, and a power cut would undo it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 class Erasures:
-    """``erase`` writes over the headers of slots and syncs them; ``run`` has a blocking function called on a byte
-    mover. Both raise KVStoreError."""
+    """``erase`` overwrites the headers of slots and syncs them; ``run`` calls a blocking function on a byte mover. Both
+    raise KVStoreError."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Erasures:
         self._erasing = asyncio.Lock()
         self._noting = asyncio.Lock()
         self._at_work: dict[tuple[int, int], asyncio.Future[None]] = {}
-        """Slots (region, slot) at which somebody is ``alone_at``; resolved when that ends."""
+        """Slots (region, slot) that a caller of ``alone_at`` has to itself; resolved when that ends."""
 
     async def erase_doomed(self) -> None:
-        """Erase what was given up to be erased, and free it. What the device refuses to erase stays out of use."""
+        """Erase the ``doomed`` slots, and free them. A slot that the device refuses to erase stays out of use."""
         async with self._erasing:
             while self.doomed:
                 residency = self.doomed.pop()
@@ -57,12 +57,13 @@ class Erasures:
                     _log.warning("a chunk that was given up could not be erased", extra={"reason": error.message})
                     self._regions.keep_unerased(residency)
                 except BaseException:
-                    self.doomed.append(residency)  # who waited for it went; the next one erases it
+                    self.doomed.append(residency)  # the caller was cancelled; the next one erases it
                     raise
 
     @asynccontextmanager
     async def alone_at(self, region: RegionFile, slot: int) -> AsyncIterator[None]:
-        """While nobody else renews or erases this slot. It is nobody else's, and its file stays, from the call on."""
+        """Keep other callers from renewing or erasing this slot meanwhile. The slot is not reused, and its file stays,
+        from the call on."""
         place = (region.number, slot)
         self._regions.reading(region, slot)
         try:
@@ -78,16 +79,16 @@ class Erasures:
             self._regions.was_read(region, slot)
 
     async def note(self, writes: Mapping[bytes, int]) -> None:
-        """See ``LocalTier.supersede``: where something older may lie that nobody can erase, write down what is newer.
-        Raises KVStoreError."""
+        """See ``LocalTier.supersede``: where an older write may lie in a place that cannot be erased, record the newer
+        writes. Raises KVStoreError."""
         async with self._noting:
             unseen = self._unseen(writes)
             if unseen or self.newest.knows(writes):
                 await self._run(self.newest.note, writes, unseen)
 
     def _unseen(self, writes: Mapping[bytes, int] | None = None) -> frozenset[Place]:
-        """Where something may lie that nobody could read, or erase. Of what is locked the key is shown: it counts where
-        ``writes`` replace it, or something did before."""
+        """Return the places that may hold a write which could not be read, or not be erased. A locked slot shows its
+        key: it counts where ``writes`` replace that key, or an earlier write did."""
         places = {(name, WHOLE_FILE) for name in self._regions.away}
         is_any_stale = bool(self.newest)
         for region in self._regions.by_number.values():
@@ -102,19 +103,21 @@ class Erasures:
 
     @property
     def is_tidy(self) -> bool:
-        """Whether ``tidy`` would find nothing to do."""
+        """True when ``tidy`` would find nothing to do."""
         is_erasing = bool(self.doomed) or self._erasing.locked()
         return not (is_erasing or self.newest or any(each.unerased for each in self._regions.by_number.values()))
 
     async def begin(self) -> None:
-        """At a start: ``tidy``. What rests then was erased anew, and is free, for it failed no check."""
+        """At a start: ``tidy``. The slots in quarantine then were just erased anew, and are freed, for they failed no
+        check."""
         await self.tidy()
         for region in self._regions.by_number.values():
             while region.quarantined:
                 self._regions.give_back(region, region.quarantined.pop())
 
     async def tidy(self) -> None:
-        """Erase what could not be erased before. Once no older write can lie anywhere, forget which are the newest."""
+        """Erase slots that could not be erased before. Once no older write can lie anywhere, forget which writes are
+        the newest."""
         await self.erase_doomed()
         erased = [place for region in list(self._regions.by_number.values()) for place in await self._erase_in(region)]
         async with self._noting:
@@ -131,7 +134,8 @@ class Erasures:
                 self._regions.rest(region, slot)
 
     async def _erase_in(self, region: RegionFile) -> list[tuple[RegionFile, int]]:
-        """Erase what rests there for want of it, until the device refuses. Its slots are still out of use."""
+        """Erase the region's ``unerased`` slots, until the device refuses. Returns the erased slots, which are still
+        out of use."""
         erased: list[tuple[RegionFile, int]] = []
         todo = sorted(slot for slot in region.unerased if (region.number, slot) not in self._at_work)
         for first in range(0, len(todo), AT_ONCE):
@@ -139,7 +143,7 @@ class Erasures:
                 for slot in todo[first : first + AT_ONCE]:
                     await alone.enter_async_context(self.alone_at(region, slot))
                 left = [slot for slot in todo[first : first + AT_ONCE] if slot in region.unerased]
-                try:  # what others erased meanwhile may be in use again
+                try:  # slots that others erased meanwhile may be in use again
                     await self._erase(region, *left)
                 except KVStoreError:
                     break

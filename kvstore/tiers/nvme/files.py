@@ -1,4 +1,4 @@
-"""One region file on the device: how it is opened, and what its first page says of it."""
+"""Opens one region file on the device, and reads and writes its first page."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Files:
         self._is_direct = True
 
     def open(self, path: Path, flags: int) -> int:
-        """Open for direct I/O, or buffered where the file system has none; byte movers may use it."""
+        """Open for direct I/O, or buffered where the file system has none; byte movers may use the descriptor."""
         descriptor = self._opened(path, flags)
         try:
             return self._lender.lend(descriptor)
         except BaseException:
             self._disk.close(descriptor)
             if flags & os.O_CREAT:
-                self._disk.remove(path)  # else its name is taken for the next one
+                self._disk.remove(path)  # else the next try finds its name taken
             raise
 
     def _opened(self, path: Path, flags: int) -> int:
@@ -53,12 +53,13 @@ class Files:
         return self._disk.open(path, flags)
 
     def close(self, descriptor: int) -> None:
-        """Byte movers let go of it first. Raises OSError."""
+        """Close a descriptor, after the byte movers have let go of it. Raises OSError."""
         self._lender.take_back(descriptor)
         self._disk.close(descriptor)
 
     def read_head(self, descriptor: int) -> tuple[int, int, int] | None:
-        """(number, slot bytes, slot count), or None when the page is damaged. Raises ValueError for a newer format."""
+        """Return (number, slot bytes, slot count), or None when the page is damaged. Raises ValueError for a newer
+        format."""
         page = aligned(PAGE_BYTES)
         self._io.read(descriptor, 0, page)
         head = page[: _HEAD.size].tobytes()
@@ -71,7 +72,7 @@ class Files:
         return number, slot_bytes, slot_count
 
     def write_head(self, region: RegionFile) -> None:
-        """Blocking, and not synced. Raises OSError."""
+        """Write a region's first page. Blocking; does not sync. Raises OSError."""
         head = _HEAD.pack(MAGIC, FORMAT, FORMAT, region.number, region.slot_bytes, region.slot_count, 0)
         page = aligned(PAGE_BYTES)
         page[:] = 0

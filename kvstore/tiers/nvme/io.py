@@ -14,12 +14,12 @@ from kvstore.seams.memory import Bytes
 
 PAGE_BYTES = 4096
 IO_BYTES = 4 << 20
-"""A device is at its full rate with requests of this size; larger ones only hold others up."""
+"""A device is at its full rate with requests of this size; larger ones only delay others."""
 _ERASED_MAGIC = b"KVSERASE"
 
 
 class DeviceIO(Protocol):
-    """An engine. Offsets and lengths are multiples of 4 KiB; memory may lie anywhere.
+    """An I/O engine. Offsets and lengths are multiples of 4 KiB; memory may lie anywhere.
 
     Raises: OSError as the device does; DataLoss when the file ends before the run does.
     """
@@ -31,7 +31,7 @@ class DeviceIO(Protocol):
 
 class PosixIO:
     """pread and pwrite through the Disk seam, with O_DIRECT where the descriptor was opened so: memory that is not
-    page-aligned goes through a buffer that is."""
+    page-aligned goes through an aligned buffer."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -66,14 +66,15 @@ def _is_aligned(memory: Bytes) -> bool:
 
 
 def aligned(byte_count: int) -> Bytes:
-    """Page-aligned memory."""
+    """Return page-aligned memory of ``byte_count`` bytes, not initialized."""
     room = np.empty(byte_count + PAGE_BYTES, np.uint8)
     start = -room.ctypes.data % PAGE_BYTES
     return room[start : start + byte_count]
 
 
 def seated(runs: Sequence[Bytes], header_bytes: int, seat: int) -> list[Bytes]:
-    """A chunk's runs of memory, whose header, the first ``header_bytes``, says where it is written."""
+    """Return a chunk's runs of memory with a copy of the header (the first ``header_bytes``) that names its
+    ``seat``."""
     header = aligned(header_bytes)
     np.copyto(header, runs[0][:header_bytes])
     write_seat(header, seat)
@@ -81,7 +82,7 @@ def seated(runs: Sequence[Bytes], header_bytes: int, seat: int) -> list[Bytes]:
 
 
 def write_runs(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Bytes]) -> None:
-    """Blocking. Runs of memory, one after the other on the device."""
+    """Write runs of memory one after the other. Blocking."""
     for run in runs:
         io.write(descriptor, offset, run)
         offset += run.size
@@ -91,8 +92,9 @@ def write_sealed(
     io: DeviceIO, descriptor: int, offset: int, header_bytes: int, sealing: Sealing, seat: int, header: Bytes,
     runs: Sequence[Run],
 ) -> None:  # fmt: skip
-    """Blocking. A chunk, whose body is these runs, in an envelope, with a header of ``header_bytes``: that comes last,
-    for it has the tags of all. Raises DataLoss, before the header is written, where memory is not what it names."""
+    """Write a chunk in an envelope. ``runs`` are its body; its header takes ``header_bytes`` and is written last, for
+    it has the tags of all. Blocking. Raises DataLoss, before the header is written, where memory does not match its
+    checksums."""
     sealer, place = Sealer(sealing, header, seat), offset + header_bytes
     room = aligned(max(data.size for data, _ in runs)) if sealing.kind == AEAD else None
     for data, strips in runs:
@@ -109,24 +111,24 @@ def _erased_page() -> Bytes:
 
 
 ERASED = _erased_page()
-"""In the place of a header that must not come back. It is no page of zeros: a start tells what was erased, and is to be
-erased anew, from what was never written."""
+"""Stands in the place of a header that must not come back. It is no page of zeros: a start must tell an erased slot,
+which is to be erased anew, from one that was never written."""
 
 
 def is_erased(data: Bytes) -> bool:
-    """Whether a slot that begins like this was erased by somebody. Whether the device has it so nobody knows who did
-    not sync it himself."""
+    """Return True when a slot that begins like this was erased. The device itself may not have the erasure: only the
+    process that synced it knows."""
     return data[: len(_ERASED_MAGIC)].tobytes() == _ERASED_MAGIC
 
 
 def erase_at(io: DeviceIO, descriptor: int, offsets: Sequence[int]) -> None:
-    """Blocking. Write over the headers that begin there."""
+    """Overwrite the headers that begin at these offsets. Blocking."""
     for offset in offsets:
         io.write(descriptor, offset, ERASED)
 
 
 def rewrite(io: DeviceIO, descriptor: int, offset: int, byte_count: int) -> None:
-    """Blocking. Read, and write the same."""
+    """Read bytes, and write the same bytes again. Blocking."""
     data = aligned(byte_count)
     io.read(descriptor, offset, data)
     io.write(descriptor, offset, data)

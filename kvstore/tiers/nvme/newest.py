@@ -1,18 +1,18 @@
-"""Which write of a replaceable chunk is the newest, where an older one may still lie on the device.
+"""The record of which write of a replaceable chunk is the newest, where an older write may still lie on the device.
 
-Who stores other bytes under a key has what lay there erased first, with a sync. That cannot always be done: the device
-refuses it, or there are places that nobody can read, where an older write may lie unseen. Then the file ``newest``
-says, before the new write is promised, which write of that key is to be believed from now on. A scan believes no other;
-once there is no such place any more the file goes.
+A store of other bytes under a key first erases the older write, with a sync. That cannot always be done: the device
+refuses it, or there are places that cannot be read, where an older write may lie unseen. Then the file ``newest`` says,
+before the new write is promised, which write of that key is to be believed from now on. A scan believes no other write.
+Once there is no such place any more the file is removed.
 
     newest   records of 48 bytes: storage key 32, first 8 bytes of the write id, XXH3-64 of these 40
 
 The file is replaced as a whole. Where it would pass ``COUNT_MAX`` keys, the places themselves are written down instead:
-nothing replaceable in them is believed any more. Such a record has the name of the region file for its key, the slot in
-the place of the write id, and a checksum of another seed.
+nothing replaceable in them is believed any more. Such a record has the name of the region file in the place of the key,
+the slot in the place of the write id, and a checksum of another seed.
 
-While the file is there it is a feature of the directory: an earlier release would serve the older values, and what that
-release stored would not be believed later.
+While the file is there it is a feature of the directory: an earlier release would serve the older values, and the
+values that release stored would not be believed later.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ COUNT_MAX = 4096
 Place = tuple[str, int]
 """A region file's name, and a slot."""
 WHOLE_FILE = (1 << 64) - 1
-"""In the place of a slot: all of them."""
+"""Stands in the place of a slot: all slots of the file."""
 _RECORD = struct.Struct(f"<{DIGEST_BYTES}sQ")
 _CHECKSUM_BYTES = 8
 _KEY, _PLACE = 0, 1
-"""Seeds."""
+"""Seeds of the records' checksums."""
 
 
 class Newest:
-    """The file, and what it says. ``load``, ``note`` and ``forget`` block, and raise OSError."""
+    """The file ``newest`` and its content. ``load``, ``note`` and ``forget`` block, and raise OSError."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._marks: dict[bytes, int] = {}
         self.closed: frozenset[Place] = frozenset()
-        """Where nothing replaceable is believed."""
+        """Places where nothing replaceable is believed."""
         self._is_damaged = False
 
     def __bool__(self) -> bool:
         return bool(self._marks or self.closed) or self._is_damaged
 
     def load(self) -> None:
-        """At a start. Where the file is damaged, nothing replaceable is believed."""
+        """Read the file at a start. Where it is damaged, nothing replaceable is believed."""
         try:
             data = self._directory.read(NEWEST_FILE)
         except FileNotFoundError:
@@ -71,22 +71,24 @@ class Newest:
                 self._is_damaged = True
 
     def knows(self, keys: Iterable[bytes]) -> bool:
-        """Whether a new write of one of these keys would not be believed."""
+        """Return True when the file names another write of one of these keys, so that a new write would not be
+        believed."""
         return any(key in self._marks for key in keys)
 
     def is_stale(self, key: bytes, mark: int, place: Place) -> bool:
-        """Whether a write that a scan found at ``place`` is not to be believed."""
+        """Return True when a write that a scan found at ``place`` is not to be believed."""
         return self._is_damaged or self._closes(place) or self._marks.get(key, mark) != mark
 
     def speaks_of(self, file: str) -> bool:
-        """Whether nothing replaceable in a file, or in some slot of it, is believed."""
+        """Return True when nothing replaceable is believed in the file, or in some slot of it."""
         return self._is_damaged or any(place[0] == file for place in self.closed)
 
     def _closes(self, place: Place) -> bool:
         return place in self.closed or (place[0], WHOLE_FILE) in self.closed
 
     def note(self, writes: Mapping[bytes, int], unseen: frozenset[Place]) -> None:
-        """From now on no other writes of these keys are believed. Others may lie ``unseen``, and nowhere else."""
+        """Believe no other writes of these keys from now on. Other writes may lie in the ``unseen`` places, and nowhere
+        else."""
         marks = {**self._marks, **writes}
         if self._is_damaged or len(marks) > COUNT_MAX or all(map(self._closes, unseen)):
             self._replace({}, self.closed | unseen)
@@ -94,7 +96,8 @@ class Newest:
             self._replace(marks, self.closed)
 
     def forget(self, unseen: frozenset[Place]) -> None:
-        """What is not ``unseen`` is well known, and what was not to be believed there is erased."""
+        """Drop the records that are no longer needed: an older write can lie only in the ``unseen`` places, all others
+        are erased."""
         whole = {file for file, slot in unseen if slot == WHOLE_FILE}
         closed = {place for place in unseen if self._is_damaged or self._closes(place)}
         closed |= {place for place in self.closed if place[0] in whole}

@@ -1,4 +1,4 @@
-"""A chunk on its way to a slot, as a byte mover is told of it."""
+"""A chunk on its way to a slot, as the argument of a byte mover's job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvstore.tiers.nvme.io import IO_BYTES, seated, write_runs, write_sealed
 
 
 def stored_header_bytes(layout: ChunkLayout, sealing: Sealing | None) -> int:
-    """Of a header as it is stored."""
+    """Return the size of a header as it is stored."""
     return layout.header_bytes if sealing is None else sealed_header_bytes(layout.strip_count)
 
 
 @dataclass(frozen=True, eq=False)
 class Outgoing:
-    """``memory``: the packed header, and the body as it is encoded. ``sealing``: the envelope it gets."""
+    """``memory``: the packed header, and the encoded body. ``sealing``: the envelope that the copy gets."""
 
     header: ChunkHeader
     layout: ChunkLayout
@@ -27,7 +27,7 @@ class Outgoing:
 
     @property
     def byte_count(self) -> int:
-        """What it takes on the device."""
+        """The bytes that the copy takes on the device."""
         packed = sum(piece.size for piece in self.memory)
         return packed - self.layout.header_bytes + stored_header_bytes(self.layout, self.sealing)
 
@@ -36,7 +36,8 @@ class Outgoing:
         return self.header.kind is CacheKind.OPAQUE
 
     def job(self, seat: int) -> tuple[Callable[..., None], tuple[object, ...]]:
-        """What writes it: a function, and its arguments after the engine, the file and the offset there."""
+        """Return the function that writes the copy, and its arguments after the engine, the file and the offset
+        there."""
         if self.sealing is not None:
             header_bytes = stored_header_bytes(self.layout, self.sealing)
             return write_sealed, (
@@ -50,7 +51,7 @@ class Outgoing:
         return write_runs, (seated(runs, self.layout.header_bytes, seat) if self.may_be_replaced else runs,)
 
     def _runs(self) -> list[Run]:
-        """The body, cut where slabs end, in runs of about a request of the device's."""
+        """Return the body, cut where slabs end, in runs of about the size of one device request."""
         header, layout = self.header, self.layout
         key, write_id, runs = header.storage_key, header.write_id, list[Run]()
         for slabs in _parts(layout):
@@ -65,7 +66,7 @@ class Outgoing:
 
 
 def _parts(layout: ChunkLayout) -> Iterator[range]:
-    """Slabs of IO_BYTES together, or of one that is larger."""
+    """Yield runs of slabs of IO_BYTES together at most, or of one larger slab."""
     first = size = 0
     for number, slab in enumerate(layout.slabs):
         if size and size + slab.byte_count > IO_BYTES:

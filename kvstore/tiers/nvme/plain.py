@@ -1,17 +1,17 @@
-"""Copies without an envelope where one is demanded: those that lay there when it was turned on are believed, for they
+"""Copies without an envelope where one is demanded: those that were there when it was turned on are believed, for they
 were acknowledged; no others are.
 
-What that start could not see, slots that were not read and files that did not open, may hold such copies, too. Which
-ones these are must not be said on the device, where an attacker writes what he likes: the record lies elsewhere, in the
-service's state. Without a record the envelope is turned on now. Each start leaves in it what is still there, and what
-files that are not there now held.
+The start that turns the envelope on may meet slots that it cannot read and files that it cannot open: they may hold
+such copies, too. The list of believed copies must not lie on the device, where an attacker writes at will: the record
+lies elsewhere, in the service's state. A missing record means that the envelope is turned on now. Each start writes
+into the record the copies that are still there, and those recorded for files that are missing now.
 
-The directory may be another than the one that the record is of: its device is not mounted, or it was used without an
-envelope elsewhere. So both have an id, drawn when the envelope is turned on, which a directory keeps until it is used
-without one.
+The directory may be another than the one that the record describes: its device is not mounted, or it was used without
+an envelope elsewhere. So both have an id, drawn when the envelope is turned on, which a directory keeps until it is
+used without one.
 
     record   XXH3-128 of the rest, then the directory's id of 16 bytes, then 16 bytes per copy, sorted: its place
-             (region << 32 | slot), and the first 8 bytes of its write id (0: of any); slot 2^32 - 1 is all of a file
+             (region << 32 | slot), and the first 8 bytes of its write id (0: any); slot 2^32 - 1 is all of a file
 """
 
 from __future__ import annotations
@@ -40,35 +40,37 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 class PlainCopies:
-    """What a directory's copies are sealed with (``trust``), and which of those without an envelope are believed.
-    ``record``: the file; without one none are, where an envelope is demanded. ``load`` and ``keep`` block, and raise
-    OSError."""
+    """Holds the keys and kind of envelope of a directory's copies (``trust``), and the list of copies without an
+    envelope that are believed. ``record``: the file with that list; without it no such copy is believed where an
+    envelope is demanded. ``load`` and ``keep`` block, and raise OSError."""
 
     def __init__(self, trust: Trust | None = None, disk: Disk | None = None, record: Path | None = None) -> None:
         self.trust = trust or Trust()
         self._disk = disk
         self._record = record
         self._known: NDArray[np.uint64] | None = np.empty((0, 2), np.uint64)
-        """Rows of (place, mark), sorted; None: whatever lies there."""
+        """Rows of (place, mark), sorted; None: every copy is believed."""
         self._directory_id = b""
         self._refused_count = 0
 
     @property
     def is_demanding(self) -> bool:
-        """Whether new copies are sealed."""
+        """True when new copies are sealed."""
         return self.trust.kind != "none"
 
     @property
     def regions(self) -> list[int]:
-        """The numbers of the region files of which the record speaks."""
+        """The numbers of the region files that the record names."""
         return [] if self._known is None else np.unique(self._known[:, 0] >> np.uint64(32)).tolist()
 
     def load(self, directory_id: bytes | None) -> bytes:
-        """At a start. Takes the id that the directory has (None: nobody knows), and returns the one that it is to have.
-        Where no envelope is demanded the record goes: what is written now is believed when one is demanded again.
+        """Read the record at a start. ``directory_id`` is the directory's present id (None: not known); returns the id
+        that it is to have. Where no envelope is demanded the record is removed: copies written now are believed when
+        one is demanded again.
 
-        Raises Unavailable where the record is damaged, or another directory's: nobody knows then what is to be
-        believed."""
+        Raises Unavailable where the record is damaged, or belongs to another directory: it is not known then which
+        copies to believe.
+        """
         if self._disk is None or self._record is None:
             return b""
         try:
@@ -97,7 +99,7 @@ class PlainCopies:
         return self._directory_id
 
     def believes(self, residencies: NDArray[np.int64], marks: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """A flag per copy: whether it is sealed, or is believed as it is."""
+        """Return a flag per copy: True when it is sealed, or is believed without an envelope."""
         if not self.is_demanding or self._known is None:
             return np.ones(len(residencies), np.bool_)
         sealed = residencies & SEALED != 0
@@ -112,8 +114,8 @@ class PlainCopies:
         return believed
 
     def keep(self, columns: IndexColumns, regions: Regions) -> None:
-        """Of what a start found, what is without an envelope is believed from now on; and what it could not see, where
-        that was believed before."""
+        """Record the copies without an envelope that a start found, and those it could not see but that were believed
+        before: they are believed from now on."""
         if self._disk is None or self._record is None or not self.is_demanding:
             return
         plain = columns.residencies & SEALED == 0
@@ -148,8 +150,8 @@ class PlainCopies:
         self._known = rows
 
     def _unseen(self, regions: Regions) -> NDArray[np.uint64]:
-        """What is believed where a start could not look: in slots, in files that did not open, and in files that are
-        not there."""
+        """Return the believed rows for places that a start could not see: slots, files that did not open, and files
+        that are missing."""
         unseen = regions.unseen_places()
         files = [number << 32 | _WHOLE_FILE for number in regions.away_numbers]
         if self._known is None:
@@ -161,6 +163,6 @@ class PlainCopies:
 
 
 def _said_of(known: NDArray[np.uint64], places: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-    """Of which places a record speaks, and the marks that it says."""
+    """Return a flag per place, True when the record names it, and the recorded marks."""
     rows = known[np.minimum(np.searchsorted(known[:, 0], places), len(known) - 1)]
     return rows[:, 0] == places, rows[:, 1]

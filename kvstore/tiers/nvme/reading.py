@@ -1,6 +1,6 @@
-"""A chunk in a slot, opened: its slabs into memory, each verified before anybody is told.
+"""An opened chunk in a slot: its slabs are read into memory, each verified before a caller sees it.
 
-Reading and checking are one job of a byte mover: with several of them the device is busy while one of them checks.
+Reading and checking are one job of a byte mover: with several movers the device is busy while one of them checks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvstore.tiers.nvme.slots import RegionFile
 
 
 class Owner(Protocol):
-    """The tier, to a chunk that is open: where its jobs run, and who is told of them."""
+    """The tier as an open chunk sees it: it runs the chunk's jobs, and counts their bytes."""
 
     async def run_read(self, function: Callable[..., Any], *args: object) -> Any:
-        """On a byte mover. Raises the typed error of what it raised."""
+        """Run a function on a byte mover. Raises the typed error for the function's error."""
 
     def was_read(self, byte_count: int) -> None: ...
 
@@ -46,8 +46,8 @@ class Owner(Protocol):
 def read_header(
     io: DeviceIO, region: RegionFile, slot: int, name: ChunkName, ring: EnvelopeRing | None = None
 ) -> ChunkHeader:
-    """The header of a slot, whose copy is sealed with a key of the ``ring``, or is not (None). Raises DataLoss when it
-    is not that chunk's."""
+    """Return the header of a slot, whose copy is sealed with a key of the ``ring``, or not sealed (None). Raises
+    DataLoss when it is not that chunk's."""
     layout = name.layout
     page = aligned(layout.header_bytes if ring is None else sealed_header_bytes(layout.strip_count))
     if page.size > region.slot_bytes:
@@ -69,15 +69,15 @@ def _opened(page: Bytes, layout: ChunkLayout, ring: EnvelopeRing) -> ChunkHeader
 
 
 def is_seated(header: Bytes, region: RegionFile, slot: int) -> bool:
-    """Whether a header, checked before, was written where it lies. A stray copy of what may be replaced is nobody's to
-    erase, and would come back after its key got another value. A sealed copy says where, and its tag covers it; others
-    that stay what they are do not (nor did earlier releases)."""
+    """Return True when a header, checked before, was written for the place where it lies. A stray copy of a replaceable
+    chunk is erased by no one, and would come back after its key got another value. A sealed copy names its place, and
+    its tag covers that; other copies that are never replaced do not (nor did earlier releases)."""
     seat = read_seat(header)
     return seat == region.seat(slot) or (seat == 0 and not is_sealed(header))
 
 
 class NvmeChunk:
-    """An open chunk. Its slot is nobody else's until it is closed."""
+    """An open chunk. Its slot is not reused until it is closed."""
 
     def __init__(
         self, owner: Owner, io: DeviceIO, region: RegionFile, slot: int, header: ChunkHeader, layout: ChunkLayout
@@ -104,7 +104,7 @@ class NvmeChunk:
         self._was_read(slabs, good, byte_count)
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, without giving the bytes to anybody."""
+        """As ``read``, without handing out the bytes."""
         offset, byte_count = self._place(slabs)
         header = self.header
         if header.encoding == "raw":
@@ -117,7 +117,7 @@ class NvmeChunk:
             await self.read(slabs, [aligned(self._layout.slabs[slab].byte_count) for slab in slabs])
 
     def _place(self, slabs: range) -> tuple[int, int]:
-        """(offset on the device, bytes) of slabs as stored. Raises DataLoss where they leave the slot."""
+        """Return (offset on the device, bytes) of slabs as stored. Raises DataLoss where they leave the slot."""
         offset, byte_count = slab_range(self.header, self._layout, slabs.start, slabs.stop)
         start = self.header.bytes_before(self._layout) + offset
         if start + byte_count > self._region.slot_bytes:
@@ -125,7 +125,7 @@ class NvmeChunk:
         return self._region.offset(self._slot) + start, byte_count
 
     def _expected(self, slabs: range) -> bytes:
-        """What the strips check to."""
+        """Return the checksums that the strips must have."""
         return self.header.checksums_of(*self._layout.strips_of(slabs))
 
     def _was_read(self, slabs: range, good: bool, byte_count: int) -> None:
@@ -143,7 +143,8 @@ class NvmeChunk:
 
 
 def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Run], expected: bytes) -> bool:
-    """Blocking. Fill runs of memory, which lie one after the other on the device. Whether all strips are right."""
+    """Fill runs of memory, which lie one after the other on the device. Returns True when all strips are right.
+    Blocking."""
     for data, _ in runs:
         io.read(descriptor, offset, data)
         offset += data.size
@@ -155,7 +156,7 @@ def read_raw(io: DeviceIO, descriptor: int, offset: int, runs: Sequence[Run], ex
 
 
 def check_raw(io: DeviceIO, place: tuple[int, int, int], strips: StripRun, expected: bytes) -> bool:
-    """Blocking. Whether all strips at ``place`` (descriptor, offset, bytes) are right."""
+    """Return True when all strips at ``place`` (descriptor, offset, bytes) are right. Blocking."""
     descriptor, offset, byte_count = place
     return read_raw(io, descriptor, offset, [(aligned(byte_count), strips)], expected)
 
@@ -164,7 +165,8 @@ def read_encoded(
     io: DeviceIO, place: tuple[int, int, int], header: ChunkHeader, layout: ChunkLayout, slabs: range,
     target: Sequence[Bytes],
 ) -> bool:  # fmt: skip
-    """Blocking. Read slabs from ``place`` (descriptor, offset, bytes), and decode them. Whether all were right."""
+    """Read slabs from ``place`` (descriptor, offset, bytes), and decode them. Returns True when all were right.
+    Blocking."""
     descriptor, offset, byte_count = place
     buffer = aligned(byte_count)
     io.read(descriptor, offset, buffer)

@@ -1,4 +1,4 @@
-"""What the slots hold, read from the headers: after a crash, or when the snapshot is not to be believed."""
+"""Reads the headers of slots: after a crash, or when the snapshot is not to be believed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvstore.tiers.nvme.regions import Regions
 from kvstore.tiers.nvme.slots import FLAGS_SHIFT, SEALED, RegionFile
 
 SMALL_SLOT_BYTES = 64 << 10
-"""Slots below are read whole, many at a time: cheaper than a request for each header."""
+"""Slots up to this size are read whole, many at a time: that is cheaper than a request for each header."""
 SLOTS_PER_JOB = 256
 SCANNED = RESIDENCY_STOP
 """Set, until a recovery ends, in a residency that a scan found while others come from a snapshot."""
@@ -35,15 +35,15 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 class ScannedSlot(NamedTuple):
-    """One copy that a scan met."""
+    """One copy that a scan found."""
 
     residency: Residency
     header: ChunkHeader
 
 
 class _Slots(NamedTuple):
-    """Of a run of slots: the chunks, the slots that the device did not give, those that are sealed with a key that is
-    not here, with storage key and mark, and those that were erased."""
+    """The content of a run of slots: the chunks, the slots that the device could not read, those that are sealed with a
+    key that is not here, with storage key and mark, and those that were erased."""
 
     found: list[ScannedSlot]
     refused: list[int]
@@ -52,7 +52,7 @@ class _Slots(NamedTuple):
 
 
 class LockedSlot(Exception):
-    """A slot holds what only another key opens: a write (``mark``) of ``storage_key``."""
+    """A slot holds a copy that only another key opens: a write (``mark``) of ``storage_key``."""
 
     def __init__(self, storage_key: bytes, mark: int) -> None:
         super().__init__(storage_key, mark)
@@ -60,13 +60,13 @@ class LockedSlot(Exception):
 
 
 class ErasedSlot(Exception):
-    """What a slot held was erased. The page cache may say so and the device not, where the sync of that failed, or the
-    process ended before it."""
+    """The copy in a slot was erased. Perhaps only in the page cache and not on the device: the sync of the erasure may
+    have failed, or the process may have ended before it."""
 
 
 def agree(regions: Regions, columns: IndexColumns) -> bool:
-    """Whether every row of a snapshot lies in a slot there is, no two in the same. Rows of a file that is not there now
-    contradict nothing."""
+    """Return True when every row of a snapshot lies in an existing slot, no two in the same. Rows of a file that is not
+    there now contradict nothing."""
     numbers = columns.residencies >> 32 & 0xFFFFFF
     slots = columns.residencies & 0xFFFFFFFF
     if len(np.unique(columns.residencies & 0xFFFFFFFFFFFFFF)) != len(columns):
@@ -81,9 +81,9 @@ def agree(regions: Regions, columns: IndexColumns) -> bool:
 async def completed(
     snapshot: Snapshot, regions: Regions, newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> tuple[IndexColumns, list[Residency]]:
-    """A snapshot that agrees, as far as its files are there, and behind it what lies where it knew nothing: in files
-    that it does not speak of, and in slots that could not be read before it. Those are marked as ``SCANNED``. And what
-    lies there that is not to be believed."""
+    """Return the rows of a snapshot that agrees, as far as its files are there, followed by copies that a scan found
+    where the snapshot knew nothing: in files that it does not name, and in slots that could not be read then. These are
+    marked as ``SCANNED``. The second list has the copies that are not to be believed."""
     numbers = snapshot.columns.residencies >> 32 & 0xFFFFFF
     columns = snapshot.columns.where(np.isin(numbers, list(regions.by_number)))
     runs = [
@@ -101,7 +101,8 @@ async def completed(
 
 
 def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
-    """Blocking. What is left once the files fit the capacity. What goes is said before it goes. Raises OSError."""
+    """Give up files until the rest fits the capacity, and return the columns that are left. The log says which files go
+    before they go. Blocking. Raises OSError."""
     numbers = columns.residencies >> 32 & 0xFFFFFF
     found, counts = np.unique(numbers, return_counts=True)
     names = regions.surplus(dict(zip(found.tolist(), counts.tolist(), strict=True)))
@@ -127,12 +128,13 @@ def fitted(regions: Regions, columns: IndexColumns) -> IndexColumns:
 
 
 def has_sealed(regions: Regions, columns: IndexColumns) -> bool:
-    """Whether there are copies in envelopes."""
+    """Return True when there are copies in envelopes."""
     return bool((columns.residencies & SEALED).any()) or any(each.locked for each in regions.by_number.values())
 
 
 def with_doubts(held: Recovered) -> IndexColumns:
-    """Columns in which what a crash left, and nobody proved since, is marked: doubt outlives a clean stop."""
+    """Return columns in which copies that a crash left, and that were not proven since, are marked: doubt outlives a
+    clean stop."""
     doubts = np.where(held.is_proven, np.int64(0), np.int64(SCANNED))
     return replace(held.columns, residencies=held.columns.residencies | doubts)
 
@@ -140,7 +142,7 @@ def with_doubts(held: Recovered) -> IndexColumns:
 async def scan(
     regions: Regions, newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> tuple[IndexColumns, list[Residency]]:
-    """Read every slot's header: what they hold, and where an older write of something lies that is not to be believed.
+    """Read every slot's header. Return the copies found, and the places of older writes that are not to be believed.
     Cost: a small read per slot, or the whole region where slots are small."""
     runs = [run for region in regions.by_number.values() for run in _runs(region)]
     return (await _read_all(runs, newest, plain, io, readers)).columns()
@@ -159,9 +161,9 @@ def _runs(region: RegionFile) -> Iterator[Run]:
 async def _read_all(
     runs: Sequence[Run], newest: Newest, plain: PlainCopies, io: DeviceIO, readers: Workers
 ) -> Gathered:
-    """What the slots hold. One that the device does not give, or that takes a key that is not here, is ``unread`` from
-    now on: it may hold a chunk. One that an earlier process erased is ``unerased``: this one has not synced it, and a
-    power cut may bring back what was there."""
+    """Read these slots. A slot that the device cannot read, or whose key is not here, is ``unread`` from now on: it may
+    hold a chunk. A slot that an earlier process erased is ``unerased``: this process has not synced the erasure, and a
+    power cut may undo it."""
     trust = plain.trust
     jobs = [(region, begun(readers, _scan_slots, io, trust, region, first, stop)) for region, first, stop in runs]
     gathered = Gathered(newest, plain)
@@ -191,14 +193,14 @@ async def _read_all(
 
 
 def _scan_slots(io: DeviceIO, trust: Trust, region: RegionFile, first: int, stop: int) -> _Slots:
-    """Blocking. What a run of slots holds."""
+    """Read a run of slots. Blocking."""
     slots = _Slots([], [], {}, [])
     if region.slot_bytes <= SMALL_SLOT_BYTES and stop - first > 1:
         run = aligned((stop - first) * region.slot_bytes)
         try:
             io.read(region.descriptor, region.offset(first), run)
         except (OSError, DataLoss):
-            pass  # each by itself, then
+            pass  # then each slot is read by itself
         else:
             for slot, at in enumerate(range(0, run.size, region.slot_bytes), first):
                 _note(slots, slot, partial(_parse, trust, region, slot, run[at : at + region.slot_bytes]))
@@ -222,7 +224,8 @@ def _note(slots: _Slots, slot: int, look: Callable[[], ScannedSlot | None]) -> N
 
 
 def read_slot(io: DeviceIO, trust: Trust, region: RegionFile, slot: int) -> ScannedSlot | None:
-    """Blocking. What a slot's header says it holds, if it is one. Raises OSError; LockedSlot; ErasedSlot."""
+    """Return the copy that a slot's header describes, or None without a valid header. Blocking. Raises OSError;
+    LockedSlot; ErasedSlot."""
     page = aligned(PAGE_BYTES)
     try:
         io.read(region.descriptor, region.offset(slot), page)
@@ -254,9 +257,9 @@ def _parse(trust: Trust, region: RegionFile, slot: int, data: Bytes) -> ScannedS
 
 
 class Gathered:
-    """What scans found, in columns: a header is not kept. Of what may be replaced one write is believed: where
-    ``newest`` says none, and there are several, nobody knows which of them is older, and none is. What lacks an
-    envelope is left out where ``plain`` does not believe it."""
+    """The copies that scans found, in columns: headers are not kept. One write of a replaceable chunk is believed.
+    Where ``newest`` names none, and there are several, it is unknown which is older, and none is believed. A copy
+    without an envelope is left out where ``plain`` does not believe it."""
 
     def __init__(self, newest: Newest, plain: PlainCopies) -> None:
         self._newest = newest
@@ -270,7 +273,7 @@ class Gathered:
         """Storage key -> numbers of its rows."""
 
     def add(self, file: str, found: Sequence[ScannedSlot]) -> None:
-        """Chunks of one region file."""
+        """Add the chunks of one region file."""
         marks = [write_mark(each.header.write_id) for each in found]
         residencies = np.array([each.residency for each in found], np.int64)
         believed = self._plain.believes(residencies, np.array(marks, np.uint64)).tolist()
@@ -289,7 +292,7 @@ class Gathered:
             self._parents.append(header.parent)
 
     def columns(self, known: IndexColumns | None = None) -> tuple[IndexColumns, list[Residency]]:
-        """What is to be believed beside what is ``known`` already; and what is not."""
+        """Return the copies to believe in addition to those ``known`` already, and the residencies of the others."""
         columns = list(zip(*self._rows, strict=True)) or [(), (), (), (), ()]
         whole = IndexColumns(
             list(self._spaces),

@@ -1,7 +1,7 @@
-"""Region files and their slots: where there is room, and the account of all of it.
+"""Region files and their slots: finds room, and keeps the account of all of it.
 
-A residency is one number: sealed << 61 | encoding << 56 | region << 32 | slot. Slots are handed out and given
-back on the event loop's thread; files are made and removed on a byte mover, one at a time.
+A residency is one number: sealed << 61 | encoding << 56 | region << 32 | slot. Slots are handed out and given back on
+the event loop's thread; files are made and removed on a byte mover, one at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGION_COUNT_MAX = 1 << 24
 FIRST_REGION_BYTES = 4 << 20
 FIRST_SLOT_COUNT = 4
 QUARANTINE_SHARE = 64
-"""At most one slot in so many of a region stays in quarantine (and one at least); the oldest goes back in use."""
+"""At most one slot in so many of a region stays in quarantine (and one at least); the oldest is used again."""
 FLAGS_MASK, ENCODING_MASK = 0x3F, 0x1F
 _log = logging.getLogger("kvstore.nvme")
 
@@ -51,12 +51,13 @@ class Regions:
         self.by_number: dict[int, RegionFile] = {}
         self.lost_bytes = 0
         self.hidden_bytes = 0
-        """What the files may take at most whose size the device did not say: no new file may take their room."""
+        """The most that files may take whose size the device did not say: no new file may take their room."""
         self.away: dict[str, int] = {}
-        """Files that could not be opened, by name, and their bytes (0: the device did not say): they may come back with
+        """Files that could not be opened, by name, and their bytes (0: the device did not say). They may come back with
         all that they hold."""
         self._numbers: set[int] = set()
-        """Of files that are there, or were: what ``newest`` says of a file must not be taken for another's."""
+        """Numbers of files that are there, or were: a record of ``newest`` about one file must not be applied to
+        another."""
 
     @property
     def file_bytes(self) -> int:
@@ -65,8 +66,8 @@ class Regions:
     # ------------------------------------------------------------ files
 
     def open_all(self) -> None:
-        """Find the files. One that cannot be used is left alone, its bytes count as lost, and its chunks are misses
-        until a start finds it well. All slots count as free until ``claim``."""
+        """Open the files that are there. A file that cannot be used is left alone, its bytes count as lost, and its
+        chunks are misses until a start can open it. All slots count as free until ``claim``."""
         for name in self._disk.names(self._directory):
             match = _NAME.fullmatch(name)
             if match is None:
@@ -84,30 +85,30 @@ class Regions:
             self._numbers.add(region.number)
 
     def avoid(self, names: Iterable[str], numbers: Iterable[int]) -> None:
-        """No new file gets one of these names, or numbers."""
+        """Keep new files from getting one of these names, or numbers."""
         self._numbers.update(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
         self._numbers.update(numbers)
 
     @property
     def away_numbers(self) -> list[int]:
-        """Of files that could not be opened."""
+        """Numbers of files that could not be opened."""
         return [int(match[1]) for name in self.away if (match := _NAME.fullmatch(name))]
 
     def unseen_places(self) -> list[int]:
-        """Region << 32 | slot of what the device did not give."""
+        """Return the places (region << 32 | slot) that the device could not read."""
         regions = self.by_number.values()
         return [each.number << 32 | slot for each in regions for slot in each.unread - each.locked.keys()]
 
     def _remove_empty(self, path: Path) -> None:
-        """A file in which there is nothing. One that stays is met again at the next start."""
+        """Remove a file that holds no slots. If that fails the next start meets the file again."""
         try:
             self._disk.remove(path)
         except OSError as error:
             _log.error("a region file cannot be removed", extra={"file": path.name, "reason": str(error)})
 
     def _open(self, path: Path, number: int, slot_bytes: int) -> RegionFile | None:
-        """One file. Its first page says what it is, whatever its name; the name helps where the page is damaged.
-        None for a file without a first page in which no slot fits: a crash cut its making short."""
+        """Open one file. Its first page describes it, whatever its name; the name is used where the page is damaged.
+        Returns None for a file without a first page in which no slot fits: a crash interrupted its making."""
         descriptor = size = -1
         try:
             descriptor = self._files.open(path, os.O_RDWR)
@@ -142,7 +143,7 @@ class Regions:
             raise
 
     def create(self, slot_bytes: int) -> RegionFile:
-        """A new file for slots of one size: file and directory synced before the first slot is used. Blocking.
+        """Make a new file for slots of one size: file and directory are synced before the first slot is used. Blocking.
 
         Raises: Exhausted when the capacity or the device has no room for one slot; OSError.
         """
@@ -174,13 +175,13 @@ class Regions:
                 ) from error
             raise
         self._faults.reach("nvme.region.synced")
-        self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be in the old one
+        self.by_number = {**self.by_number, number: region}  # a new table: the event loop may be iterating the old one
         self._numbers.add(number)
         return region
 
     def _abandon(self, region: RegionFile) -> None:
         if region.descriptor < 0:
-            return  # nothing was made; what has this name is another's
+            return  # nothing was made; a file of this name is another's
         try:
             self._files.close(region.descriptor)
             self._disk.remove(region.path)
@@ -189,7 +190,8 @@ class Regions:
             self._numbers.add(region.number)
 
     def idle_region(self, slot_bytes: int) -> RegionFile | None:
-        """A file of which nothing is used and that is of no use for this slot size: its room can be had."""
+        """Return a file without used slots that does not serve this slot size, so that its room can be had; None
+        without one."""
         for region in self.by_number.values():
             idle = not (region.used_count or region.readers or region.unread)
             if idle and (region.slot_bytes != slot_bytes or region.is_read_only):
@@ -197,27 +199,28 @@ class Regions:
         return None
 
     def retire(self, region: RegionFile) -> None:
-        """Take an idle file out of use; ``remove_file`` follows. Until then its bytes count, and what was not erased
-        there may come back."""
+        """Take an idle file out of use; ``remove_file`` follows. Until then its bytes count, and copies in it that were
+        not erased may come back."""
         del self.by_number[region.number]
         self.away[region.path.name] = region.file_bytes
         self.lost_bytes += region.file_bytes
 
     def remove_file(self, region: RegionFile) -> None:
-        """Blocking. Raises OSError; the file's bytes then count as lost until the next start, which may find it."""
+        """Remove a retired file. Blocking. Raises OSError; the file's bytes then count as lost until the next start,
+        which may find it."""
         self._files.close(region.descriptor)
         self.remove_away(region.path.name)
 
     def remove_away(self, name: str) -> None:
-        """As ``remove_file``, of a file that is not open."""
+        """As ``remove_file``, for a file that is not open."""
         self._disk.remove(self._directory / name)
         self._disk.sync_directory(self._directory)
         self.lost_bytes -= self.away.pop(name)
 
     def surplus(self, held: dict[int, int]) -> list[str]:
-        """The capacity may be smaller than it was: the names of the files to give up, those that hold the least, so
-        that the others fit. ``held`` is how many chunks each region number holds; what could not be read counts, too,
-        and a file that could not be opened as a full one."""
+        """Return the names of the files to give up when the capacity has shrunk: those that hold the least, until the
+        others fit. ``held`` is the number of chunks in each region. Slots that could not be read count as chunks, and a
+        file that could not be opened counts as full."""
         files = [(size - PAGE_BYTES, size, name) for name, size in self.away.items() if size]
         files += [
             ((held.get(each.number, 0) + len(each.unread)) * each.slot_bytes, each.file_bytes, each.path.name)
@@ -233,11 +236,11 @@ class Regions:
         return surplus
 
     def has_budget(self, slot_bytes: int) -> bool:
-        """Whether the capacity has room for a file with one slot of that size."""
+        """Return True when the capacity has room for a file with one slot of that size."""
         return self._budget_bytes() >= PAGE_BYTES + slot_bytes
 
     def could_hold(self, slot_bytes: int) -> bool:
-        """Whether the capacity would have room for such a file if all others went."""
+        """Return True when the capacity would have room for such a file without the other files."""
         return self._budget_bytes() + self.file_bytes >= PAGE_BYTES + slot_bytes
 
     def _budget_bytes(self) -> int:
@@ -251,7 +254,7 @@ class Regions:
     # ------------------------------------------------------------ slots
 
     def take(self, slot_bytes: int, encoding: Encoding, *, sealed: bool = False) -> Residency | None:
-        """A free slot of that size, or None."""
+        """Return a free slot of that size, or None."""
         flags = encoding | (SEALED >> FLAGS_SHIFT if sealed else 0)
         for region in self.by_number.values():
             if region.slot_bytes == slot_bytes and region.free and not region.is_read_only:
@@ -261,13 +264,14 @@ class Regions:
         return None
 
     def slot_bytes_at(self, residency: Residency) -> int:
-        """The size of the slot that giving this chunk up would free for another; 0 when it would free none."""
+        """Return the size of the slot that another chunk could use if this one were given up; 0 when that would free
+        none."""
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         return 0 if region is None or region.is_read_only else region.slot_bytes
 
     def in_the_way(self, slot_bytes: int) -> list[RegionFile]:
-        """What is in the way of a new file for this slot size, and read by nobody: regions of other sizes, or closed
-        for writing, the one that holds the least first."""
+        """Return the regions that take the room of a new file for this slot size, and that no reader uses: regions of
+        other sizes, or closed for writing. The region that holds the least comes first."""
         others = [
             each
             for each in self.by_number.values()
@@ -285,7 +289,7 @@ class Regions:
         )
 
     def find(self, residency: Residency) -> tuple[RegionFile, int]:
-        """Raises Unavailable when its file is gone."""
+        """Return (region, slot) of a copy. Raises Unavailable when its file is gone."""
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         slot = residency & 0xFFFFFFFF
         if region is None or slot >= region.slot_count:
@@ -293,8 +297,8 @@ class Regions:
         return region, slot
 
     def claim(self, residencies: NDArray[np.int64]) -> None:
-        """These slots are in use (found on the device). The others stay free, but for those that could not be read, or
-        are to be erased anew."""
+        """Mark these slots, which were found on the device, as in use. The others stay free, except those that could
+        not be read or are to be erased anew."""
         residencies = residencies[np.argsort(residencies >> 32 & 0xFFFFFF, kind="stable")]
         numbers, slots = residencies >> 32 & 0xFFFFFF, residencies & 0xFFFFFFFF
         for number, region in self.by_number.items():
@@ -307,26 +311,27 @@ class Regions:
             np.frombuffer(region.encodings, np.uint8)[used] = residencies[first:stop] >> FLAGS_SHIFT & FLAGS_MASK
 
     def give_back(self, region: RegionFile, slot: int) -> None:
-        """A slot's chunk is gone. While somebody reads it the slot is not used again."""
+        """Free a slot whose chunk is gone. While it is being read the slot is not used again."""
         if slot in region.readers:
             region.leaving.add(slot)
         else:
             region.free.append(slot)
 
     def quarantine(self, region: RegionFile, slot: int) -> None:
-        """Keep a slot out of use: what it held failed a check. The oldest beyond the cap is used again."""
+        """Keep a slot out of use: its copy failed a check. The oldest slot beyond the cap is used again."""
         region.quarantined.append(slot)
         if len(region.quarantined) > max(1, region.slot_count // QUARANTINE_SHARE):
             self.give_back(region, region.quarantined.pop(0))
 
     def keep_unerased(self, residency: Residency) -> None:
-        """Keep a slot out of use until what it holds is erased."""
+        """Keep a slot out of use until its copy is erased."""
         region = self.by_number.get(residency >> 32 & 0xFFFFFF)
         if region is not None:  # else its file is gone, or away
             region.unerased.add(residency & 0xFFFFFFFF)
 
     def rest(self, region: RegionFile, slot: int) -> None:
-        """A slot that was to be erased is erased. Who comes second finds it done: it is free once."""
+        """Put an ``unerased`` slot, which is erased now, into quarantine. A second call does nothing: the slot is freed
+        once."""
         if slot not in region.unerased:
             return
         region.unerased.discard(slot)

@@ -14,11 +14,11 @@ SEALED = 1 << 61
 """Set in the residency of a copy in an envelope."""
 FLAGS_SHIFT = 56
 PLACE_MASK = (1 << FLAGS_SHIFT) - 1
-"""Of a residency: region << 32 | slot."""
+"""The bits of a residency that name the place: region << 32 | slot."""
 
 
 def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
-    """The slot for so many stored bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
+    """Return the slot size for ``stored`` bytes: exact for a full raw chunk, else rounded up by an eighth at most."""
     pages = -(-stored // PAGE_BYTES)
     if not is_full_raw:
         step = 1 << max(0, pages.bit_length() - 4)
@@ -28,11 +28,11 @@ def slot_bytes_for(stored: int, *, is_full_raw: bool) -> int:
 
 @dataclass(eq=False)
 class RegionFile:
-    """One file. ``free`` holds the slots nobody uses; a slot that is read while it is given back waits in
-    ``leaving`` for its last reader. Of two kinds of slots nobody knows what they hold: those of ``unread`` could not be
-    read when the file was opened, or only with a key that is not here (``locked``), and may hold what was acknowledged;
-    those of ``unerased`` hold, or may hold, what is not to come back: the device refused to erase it, or an earlier
-    process erased it, and a power cut may take that back. Neither is used for anything else."""
+    """One file. ``free`` holds the unused slots. A slot that is given back while it is read waits in ``leaving`` for
+    its last reader. The content of two kinds of slots is unknown, and neither kind is used for anything else.
+    ``unread`` slots could not be read when the file was opened, or only with a key that is not here (``locked``): they
+    may hold acknowledged chunks. ``unerased`` slots hold, or may hold, a copy that must not come back: the device
+    refused to erase it, or an earlier process erased it, and a power cut may undo that."""
 
     number: int
     path: Path
@@ -50,7 +50,7 @@ class RegionFile:
     """Slot -> storage key and mark of the write that is sealed there."""
     unerased: set[int] = field(default_factory=set)
     encodings: bytearray = field(init=False)
-    """How the chunk in each slot that is in use is encoded, and whether it is sealed."""
+    """For each slot in use, the encoding of its chunk, and whether it is sealed."""
 
     def __post_init__(self) -> None:
         self.encodings = bytearray(self.slot_count)
@@ -65,14 +65,14 @@ class RegionFile:
 
     @property
     def resting_count(self) -> int:
-        """Slots that hold no chunk and take none."""
+        """The number of slots that hold no chunk and take none."""
         return len(self.quarantined) + len(self.unread) + len(self.unerased)
 
     def offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
 
     def seat(self, slot: int) -> int:
-        """What the header of a copy that may be replaced, or is sealed, says of where it is."""
+        """Return the place that the header of a replaceable or sealed copy names as its own."""
         return 1 << 63 | self.number << 32 | slot
 
     def used_slots(self) -> list[Residency]:

@@ -1,6 +1,7 @@
-"""One sync for everybody who waits for one.
+"""One sync for all callers that wait for one.
 
-A sync that failed is never tried again into a success: what it covered fails, and its region takes no more writes.
+A sync that failed is never retried into a success: the writes that it covered fail, and its region takes no more
+writes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Batch:
 
 
 class GroupSync:
-    """``run`` has a blocking function called on a byte mover of the device's."""
+    """``run`` calls a blocking function on one of the device's byte movers."""
 
     def __init__(self, disk: Disk, faults: FaultPoints, run: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         self._disk = disk
@@ -37,9 +38,9 @@ class GroupSync:
         self._syncing = asyncio.Lock()
 
     async def wait(self, region: RegionFile, failures: int) -> None:
-        """Return when what was written to the region is durable. Who comes while a sync runs shares the next one. A
-        sync that failed since the write began (``failures`` counts those before) may have taken its bytes with it: no
-        later one makes up for that. Raises Unavailable."""
+        """Return when all bytes that were written to the region are durable. A caller that comes while a sync runs
+        shares the next one. A sync that failed since the write began (``failures`` counts those before) may have
+        dropped its bytes: no later sync makes up for that. Raises Unavailable."""
         batch = self._batch
         batch.regions[region.number] = region
         async with self._syncing:

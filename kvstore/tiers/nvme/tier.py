@@ -1,10 +1,10 @@
 """The NVMe tier: chunks into slots and back.
 
-Writing: a slot is taken, the chunk's pieces go into it straight from memory, or sealed by the byte mover that writes
-them, and one sync serves everybody who is waiting for one (``sync``). Only then is the chunk acknowledged.
+Writing: the chunk's pieces go into a slot straight from memory, or sealed by the byte mover that writes them; one sync
+serves all writes that wait for one (``sync``). Only then is the chunk acknowledged.
 
-Reading: the header first, which must be the chunk that was asked for; then runs of slabs, straight into their place
-where they are raw, each verified (and decoded) before anybody is told (``reading``).
+Reading: first the header, which must be the chunk that was asked for; then runs of slabs, straight into their place
+where they are raw, each verified (and decoded) before a caller sees it (``reading``).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeTier:
-    """Chunks in region files. Its workers are its own: a stalled device stalls nobody else's. ``readers`` and
-    ``writers`` move bytes, in whatever process; ``keepers`` are this one's threads, for headers, files and syncs.
+    """Chunks in region files. Its workers are its own: a stalled device stalls no other tier. ``readers`` and
+    ``writers`` move bytes, in any process; ``keepers`` are threads of this process, for headers, files and syncs.
 
-    Raises: what the contract says; the device's errors become Unavailable, a lack of room Exhausted.
+    Raises: as in the contract; the device's errors become Unavailable, a lack of room Exhausted.
     """
 
     name = "nvme"
@@ -83,12 +83,12 @@ class NvmeTier:
         encoding: Encoding,
         plain: PlainCopies | None = None,
     ) -> None:
-        """``plain`` says what copies are sealed with, and which others are believed."""
+        """``plain`` holds the envelope keys, and the list of believed copies without an envelope."""
         self.regions = regions
         self._plain = plain or PlainCopies()
         self._trust = self._plain.trust
         self._keys: dict[bytes, EnvelopeKey] = {}
-        """By id, what the copies here may be sealed with, also when the ring has it no more: LOCAL was promised."""
+        """Keys by id that copies here may be sealed with, also keys that left the ring: LOCAL was promised."""
         self._directory = directory
         self._io = io
         self._readers = readers
@@ -117,7 +117,7 @@ class NvmeTier:
         return Recovered(replace(columns, residencies=columns.residencies & ~SCANNED), is_proven)
 
     async def _read_back(self) -> tuple[IndexColumns, bool]:
-        """What the device holds: from the snapshot of a clean stop (True), or by reading every slot's header."""
+        """Return the device's copies: from the snapshot of a clean stop (True), or from every slot's header (False)."""
         try:
             self.regions.open_all()
             self._faults.reach("nvme.recovery.begin")
@@ -148,8 +148,8 @@ class NvmeTier:
         return columns, clean
 
     async def close(self, held: Recovered | None) -> None:
-        """A clean stop erases what is to be erased, and leaves the snapshot. Without it (None) the next start reads the
-        headers."""
+        """See ``LocalTier.close``. A clean stop erases what is to be erased, and leaves the snapshot. Otherwise (None)
+        the next start reads the headers."""
         if held is not None:
             await self.erasures.erase_doomed()
         for workers in self._pace:
@@ -158,12 +158,12 @@ class NvmeTier:
             if held is not None:
                 self._directory.end(self._snapshot(recovery.with_doubts(held)), self._trust.sealing())
         except OSError:
-            pass  # no snapshot, then: the headers are there
+            pass  # without a snapshot the next start reads the headers
         self.regions.close()
         self._directory.close()
 
     def _snapshot(self, columns: IndexColumns) -> Snapshot:
-        """What is known of the device, and of which parts of it nothing is."""
+        """Return the snapshot: the known copies, and the parts of the device of which nothing is known."""
         regions = self.regions.by_number
         key_ids = frozenset(self._keys) if recovery.has_sealed(self.regions, columns) else frozenset()
         unread = [(number, slot) for number, each in regions.items() for slot in each.unread | each.unerased]
@@ -174,8 +174,8 @@ class NvmeTier:
     # ------------------------------------------------------------ movers
 
     async def _run(self, workers: Workers, function: Callable[..., Result], *args: object) -> Result:
-        """A device job on a byte mover, its OSError translated. A caller that is cancelled is let go when the job
-        is done: until then memory and slot are the device's."""
+        """Run a device job on a byte mover, and translate its OSError. A cancelled caller is released only when the job
+        is done: until then the device uses memory and slot."""
         job = asyncio.wrap_future(begun(workers, function, *args))
         self._pace[workers].began(job, self._clock)
         try:
@@ -186,7 +186,7 @@ class NvmeTier:
             raise Unavailable(f"the NVMe device failed: {error}", errno=error.errno) from error
 
     def stalled_s(self) -> float:
-        """For how long the device has answered nobody, reads, writes or syncs, though it was asked."""
+        """See ``LocalTier.stalled_s``; reads, writes and syncs count."""
         return max(pace.stalled_s(self._clock) for pace in self._pace.values())
 
     # ------------------------------------------------------------ write
@@ -206,7 +206,7 @@ class NvmeTier:
             await self._fill(residency, chunk)
         finally:
             self._in_flight[header.storage_key] -= 1
-            self._in_flight += Counter()  # without those that are not written any more
+            self._in_flight += Counter()  # drops the keys whose count is 0
         self._written_bytes += chunk.byte_count
         return residency
 
@@ -247,7 +247,7 @@ class NvmeTier:
         return residency
 
     async def _find_room(self, slot_bytes: int) -> None:
-        """A free slot: in a new file; else another chunk's; else in a file that takes the place of others."""
+        """Make a free slot: in a new file; else by evicting a chunk; else in a file that takes the place of others."""
         try:
             await self._run(self._keepers, self.regions.create, slot_bytes)
             return
@@ -257,7 +257,7 @@ class NvmeTier:
             is_evicted = self._evict(slot_bytes)
             await self.erasures.erase_doomed()
         else:
-            is_evicted = True  # it would be for nothing
+            is_evicted = True  # eviction would not help
         while not self.regions.free_count(slot_bytes):
             idle = self.regions.idle_region(slot_bytes)
             if idle is None and not is_evicted and self._empty_a_region(slot_bytes):
@@ -272,7 +272,7 @@ class NvmeTier:
                 await self._run(self._keepers, self.regions.create, slot_bytes)
 
     def _evict(self, slot_bytes: int) -> bool:
-        """Have chunks given up until there is a slot of that size. Slots that are yet to be erased count."""
+        """Evict chunks until there is a slot of that size. Slots that are yet to be erased count."""
         if self._evictor is None:
             return False
 
@@ -285,8 +285,8 @@ class NvmeTier:
         return self._evictor.evict(helps, enough)
 
     def _empty_a_region(self, slot_bytes: int) -> bool:
-        """All files are cut for other sizes: have the one that holds the least given up, of those where nothing is
-        held and nothing is being written."""
+        """Give up all chunks of one region, because all files are cut for other sizes: the one that holds the least, of
+        those where no chunk is held and none is being written."""
         if self._evictor is None:
             return False
         doomed = set(self.erasures.doomed)
@@ -296,8 +296,8 @@ class NvmeTier:
         )
 
     def _failed(self, region: RegionFile, slot: int, error: BaseException, *, may_be_replaced: bool) -> None:
-        """A write that did not end well: nobody knows what its slot holds now. Device errors close the region; that no
-        mover took the write is none. What may be replaced is erased before its key is claimed again."""
+        """Take the slot of a failed write out of use: its content is unknown. A device error closes the region for
+        writing (NotBegun is none). A replaceable copy is erased before its key is claimed again."""
         if isinstance(error, KVStoreError) and not isinstance(error, NotBegun):
             region.is_read_only = True
         if may_be_replaced:
@@ -326,13 +326,13 @@ class NvmeTier:
         self._read_bytes += byte_count
 
     def closed(self, region: RegionFile, slot: int) -> None:
-        """A reader is done."""
+        """Count a reader out."""
         self.regions.was_read(region, slot)
 
     # ------------------------------------------------------------ remove and tell
 
     def remove(self, residencies: Sequence[Residency], *, erase: bool = False) -> None:
-        """Nothing is written to the device: a scan may bring back a chunk that is not erased."""
+        """See ``LocalTier.remove``. Writes nothing to the device: a scan may bring back a chunk that is not erased."""
         if erase:
             self.erasures.doomed += residencies
             return
@@ -345,7 +345,7 @@ class NvmeTier:
             await self.erasures.tidy()
 
     async def quarantine(self, residency: Residency) -> None:
-        """The slot rests, and its header is erased. Where the device refuses that it stays out of use all the same."""
+        """Take the slot out of use, also where the device refuses to erase its header: ``tidy`` tries that again."""
         region, slot = self.regions.find(residency)
         region.unerased.add(slot)
         async with self.erasures.alone_at(region, slot):
@@ -353,8 +353,8 @@ class NvmeTier:
             self.regions.rest(region, slot)
 
     async def renew(self, residency: Residency) -> bool:
-        """Write a copy once more where it lies, and sync it: for one that an earlier process left, of whose sync nobody
-        knows how it ended. A crash meanwhile finds the same bytes, old or new. False where nothing can be written."""
+        """Write a copy again in place, and sync it: an earlier process left it, and whether its sync succeeded is
+        unknown. A crash meanwhile finds the same bytes, old or new. False where nothing can be written."""
         region, slot = self.regions.find(residency)
         if region.is_read_only:
             return False
@@ -366,7 +366,7 @@ class NvmeTier:
         return True
 
     async def supersede(self, writes: Mapping[bytes, int], wait_s: float) -> None:
-        """What was stored under these keys before is erased, or will not be believed."""
+        """See ``LocalTier.supersede``: erase older writes, or record that they are not to be believed."""
         until_s = self._clock.monotonic() + wait_s
         while any(self._in_flight[key] for key in writes):
             if self._clock.monotonic() >= until_s:

@@ -5,14 +5,14 @@ and so on are runs of its slabs. It is written under another name and committed 
 there whole or not at all, and a replacement during a read is a miss, never a mixture of two writes.
 
     the service                                         a byte mover
-    ``tier``      what the contract says
+    ``tier``      implements the contract
     ``control``   questions and scripts (redis-py)      ``moves``   fields between extents and a server,
-    ``topology``  which server has a key                            each strip checked before anybody is told
+    ``topology``  which server has a key                            each strip checked before a caller sees it
     ``cluster``   several servers at once               ``line``    a blocking connection
-    ``errands``   what nobody waits for
-    ``claims``    what nodes are about to write to S3
+    ``errands``   background work in batches
+    ``claims``    nodes' claims on chunks that they are about to write to S3
 
-Invariants: every call ends, by a timeout of its connection or a bound of its own. What a server says or has there is
-believed only as far as header and checksums confirm it. No reply is read that is longer than what was asked for.
-Nothing is exported here: a byte mover imports ``moves`` alone, and has no use for redis-py.
+Invariants: every call ends, by a timeout of its connection or a bound of its own. A server's words and bytes are
+believed only as far as header and checksums confirm them. No reply is read that is longer than the expected length.
+Nothing is exported here: a byte mover imports ``moves`` alone, and does not need redis-py.
 """

@@ -1,4 +1,4 @@
-"""A server as a byte mover is told of it: where it listens, who we are to it, how the line is secured."""
+"""Describes a server to a byte mover: its address, the credentials for it, and how the line is secured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PASSWORD_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who the sidecar is to a server, and how its lines are secured. Files are read anew at each connect."""
+    """The sidecar's credentials for a server, and how its lines are secured. Files are read anew at each connect."""
 
     username: str = ""
     password: str = field(default="", repr=False)
@@ -27,7 +27,7 @@ class Access:
 
     @staticmethod
     def of(settings: RedisSettings, address: RedisAddress) -> Access:
-        """The access that the settings and their URL describe."""
+        """Return the access that the settings and their URL describe."""
         return Access(
             username=settings.username or address.username, password=address.password,
             password_file=settings.password_file, is_tls=address.is_tls, ca_file=settings.ca_file,
@@ -35,7 +35,7 @@ class Access:
         )  # fmt: skip
 
     def credentials(self) -> tuple[str, ...]:
-        """(password), (user, password), or nothing, at this moment. Raises Unavailable naming the setting."""
+        """Return (password), (user, password), or nothing, as they are now. Raises Unavailable naming the setting."""
         password = self.password
         if self.password_file:
             try:
@@ -51,7 +51,7 @@ class Access:
         return (self.username, password) if self.username else (password,)
 
     def tls(self) -> ssl.SSLContext:
-        """Raises Unavailable naming the files."""
+        """Return a TLS context. Raises Unavailable naming the files."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.certificate_file:
@@ -64,7 +64,7 @@ class Access:
 @dataclass(frozen=True, slots=True)
 class Server:
     """One server. ``path`` is that of its socket; without one it listens at ``host`` and ``port``. ``is_asked``: a slot
-    is on its way there, and each command on its keys begins with ASKING."""
+    is being migrated to it, and each command on the slot's keys begins with ASKING."""
 
     access: Access
     host: str = ""

@@ -1,4 +1,4 @@
-"""A chunk in a server, opened: its slabs into memory, each verified before anybody is told."""
+"""An opened chunk in a server: its slabs are read into memory, each verified before a caller sees it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvstore.tiers.redis.reads import ChunkReads
 
 
 class RedisReader(Protocol):
-    """What an open chunk asks of its tier."""
+    """The tier as an open chunk sees it."""
 
     async def read(self, reads: ChunkReads, part: PartRead) -> bool:
-        """Whether all strips are right. Raises typed errors."""
+        """Read a part. Returns True when all strips are right. Raises typed errors."""
 
     def was_read(self, byte_count: int) -> None:
         """Count bytes that were read and passed their checksums."""
 
 
 def read_opened(name: ChunkName, found: Opened, trust: Trust) -> ChunkHeader | None:
-    """The header of what lies there. None: it is none of ours, but a newer release's, or of those who have another key.
-    Raises DataLoss when it is not that chunk, or not all of it, or not to be trusted."""
+    """Return the header of the chunk that was found. None: a newer release wrote it, or a node with another key. Raises
+    DataLoss when it is not that chunk, or not all of it, or not to be trusted."""
     header = trust.read_header(np.frombuffer(bytearray(found.header), np.uint8), name.layout)
     if header is None:
         return None
@@ -41,7 +41,7 @@ def read_opened(name: ChunkName, found: Opened, trust: Trust) -> ChunkHeader | N
 
 
 class RedisChunk:
-    """An open chunk. Nothing keeps the server from dropping it meanwhile."""
+    """An open chunk. The server may drop it meanwhile."""
 
     def __init__(self, owner: RedisReader, reads: ChunkReads, header: ChunkHeader, name: ChunkName) -> None:
         self.header = header
@@ -59,7 +59,7 @@ class RedisChunk:
         await self._read(slabs, runs=runs)
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, without giving the bytes to anybody."""
+        """As ``read``, without handing out the bytes."""
         header = self.header
         if header.stored is not None:
             await self._read(slabs, decoded=DecodedSlabs(header, self._layout, slabs))
@@ -82,4 +82,4 @@ class RedisChunk:
         self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
     def close(self) -> None:
-        """Does nothing: an open chunk holds nothing."""
+        """Do nothing: an open chunk holds no resources."""

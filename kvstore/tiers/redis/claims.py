@@ -1,4 +1,4 @@
-"""Claims on chunks of a tier that has no place for them, in the Redis that nodes share."""
+"""Claims on chunks of a tier that has no place for them, kept in the Redis that nodes share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvstore.tiers.redis.waits import Waits
 CONNECTION_COUNT = 2
 ANSWER_S_MAX = 0.25
 AGAIN_S = 5.0
-"""A Redis that did not answer is asked for no claim for so long."""
+"""Seconds for which a Redis that did not answer is asked for no claim."""
 WHO_BYTES = 16
 _random = SystemRandom()
 _log = logging.getLogger("kvstore.redis")
 
 
 class RedisClaims:
-    """``tier``: the name of the tier whose chunks are claimed."""
+    """Implements ``UploadClaims``. ``tier``: the name of the tier whose chunks are claimed."""
 
     def __init__(self, settings: RedisSettings, tier: str, clock: Clock) -> None:
         address = RedisAddress.of(settings.url)
@@ -54,7 +54,7 @@ class RedisClaims:
     async def release(self, storage_keys: Sequence[bytes]) -> None:
         """See ``UploadClaims``."""
         if storage_keys and self._clock.monotonic() >= self._again_at_s:
-            with suppress(KVStoreError):  # a claim that stays ends by itself
+            with suppress(KVStoreError):  # a claim that stays expires by itself
                 claims = [self._keys.claim(key, self._tier) for key in storage_keys]
                 await self._control.release(claims, ANSWER_S_MAX)
 

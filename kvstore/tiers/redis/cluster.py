@@ -1,8 +1,9 @@
-"""A cluster's primaries: each command goes to the node that has its key, and once more where another has it by now.
+"""A cluster's primaries: each command goes to the node that has its key, and once more where another node has it by
+now.
 
-redis-py keeps the map of slots and the connections. It is not asked to follow nodes itself: it says ASKING on one
-connection and the command on another, closes all connections when one node fails, and takes 20 us for each command of
-a pipeline.
+redis-py keeps the map of slots and the connections. It does not follow redirections here: it would send ASKING on one
+connection and the command on another, close all connections when one node fails, and take 20 us for each command of a
+pipeline.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from kvstore.config import RedisAddress
 from kvstore.tiers.redis.access import Access, Server
 
 REFRESH_S_MIN = 1.0
-"""Between two looks at the map that failures ask for: each makes all connections anew."""
+"""Seconds between two refreshes of the map that failures cause: each refresh makes all connections anew."""
 
 
 class Command(NamedTuple):
-    """What is asked of the node that has ``key``."""
+    """A command for the node that has ``key``."""
 
     key: bytes
     words: tuple[object, ...]
 
 
 class ClusterNodes:
-    """Nothing is connected to before the first question."""
+    """The nodes of a cluster. Connects to nothing before the first question."""
 
     def __init__(self, address: RedisAddress, access: Access, options: dict[str, Any]) -> None:
         nodes = [ClusterNode(host, port) for host, port in address.places]
@@ -49,15 +50,16 @@ class ClusterNodes:
     # ------------------------------------------------------------ commands
 
     async def ask(self, key: bytes, *words: object) -> Any:
-        """What one command gives. Raises what redis-py raises."""
+        """Return the result of one command. Raises redis-py's errors."""
         [found] = await self.ask_each([Command(key, words)])
         if isinstance(found, Exception):
             raise found
         return found
 
     async def ask_each(self, commands: Sequence[Command]) -> list[Any]:
-        """What each command gives, or the error that it ends with: one pipeline per node, all at once. What a node has
-        no more, and what a connection failed that was kept, is asked once more. Raises where there is no map."""
+        """Return each command's result, or the error that it ends with: one pipeline per node, all at once. A command
+        is asked once more where a node no longer has the key, or where a kept connection failed. Raises where there is
+        no map."""
         found = await self._round(commands, [None] * len(commands))
         again = [number for number, each in enumerate(found) if isinstance(each, AskError | RedisConnectionError)]
         if not again:
@@ -72,12 +74,12 @@ class ClusterNodes:
         return found
 
     async def ask_all(self, *words: object) -> list[Any]:
-        """What one command gives on every primary. Raises what redis-py raises."""
+        """Return the results of one command on every primary. Raises redis-py's errors."""
         await self._ready()
         return await asyncio.gather(*(node.execute_command(*words) for node in self.client.get_primaries()))
 
     async def _round(self, commands: Sequence[Command], said: Sequence[Any]) -> list[Any]:
-        """``said``: what came of each before, if anything."""
+        """Send each command once. ``said``: the result of each in the round before, if there was one."""
         await self._ready()
         piles: dict[str, tuple[Any, list[Any]]] = {}
         sent = []
@@ -104,7 +106,7 @@ class ClusterNodes:
         return [each.result for each in sent]
 
     def _asked(self, said: Any) -> Any:
-        """The node that was named as where a slot is on its way to; None: there is none."""
+        """Return the node that an ASK error names as the one a slot is migrated to; None for any other result."""
         if isinstance(said, AskError) and not isinstance(said, MovedError):
             return self.client.get_node(host=said.host, port=said.port)
         return None
@@ -116,7 +118,7 @@ class ClusterNodes:
         return self._server(self.client.get_node_from_key(key))
 
     async def followed(self, key: bytes, said: str) -> Server:
-        """Where a key is after a node said ``said``: "MOVED" or "ASK", the slot, and HOST:PORT."""
+        """Return the server that has a key after a node said ``said``: "MOVED" or "ASK", the slot, and HOST:PORT."""
         code, _, place = said.partition(" ")
         host, _, port = place.rpartition(" ")[2].rpartition(":")
         node = self.client.get_node(host=host, port=int(port)) if code == "ASK" and port.isdecimal() else None
@@ -134,13 +136,13 @@ class ClusterNodes:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Look at the map again. Raises what redis-py raises."""
+        """Read the map of slots again. Raises redis-py's errors."""
         self._refreshed_s = asyncio.get_running_loop().time()
         await self.client.nodes_manager.initialize()
         self._is_doubted = False
 
     def doubt(self) -> None:
-        """Take note that a node failed: another one may have its slots soon."""
+        """Record that a node failed: another one may have its slots soon."""
         self._is_doubted = True
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Questions and scripts: everything but the bytes of chunks, by redis-py, each call bounded."""
+"""Questions and scripts: all calls except the bytes of chunks, through redis-py, each with a time limit."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ from kvstore.tiers.redis.topology import Topology
 from kvstore.tiers.redis.waits import Waits
 
 CALL_S_MAX = 5.0
-"""A call that takes longer has failed."""
+"""A call that takes more seconds than this has failed."""
 BATCH_COUNT = 512
-"""Keys of one call that nobody waits for."""
+"""Keys of one background call."""
 _WHERE = "the server of tiers.redis.url"
 _CODES = {
     OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING",
     MasterDownError: "MASTERDOWN", ClusterDownError: "CLUSTERDOWN", TryAgainError: "TRYAGAIN", AskError: "ASK",
     ClusterCrossSlotError: "CROSSSLOT", SlotNotCoveredError: "CLUSTERDOWN",
 }  # fmt: skip
-"""What a server said, where redis-py has a class for it; MovedError is an AskError."""
+"""The code of a server's error reply for which redis-py has a class; MovedError is an AskError."""
 _STATES = {ord("1"): UploadState.THERE, ord("f"): UploadState.FREE, ord("t"): UploadState.TAKEN}
 _DATABASE = re.compile("db[0-9]+")
 
 
 class Opened(NamedTuple):
-    """``byte_count`` of the header, as much of it as was asked for, and how many fields there are with it."""
+    """A chunk's header: its length ``byte_count``, its bytes as far as they were asked for, and the number of fields
+    with it."""
 
     byte_count: int
     header: bytes
@@ -62,7 +63,8 @@ class Opened(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What the servers say of themselves, together. ``capacity_bytes``: what they may take; 0: they do not say."""
+    """The servers' reports on themselves, added up. ``capacity_bytes``: the memory that they may take; 0: they do not
+    say."""
 
     used_bytes: int = 0
     capacity_bytes: int = 0
@@ -70,7 +72,8 @@ class Account(NamedTuple):
 
 
 class Control:
-    """At most ``count`` calls at once. Raises: what a server's refusals mean; Unavailable when it does not answer."""
+    """At most ``count`` calls at once. Raises: the typed errors of a server's refusals; Unavailable when it does not
+    answer."""
 
     def __init__(self, topology: Topology, count: int, waits: Waits) -> None:
         self._topology = topology
@@ -80,20 +83,20 @@ class Control:
         self._waits = waits
 
     async def there(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Whether each is there. Raises DeadlineExceeded, too."""
+        """Return a flag per key: True when it is there. Raises DeadlineExceeded, too."""
         return await self._answered(self._there, keys, timeout_s=timeout_s) if keys else []
 
     async def claim(
         self, claims: Sequence[bytes], chunks: Sequence[bytes], who: bytes, claim_ms: int, timeout_s: float
     ) -> list[UploadState]:
-        """Of each chunk, of which ``claims`` has the key of its claim. Without ``chunks`` none is there. Raises
-        DeadlineExceeded, too."""
+        """Claim chunks and return the state of each. ``claims`` are the keys of the claims, ``chunks`` the keys of the
+        chunks; without ``chunks`` no chunk counts as there. Raises DeadlineExceeded, too."""
         if not claims:
             return []
         return await self._answered(self._claim, claims, chunks, who, claim_ms, timeout_s=timeout_s)
 
     async def release(self, claims: Sequence[bytes], timeout_s: float) -> None:
-        """Whoever made these. Raises DeadlineExceeded, too."""
+        """Remove these claims, whichever node made them. Raises DeadlineExceeded, too."""
         await self._answered(self._remove, claims, timeout_s=timeout_s)
 
     async def _claim(
@@ -121,7 +124,7 @@ class Control:
             raise DeadlineExceeded(error.message) from error
 
     async def _there(self, keys: Sequence[bytes]) -> list[bool]:
-        """What a node of a cluster had that fails is not there for now, while others answer."""
+        """See ``there``. In a cluster the keys of a node that fails count as absent, while other nodes answer."""
         if self._cluster is None:
             return [found == ord("1") for found in await self._run(THERE, keys)]
         found = await self._cluster.ask_each([Command(key, ("EXISTS", key)) for key in keys])
@@ -130,21 +133,21 @@ class Control:
         return [each == 1 for each in found]
 
     async def open(self, key: bytes, byte_count: int) -> Opened | None:
-        """A chunk's header, at most that many bytes of it. None: there is no chunk."""
+        """Return a chunk's header, at most ``byte_count`` bytes of it. None: there is no chunk."""
         found = await self._call(self._run, OPEN, [key], byte_count, HEADER_BYTES_MAX)
         return None if found is None else Opened(*found)
 
     async def commit(
         self, unfinished: bytes, key: bytes, claim: bytes, field_count: int, header: bytes, ttl_ms: int, key_ids: bytes
     ) -> str:
-        """What became of it: "stored", "incomplete" or "newer". ``header``: what it begins with; ``key_ids``: of
-        envelopes that this node opens, one after the other."""
+        """Commit a chunk. Returns the outcome: "stored", "incomplete" or "newer". ``header``: the first bytes of the
+        header; ``key_ids``: the ids of the envelope keys that this node has, one after the other."""
         keys = [unfinished, key, claim]
         found: bytes = await self._call(self._run, COMMIT, keys, field_count, header, ttl_ms, key_ids)
         return found.decode()
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """What is not there is no error."""
+        """Remove keys. A key that is not there is no error."""
         for first in range(0, len(keys), BATCH_COUNT):
             await self._call(self._remove, keys[first : first + BATCH_COUNT])
 
@@ -155,7 +158,7 @@ class Control:
             await self._done([Command(key, ("UNLINK", key)) for key in keys])
 
     async def touch(self, keys: Sequence[bytes], ttl_ms: int) -> None:
-        """Have these chunks stay for so long from now on."""
+        """Have these chunks stay for ``ttl_ms`` from now on."""
         for first in range(0, len(keys), BATCH_COUNT):
             await self._call(self._touch, keys[first : first + BATCH_COUNT], ttl_ms)
 
@@ -166,14 +169,14 @@ class Control:
             await self._done([Command(key, ("PEXPIRE", key, ttl_ms)) for key in keys])
 
     async def _done(self, commands: Sequence[Command]) -> None:
-        """Each on its node of the cluster. Raises the first error, when all have ended."""
+        """Run each command on its node of the cluster. Raises the first error, when all have ended."""
         assert self._cluster is not None
         for each in await self._cluster.ask_each(commands):
             if isinstance(each, Exception):
                 raise each
 
     async def account(self) -> Account:
-        """Empty where this user may not ask."""
+        """Return the servers' account; empty where this user may not ask."""
         return await self._call(self._account)
 
     async def _account(self) -> Account:
@@ -188,25 +191,25 @@ class Control:
         )
 
     async def server_of(self, key: bytes) -> Server:
-        """Where its bytes are."""
+        """Return the server that has a key's bytes."""
         return await self._call(self._topology.server_of, key)
 
     async def followed(self, key: bytes, said: str) -> Server:
-        """Where its bytes are, after a server said that another one has them."""
+        """Return the server that has a key's bytes, after a server said that another one has them."""
         return await self._call(self._topology.followed, key, said)
 
     def doubt(self) -> None:
-        """A server failed: the next ``server_of`` may name another one."""
+        """Record that a server failed: the next ``server_of`` may name another one."""
         self._topology.doubt()
 
     async def close(self) -> None:
-        """Of connections. Idempotent."""
+        """Close the connections. Idempotent."""
         await self._topology.close()
 
     async def _run(self, script: Script, keys: Sequence[bytes], *args: object) -> Any:
-        """A server knows a script by its name once it has seen it."""
+        """Run a script by its name, which a server knows once it has seen the script; else send the source."""
         words = (len(keys), *keys, *args)
-        with suppress(NoScriptError):  # then it is told, below
+        with suppress(NoScriptError):  # unknown there: the source follows below
             return await self._ask(keys[0], "EVALSHA", script.name, *words)
         return await self._ask(keys[0], "EVAL", script.source, *words)
 
@@ -227,14 +230,15 @@ class Control:
 
 
 def _state(was_set: object, holder: object, who: bytes) -> UploadState:
-    """Of a chunk whose claim was to be set, and was then read. Where that cannot be done none is taken."""
+    """Return the state of a chunk from setting its claim and then reading it. Where claims cannot be set none is
+    TAKEN."""
     is_taken = not was_set and isinstance(holder, bytes) and holder != who
     return UploadState.TAKEN if is_taken else UploadState.FREE
 
 
 @contextmanager
 def _translated(answered: Callable[[], None]) -> Iterator[None]:
-    """redis-py's errors as ours. A refusal is an answer."""
+    """Translate redis-py's errors into ours. A refusal counts as an answer."""
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as raised:
@@ -249,8 +253,8 @@ def _translated(answered: Callable[[], None]) -> Iterator[None]:
 
 
 def _said(raised: BaseException) -> BaseException:
-    """What a server said to a new connection, which comes as the cause of a ConnectionError; or to who asked it for the
-    map of a cluster, which comes as what "no reachable node" was raised for."""
+    """Return the server's own error. For a new connection it is the cause of a ConnectionError. For a request for a
+    cluster's map it is the cause or the context of redis-py's error "no reachable node"."""
     if isinstance(raised, RedisClusterException):
         while isinstance(inner := raised.__cause__ or raised.__context__, RedisError | RedisClusterException):
             raised = inner

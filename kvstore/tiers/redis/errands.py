@@ -1,5 +1,5 @@
-"""What nobody waits for: chunks that were used stay longer, what was given up is removed, and the server is asked how
-it is. One task of the tier does it, in batches."""
+"""Background work that no call waits for: used chunks stay longer, chunks that were given up are removed, and the
+server is asked for its account. One task of the tier does it, in batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from kvstore.tiers.redis.control import Account, Control
 
 PERIOD_S = 1.0
 ACCOUNT_EVERY = 5
-"""Rounds, while the server answers."""
+"""The account is asked for once in so many rounds, while the server answers."""
 PENDING_COUNT_MAX = 8192
-"""Keys that are remembered. More are used within a second only where none of them grows cold."""
+"""Keys that are remembered, at most. More are used within a second only where all are used so often that none
+expires."""
 _log = logging.getLogger("kvstore.redis")
 
 
 class Errands:
-    """``ttl_ms``: how long a chunk stays that was used; 0: this node changes nothing there."""
+    """``ttl_ms``: for how long a used chunk stays; 0: this node changes nothing there."""
 
     def __init__(self, control: Control, clock: Clock, ttl_ms: int) -> None:
         self._control = control
@@ -31,7 +32,7 @@ class Errands:
         self._rounds = 0
         self.account = Account()
         self.problem = ""
-        """Why the server does not answer; empty while it does."""
+        """The reason why the server does not answer; empty while it does."""
 
     def begin(self) -> None:
         """Start the rounds, from the running loop. Idempotent."""

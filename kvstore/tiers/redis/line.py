@@ -1,6 +1,6 @@
 """A blocking connection to a server: commands out, replies in, bulk bytes straight from and to memory.
 
-A thread keeps one line for each server. One whose stream is in doubt is closed, and the next call makes another: no
+A thread keeps one line for each server. A line whose stream is in doubt is closed, and the next call makes another: no
 reply is ever taken for that of another command.
 """
 
@@ -22,9 +22,9 @@ from kvstore.tiers.redis.replies import refusal, unreachable
 
 CONNECT_S_MAX = 2.0
 SILENCE_S_MAX = 3.0
-"""A server that moves no byte for so long is given up."""
+"""A server that moves no byte for so many seconds is given up."""
 TICK_S = 0.25
-"""How often a wait looks at the time."""
+"""Seconds between two checks of the time during a wait."""
 LINE_BYTES_MAX = 4096
 _NO_ANSWER_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _clock = SystemClock()
@@ -33,23 +33,23 @@ Result = TypeVar("Result")
 
 
 def command(*words: bytes) -> bytes:
-    """The bytes of one whole command."""
+    """Return the bytes of one whole command."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 class Line:
-    """``until_s`` (monotonic) bounds whatever is done on it. Raises: Unavailable when the server does not answer, and
-    what its refusals mean."""
+    """``until_s`` (monotonic) is the deadline of all work on the line. Raises: Unavailable when the server does not
+    answer, and the typed errors of its refusals."""
 
     def __init__(self, server: Server, until_s: float) -> None:
         self.server = server
         self.until_s = until_s
         self.awaited = 0
-        """Replies that have not been read to their end."""
+        """The number of replies that have not been read to their end."""
         self.has_heard = False
-        """Whether the server has said anything since the present work began."""
+        """True when the server has sent anything since the present work began."""
         self.is_dead = False
-        """Whether the connection has ended."""
+        """True when the connection has ended."""
         self._rest = bytearray()
         self._heard_s = _clock.monotonic()
         credentials = server.access.credentials()
@@ -69,11 +69,11 @@ class Line:
             self.ask(b"AUTH", *(each.encode() for each in credentials))
         if self.server.access.database:
             self.ask(b"SELECT", b"%d" % self.server.access.database)
-        self.ask(b"PING")  # whoever may not speak hears it now
+        self.ask(b"PING")  # a user without rights is refused here
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be kept: all replies were read, and the server has not hung up."""
+        """True when the line can be kept: all replies were read, and the server has not hung up."""
         if self.awaited or self._rest:
             return False
         waiting = select.poll()  # select itself takes no descriptor above 1,023
@@ -86,7 +86,7 @@ class Line:
     # ------------------------------------------------------------ out
 
     def send(self, parts: Sequence[Sent], reply_count: int = 1) -> None:
-        """Commands, in parts of bytes or memory, that ``reply_count`` replies will answer."""
+        """Send commands, in parts of bytes or memory, that ``reply_count`` replies will answer."""
         self.awaited += reply_count
         self._heard_s = _clock.monotonic()
         waiting = [memoryview(each if isinstance(each, bytes) else each.data) for each in parts]
@@ -119,8 +119,8 @@ class Line:
         return found
 
     def bulk(self, byte_count: int) -> bool:
-        """Whether the next reply is that many bytes, which ``fill`` and ``end`` then take. False: there is nothing.
-        Raises DataLoss for any other length; whoever meets that closes the line."""
+        """Read the length of the next bulk reply. True: it has ``byte_count`` bytes, which ``fill`` and ``end`` then
+        read. False: there is no value. Raises DataLoss for any other length; the caller then closes the line."""
         size = self._line(b"$")
         if size == b"-1":
             self.awaited -= 1
@@ -150,7 +150,7 @@ class Line:
         self.awaited -= 1
 
     def text(self, byte_count_max: int) -> bytes:
-        """Read a whole bulk reply of at most so many bytes."""
+        """Read a whole bulk reply of at most ``byte_count_max`` bytes."""
         size = self._line(b"$")
         if not size.isdigit() or int(size) > byte_count_max:
             raise unreachable(str(self.server), "a reply is too long")
@@ -162,7 +162,7 @@ class Line:
         return found
 
     def _line(self, kind: bytes = b"+:$") -> bytes:
-        """The first line of a reply of one of these kinds, without its sign."""
+        """Read the first line of a reply of one of these kinds, and return it without its sign."""
         while (stop := self._rest.find(b"\r\n")) < 0:
             if len(self._rest) > LINE_BYTES_MAX:
                 raise unreachable(str(self.server), "what it says is not Redis's protocol")
@@ -198,7 +198,7 @@ class Line:
             return count
 
     def _moved(self) -> None:
-        """Count bytes that moved, and give up a server that moves them too slowly."""
+        """Record that bytes moved, and give up a server that is past the deadline."""
         self._heard_s = _clock.monotonic()
         if self._heard_s > self.until_s:
             raise unreachable(str(self.server), "it took too long")
@@ -212,7 +212,7 @@ class Line:
 
 
 def _connected(server: Server) -> socket.socket:
-    """Raises OSError."""
+    """Return a connected socket. Raises OSError."""
     if server.path:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     else:
@@ -228,7 +228,7 @@ def _connected(server: Server) -> socket.socket:
             secure = server.access.tls().wrap_socket(plain, server_hostname=server.host)
             secure.settimeout(TICK_S)
             return secure
-        plain.settimeout(None)  # the kernel looks at the time: one call takes a whole field
+        plain.settimeout(None)  # the kernel watches the time: one call reads a whole field
         tick = struct.pack("ll", int(TICK_S), int(TICK_S % 1 * 1e6))
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
@@ -239,7 +239,7 @@ def _connected(server: Server) -> socket.socket:
 
 
 class _Kept(threading.local):
-    """A thread's lines."""
+    """A thread's kept lines."""
 
     def __init__(self) -> None:
         self.lines: dict[Server, Line] = {}
@@ -249,8 +249,8 @@ _kept = _Kept()
 
 
 def on_line(server: Server, until_s: float, work: Callable[[Line], Result]) -> Result:
-    """Do work on this thread's line to a server, on a new one where the last was left in doubt; once more on a new one
-    where the kept line turns out to be dead before it says a word. So ``work`` must be such that it can be done again.
+    """Do work on this thread's line to a server, or on a new line where the last was left in doubt. Do it once more, on
+    a new line, where the kept line turns out to be dead before the server sends a byte; so ``work`` must be repeatable.
     Raises as ``Line``."""
     line = _kept.lines.pop(server, None)
     if line is not None and line.is_idle:

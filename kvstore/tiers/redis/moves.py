@@ -1,4 +1,4 @@
-"""Jobs of byte movers: a chunk's fields between memory and a server. Blocking; each ends by itself."""
+"""Jobs of byte movers: a chunk's fields between memory and a server. Blocking; each job ends by itself."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kvstore.tiers.redis.names import HEADER_FIELD, FieldRead, cut, field_name, 
 IN_FLIGHT_COUNT = 2
 """Fields on one line at a time: one on its way, one being made. More only fill the server's memory."""
 UNFINISHED_MS = 300_000
-"""What is not committed by then goes by itself."""
+"""A write that is not committed by then expires by itself."""
 JOB_S_MAX = 20.0
-"""No job takes longer."""
+"""No job takes more seconds than this."""
 Field = tuple[bytes, Sequence[Bytes]]
-"""A name, and the memory that is written there."""
+"""A name, and the memory whose bytes are written there."""
 
 
 class Written(NamedTuple):
-    """A copy's first bytes, which tell it from any other, and how many fields and bytes it has."""
+    """A copy's first bytes, which tell it from any other copy, and how many fields and bytes it has."""
 
     head: bytes
     field_count: int
@@ -43,7 +43,7 @@ class Written(NamedTuple):
 
 
 class DecodedSlabs(NamedTuple):
-    """Slabs of an encoded copy, and where they go raw. Without ``target``: nowhere, they are only checked."""
+    """Slabs of an encoded copy, and the memory for their raw bytes. Without ``target`` they are only checked."""
 
     header: ChunkHeader
     layout: ChunkLayout
@@ -51,15 +51,15 @@ class DecodedSlabs(NamedTuple):
     target: Sequence[Bytes] = ()
 
     def are_right(self, stored: Bytes) -> bool:
-        """Whether all strips are, as they are stored in ``stored``; they are decoded then."""
+        """Decode the slabs that ``stored`` holds. Returns True when all strips are right."""
         sizes = [self.layout.slabs[slab].byte_count for slab in self.slabs]
         target = self.target or [np.empty(size, np.uint8) for size in sizes]
         return decode_slabs(self.header, self.layout, self.slabs, stored, target)
 
 
 class PartRead(NamedTuple):
-    """What one read wants: bytes of ``fields``, one after the other, into the memory of ``runs``, where strips are to
-    check to ``expected``. Without ``runs``: only whether ``strips`` do. What is ``decoded`` checks itself."""
+    """One read: bytes of ``fields``, one after the other, into the memory of ``runs``, where the strips must have the
+    checksums ``expected``. Without ``runs`` only ``strips`` are checked. ``decoded`` slabs check themselves."""
 
     fields: Sequence[FieldRead]
     expected: bytes
@@ -73,8 +73,9 @@ class PartRead(NamedTuple):
 
 
 def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: float) -> list[bool]:
-    """Read parts of one chunk. Of each: whether all its strips are right. Raises DataLoss where the fields are not
-    there, or are others. What is checked is still in the processor's cache, and the server has the next field ready."""
+    """Read parts of one chunk. Returns a flag per part: True when all its strips are right. Raises DataLoss where the
+    fields are not there, or are other ones. The bytes are checked while they are in the processor's cache, and the
+    server meanwhile has the next field ready."""
 
     def read(line: Line) -> list[bool]:
         ahead = iter([field.name for part in parts for field in part.fields])
@@ -84,7 +85,7 @@ def read_parts(server: Server, key: bytes, parts: Sequence[PartRead], until_s: f
 
 
 def _read_part(line: Line, key: bytes, part: PartRead, ahead: Iterator[bytes]) -> bool:
-    """``ahead``: the names of fields that are yet to be asked for."""
+    """Read one part. ``ahead``: the names of fields that are yet to be asked for."""
     memory = [data for data, _ in part.runs] or [np.empty(part.byte_count, np.uint8)]
     targets = cut(memory, [field.take for field in part.fields])
     asking = [command(b"ASKING")] if line.server.is_asked else []
@@ -126,7 +127,7 @@ def _drop(line: Line, byte_count: int) -> None:
 
 
 def write_fields(server: Server, key: bytes, fields: Sequence[Field], until_s: float) -> None:
-    """Write fields from memory. What stays unfinished goes by itself after a while."""
+    """Write fields from memory. An unfinished write expires by itself after a while."""
     expire = command(b"PEXPIRE", key, b"%d" % UNFINISHED_MS)
 
     def write(line: Line) -> None:
@@ -149,7 +150,7 @@ def write_copy(server: Server, key: bytes, making: Making, pieces: Sequence[Byte
 
 
 def fields_with(header: ChunkHeader, layout: ChunkLayout, pieces: Sequence[Bytes]) -> list[Field]:
-    """The fields of a copy: its packed header, then its body, which lies as ``header`` says."""
+    """Return the fields of a copy: its packed header, then its body, which is laid out as ``header`` says."""
     spans = fields_of(layout, header.stored)
     parts = cut(joined(pieces[1:]), [span.stop - span.start for span in spans])
     names = [field_name(header.write_id, number, header.stored) for number in range(len(spans))]
@@ -163,6 +164,6 @@ def _put(key: bytes, name: bytes, memory: Sequence[Bytes]) -> list[Sent]:
 
 
 def _heard(line: Line) -> None:
-    """Read the answer to one field: it is there, and it will not stay for ever."""
+    """Read the two replies for one field: it was written, and its expiry was set."""
     line.reply()
     line.reply()

@@ -1,4 +1,4 @@
-"""What lies where: the keys of a chunk, and how its body is cut into fields."""
+"""The keys of a chunk, and the fields that its body is cut into."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from kvstore.chunk import ChunkLayout, StoredStrips
 from kvstore.seams.memory import Bytes
 
 FIELD_BYTES_MAX = 4 << 20
-"""A server does nothing else while it moves a field: one of 32 MiB keeps everybody waiting for 3 ms."""
+"""A server does nothing else while it moves a field: a field of 32 MiB delays all other requests by 3 ms."""
 HEADER_FIELD = b"h"
 MARK_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Keys of chunks. The braces make all keys of a chunk one node's, where there is a cluster."""
+    """Keys of chunks. The braces place all keys of a chunk on one node of a cluster."""
 
     prefix: str
 
     def chunk(self, storage_key: bytes) -> bytes:
-        """Where it is when it is whole."""
+        """Return the key of a whole chunk."""
         return b"%b:v1:c:{%b}" % (self.prefix.encode(), storage_key.hex().encode())
 
     def claim(self, storage_key: bytes, tier: str) -> bytes:
-        """Where a node says that it is about to write it to a tier."""
+        """Return the key of the claim with which a node says that it is about to write the chunk to a tier."""
         return b"%b:v1:w:{%b}:%b" % (self.prefix.encode(), storage_key.hex().encode(), tier.encode())
 
     def unfinished(self, storage_key: bytes, attempt: bytes) -> bytes:
-        """Where it is while it is written. Each attempt has a name of its own: what one left is removed later, and no
-        other may lose its fields by that."""
+        """Return the key of a chunk while it is written. Each attempt has a key of its own: an abandoned attempt is
+        removed later, and that must not remove another attempt's fields."""
         return b"%b:v1:t:{%b}:%b" % (self.prefix.encode(), storage_key.hex().encode(), attempt.hex().encode())
 
 
@@ -45,7 +45,8 @@ class FieldSpan(NamedTuple):
 
 
 class FieldRead(NamedTuple):
-    """A field of ``byte_count`` bytes, of which ``skip`` are dropped, then ``take`` are wanted, and no more."""
+    """A field of ``byte_count`` bytes: ``skip`` bytes are dropped, the next ``take`` are wanted, the rest is
+    dropped."""
 
     name: bytes
     byte_count: int
@@ -54,8 +55,8 @@ class FieldRead(NamedTuple):
 
 
 def fields_of(layout: ChunkLayout, stored: StoredStrips | None = None) -> tuple[FieldSpan, ...]:
-    """How the body is cut, which is raw, or encoded as ``stored`` says: runs of whole slabs as long as they fit a
-    field; a larger slab has fields of its own."""
+    """Return the cut of the body, which is raw, or encoded as ``stored`` says: each field is a run of whole slabs as
+    long as they fit; a larger slab has fields of its own."""
     return _raw_fields(layout) if stored is None else _cut_at(stored.slab_offsets[1:].tolist())
 
 
@@ -81,8 +82,8 @@ def _cut_at(slab_stops: Sequence[int]) -> tuple[FieldSpan, ...]:
 
 
 def field_name(write_id: bytes, number: int, stored: StoredStrips | None = None) -> bytes:
-    """Of one run. It names the write, and what an encoding made of it: another write's fields are others, and so are
-    those of a node that encodes the same write in another way, or not at all."""
+    """Return the name of one run. It names the write and its encoding: fields of another write have other names, and so
+    do those of a node that encodes the same write in another way, or not at all."""
     made = b"" if stored is None else b"%08x." % crc32(stored.lengths.data)
     return b"%b.%b%d" % (write_id[:MARK_BYTES].hex().encode(), made, number)
 
@@ -90,7 +91,7 @@ def field_name(write_id: bytes, number: int, stored: StoredStrips | None = None)
 def reads_of(
     layout: ChunkLayout, write_id: bytes, start: int, stop: int, stored: StoredStrips | None = None
 ) -> list[FieldRead]:
-    """What to read to have the bytes ``start .. stop`` of the body."""
+    """Return the field reads that give the bytes ``start .. stop`` of the body."""
     return [
         FieldRead(
             field_name(write_id, number, stored), span.stop - span.start, max(start - span.start, 0),
@@ -102,7 +103,7 @@ def reads_of(
 
 
 def cut(arrays: Sequence[Bytes], sizes: Sequence[int]) -> Iterator[list[Bytes]]:
-    """The same memory, one part after the other, in parts of these sizes."""
+    """Yield the same memory, one part after the other, in parts of these sizes."""
     waiting, at = list(arrays), 0
     for size in sizes:
         part: list[Bytes] = []

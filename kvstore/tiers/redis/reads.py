@@ -1,6 +1,6 @@
 """Reads of open chunks, given to the byte movers in turns.
 
-While all turns are taken, reads of one chunk gather, and become one job: a job costs the service as much as a mover
+While all turns are taken, reads of one chunk gather, and become one job. A job costs the service as much as a mover
 needs for a megabyte, and a mover that has several fields to read keeps the server busy while it checks one.
 """
 
@@ -34,7 +34,7 @@ class ChunkReads:
         self.waiting: deque[Waiting] = deque()
 
     def take(self) -> list[Waiting]:
-        """The next reads, as many as one job does."""
+        """Return the next reads, as many as one job does."""
         taken: list[Waiting] = []
         byte_count = 0
         while self.waiting:
@@ -46,7 +46,7 @@ class ChunkReads:
 
 
 class Reads:
-    """``thread_count``: of the movers."""
+    """Gives reads to the movers. ``thread_count``: the number of the movers' threads."""
 
     def __init__(self, workers: Workers, thread_count: int, clock: Clock, waits: Waits) -> None:
         self._workers = workers
@@ -54,11 +54,11 @@ class Reads:
         self._waits = waits
         self._turn_count = thread_count * AHEAD
         self._chunks: deque[ChunkReads] = deque()
-        """Those that have reads waiting, each once."""
+        """Chunks that have reads waiting, each once."""
 
     async def read(self, chunk: ChunkReads, part: PartRead) -> bool:
-        """Whether all strips of a part are right. A caller that is cancelled is let go when no mover works on its part.
-        Raises what the job raises; Unavailable for all that wait when a server fails one."""
+        """Read a part. Returns True when all its strips are right. A cancelled caller is released only when no mover
+        works on its part. Raises the job's errors. When a server fails one read all waiting reads raise Unavailable."""
         begins: asyncio.Future[tuple[Job, int]] = asyncio.get_running_loop().create_future()
         if not chunk.waiting:
             self._chunks.append(chunk)
@@ -68,16 +68,16 @@ class Reads:
             job, number = await begins
         except asyncio.CancelledError:
             if begins.done() and not begins.cancelled() and begins.exception() is None:  # a mover has it already
-                with suppress(KVStoreError):  # nobody waits for how it ends, only that it does
+                with suppress(KVStoreError):  # only its end matters, not its result
                     await to_its_end(begins.result()[0])
             raise
         return (await to_its_end(job))[number]
 
     def _begin(self) -> None:
-        """Use the turns that are free."""
+        """Start jobs on the turns that are free."""
         while self._turn_count and self._chunks:
             chunk = self._chunks.popleft()
-            taken = [each for each in chunk.take() if not each[1].done()]  # whoever was cancelled has its memory again
+            taken = [each for each in chunk.take() if not each[1].done()]  # a cancelled caller has its memory again
             if chunk.waiting:
                 self._chunks.append(chunk)
             if taken:
@@ -104,7 +104,7 @@ class Reads:
         self._begin()
 
     def give_up(self, reason: str) -> None:
-        """Fail all reads that wait for a server: nobody is to wait for a dead one in turn."""
+        """Fail all reads that wait for a server: they are not to wait for a dead server one after the other."""
         chunks, self._chunks = self._chunks, deque()
         for chunk in chunks:
             for _, begins in chunk.waiting:

@@ -1,4 +1,4 @@
-"""What a server's refusals mean to us."""
+"""Translates a server's refusals into typed errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvstore.errors import DataLoss, Exhausted, KVStoreError, Unavailable
 
 URL = "tiers.redis.url"
 MOVED = "moved"
-"""The field of an error that says: another node has the key by now. It has what the server said."""
+"""The field of an error which says that another node has the key by now. Its value is the server's reply."""
 _REMEDIES = {
     "NOAUTH": "it wants a password: set tiers.redis.password_file, and tiers.redis.username where there are users",
     "WRONGPASS": "it does not take this password: put the right one into tiers.redis.password_file, or change "
@@ -28,7 +28,7 @@ _MOVES = ("MOVED", "ASK")
 
 
 def refusal(text: str, where: str) -> KVStoreError:
-    """The typed error of an error reply, ``text`` being what stands behind its "-"; ``where``: which server."""
+    """Return the typed error of an error reply. ``text`` is the reply without its "-"; ``where`` names the server."""
     text = text.partition(", with args")[0]  # a server that does not know AUTH repeats the password
     code, _, rest = text.partition(" ")
     if code == "WRONGTYPE":
@@ -45,7 +45,7 @@ def refusal(text: str, where: str) -> KVStoreError:
             **{MOVED: text},
         )
     if "tiers.redis" in text:
-        return Unavailable(rest)  # it is what we said ourselves
+        return Unavailable(rest)  # the text is an error of our own
     if code == "ERR" and "invalid password" in rest:
         code = "WRONGPASS"
     if code == "ERR" and "unauthenticated" in rest:
@@ -57,5 +57,5 @@ def refusal(text: str, where: str) -> KVStoreError:
 
 
 def unreachable(where: str, reason: object) -> Unavailable:
-    """A server that does not answer, or not in time."""
+    """Return the error for a server that does not answer, or not in time."""
     return Unavailable(f"tiers.redis: {where} does not answer ({reason}): see {URL}")

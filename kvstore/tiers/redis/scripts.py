@@ -1,7 +1,7 @@
-"""What a server does in one step, as it must be, or as one question for many keys.
+"""Scripts that a server runs as one step, because they must be atomic or because they ask for many keys at once.
 
-Each script names its keys; all keys of one call lie on one node, but those of ``THERE``, ``CLAIM`` and ``TOUCH``, which
-no cluster is asked.
+Each script names its keys. All keys of one call lie on one node, except those of ``THERE``, ``CLAIM`` and ``TOUCH``,
+which are never sent to a cluster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvstore.chunk import ENVELOPE_READER
 from kvstore.keys import FORMAT_VERSION
 
 HEADER_BYTES_MAX = 16 << 20
-"""No script gives more of a header."""
+"""No script returns more bytes of a header."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """The source of a script, and what a server calls it."""
+    """The source of a script, and the name by which a server knows it."""
 
     source: str
 
@@ -33,7 +33,7 @@ local found = {}
 for number, key in ipairs(KEYS) do found[number] = redis.call('EXISTS', key) end
 return table.concat(found)
 """)
-"""Whether each key is there: a string of 0 and 1."""
+"""Returns whether each key is there: a string of 0 and 1."""
 
 CLAIM = Script("""
 local found, count = {}, tonumber(ARGV[3])
@@ -53,14 +53,14 @@ for number = 1, count do
 end
 return table.concat(found)
 """)
-"""Of each of ARGV[3] claims, and of the chunk that is named behind all of them where chunks are: "1", the chunk is
-there; "t", another node's claim is; else "f", and the claim is ARGV[1]'s for ARGV[2] milliseconds. A server that takes
-no claim, because it is full or a replica, or this user may not make one or read one, has none taken."""
+"""Returns a letter for each of ARGV[3] claims. The chunks' keys, if any, follow the claims' keys. "1": the chunk is
+there; "t": another node has the claim; else "f", and ARGV[1] has the claim for ARGV[2] milliseconds. A server that
+takes no claim (it is full, or a replica, or this user may not set or read one) reports no claim as taken."""
 
 TOUCH = Script("""
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[1]) end
 """)
-"""Have these keys stay for so many milliseconds."""
+"""Have these keys stay for ARGV[1] milliseconds."""
 
 OPEN = Script("""
 local size = redis.pcall('HSTRLEN', KEYS[1], 'h')
@@ -70,7 +70,8 @@ local header = ''
 if size <= tonumber(ARGV[2]) then header = string.sub(redis.call('HGET', KEYS[1], 'h') or '', 1, tonumber(ARGV[1])) end
 return {size, header, redis.call('HLEN', KEYS[1])}
 """)
-"""Bytes of the header, the first ARGV[1] of them, and how many fields there are; nothing where there is no chunk."""
+"""Returns the length of the header, its first ARGV[1] bytes, and the number of fields; nothing where there is no
+chunk."""
 
 COMMIT = Script(f"""
 redis.call('UNLINK', KEYS[3])
@@ -101,8 +102,8 @@ redis.call('UNLINK', KEYS[2])
 redis.call('RENAME', KEYS[1], KEYS[2])
 return 'stored'
 """)
-"""Make a chunk that was written as KEYS[1] the one that is found as KEYS[2]. The engine may have dropped KEYS[1], or
-begun it anew without its first fields: it is counted, and what its header begins with compared. What a newer release
-wrote stays, and what is in an envelope of which this node has not the key (ARGV[4]: those that it has, 16 bytes each).
-A chunk of the same write that another node committed meanwhile is as good. KEYS[3], the claim on the chunk, has done
-its work, whatever became of it."""
+"""Make a chunk that was written as KEYS[1] available as KEYS[2]. The engine may have dropped KEYS[1], or begun it anew
+without its first fields: so its fields are counted, and the start of its header is compared. A chunk that a newer
+release wrote stays, and so does one in an envelope whose key this node lacks (ARGV[4]: the key ids that it has, 16
+bytes each). A chunk of the same write that another node committed meanwhile is as good. KEYS[3], the claim on the
+chunk, is removed in any case."""

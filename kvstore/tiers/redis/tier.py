@@ -1,4 +1,4 @@
-"""The tier: what its contract says, by byte movers for the bytes and redis-py for all else."""
+"""Implements the tier's contract: byte movers move the bytes, redis-py does all other calls."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _random = SystemRandom()
 
 
 class RedisTier:
-    """Chunks in a Redis or Valkey. ``readers`` and ``writers`` move bytes, in whatever process, and are the tier's.
+    """Chunks in a Redis or Valkey. ``readers`` and ``writers`` move bytes, in any process, and belong to the tier.
 
-    Raises: what the contract says. A server that drops what is being written, or is full, is Exhausted.
+    Raises: as in the contract. A server that is full, or drops a chunk while it is written, is Exhausted.
     """
 
     name = "redis"
@@ -45,8 +45,8 @@ class RedisTier:
         self, settings: RedisSettings, *, readers: Workers, writers: Workers, clock: Clock,
         own: EmbeddedServer | None = None, trust: Trust | None = None,
     ) -> None:  # fmt: skip
-        """``own``: the server, where it is the tier's. ``trust``: which copies are believed, and what new ones are
-        sealed with. Nothing is connected to yet."""
+        """``own``: the server, where it is the tier's. ``trust``: the copies that are believed, and the key that seals
+        new ones. Connects to nothing yet."""
         address = RedisAddress(kind="server", path=own.path) if own else RedisAddress.of(settings.url)
         self._own = own
         self._trust = trust or Trust()
@@ -58,7 +58,7 @@ class RedisTier:
         self._waits = Waits(clock)
         topology = topology_of(address, Access.of(settings, address), settings.control_count)
         self._control = Control(topology, settings.control_count, self._waits)
-        errands = Control(topology, 1, Waits(clock))  # nobody waits for these: they say nothing of who does
+        errands = Control(topology, 1, Waits(clock))  # waits of its own: background calls do not count as stalls
         self._errands = Errands(errands, clock, 0 if settings.write == "never" else self._ttl_ms)
         self._readers, self._writers = readers, writers
         self._reads = Reads(readers, settings.reader_count, clock, self._waits)
@@ -67,7 +67,7 @@ class RedisTier:
         self._read_bytes = self._written_bytes = 0
 
     def begin(self) -> None:
-        """From the running loop: look whether the server is there. The first call does it, too."""
+        """Begin to ask for the server's state, from the running loop. The first call does it, too."""
         self._errands.begin()
 
     # ------------------------------------------------------------ what is there
@@ -98,7 +98,7 @@ class RedisTier:
         return RedisChunk(self, ChunkReads(await self._control.server_of(key), key), header, name)
 
     async def touch(self, storage_keys: Sequence[bytes]) -> None:
-        """They stay for another ``ttl_s``, and count as used where the engine drops what nobody uses."""
+        """Have these chunks stay for another ``ttl_s``, and count as used where the engine drops unused keys."""
         for key in storage_keys:
             self._errands.used(self._keys.chunk(key))
 
@@ -122,7 +122,7 @@ class RedisTier:
         except BaseException as error:
             self._errands.given_up(unfinished)
             self._errands.given_up(claim)
-            if isinstance(error, DataLoss):  # somebody else's key: what memory has is as good as before
+            if isinstance(error, DataLoss):  # a foreign key there: the copy in memory is not damaged
                 raise Unavailable(f"tiers.redis did not take a chunk: {error.message}") from error
             raise
         if outcome == "incomplete":
@@ -133,7 +133,7 @@ class RedisTier:
             self._written_bytes += written.byte_count
 
     async def _write(self, key: bytes, header: ChunkHeader, layout: ChunkLayout, source: list[Bytes]) -> Written:
-        """A chunk's fields."""
+        """Write a chunk's fields."""
         making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
         if not making.is_plain:
             return await self._move(key, write_copy, making, source)
@@ -142,8 +142,8 @@ class RedisTier:
         return Written(source[0].tobytes(), len(fields), layout.total_bytes)
 
     async def _move(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
-        """Have fields written; once more where another server has the key by now. While its slot is on its way no chunk
-        is written: no server takes a command with two keys."""
+        """Have fields written, and once more where another server has the key by now. While a slot is being migrated no
+        chunk of it is written: then no server takes a command with two keys."""
         try:
             return await self._move_once(key, function, *args)
         except Unavailable as error:
@@ -155,7 +155,7 @@ class RedisTier:
     async def _move_once(self, key: bytes, function: Callable[..., Result], *args: object) -> Result:
         failure_count = self._failure_count
         async with self._turns:
-            if failure_count != self._failure_count:  # nobody waits for a dead server one after the other
+            if failure_count != self._failure_count:  # do not wait for a dead server one after the other
                 raise Unavailable("tiers.redis: the server failed others meanwhile: see tiers.redis.url")
             server = await self._control.server_of(key)
             with self._waits.asked() as answered:
@@ -168,7 +168,7 @@ class RedisTier:
                 return found
 
     async def read(self, reads: ChunkReads, part: PartRead) -> bool:
-        """Of a chunk that is open; once more where another server has it by now."""
+        """Read a part of an open chunk, and once more where another server has it by now."""
         try:
             return await self._reads.read(reads, part)
         except Unavailable as error:
@@ -202,7 +202,8 @@ class RedisTier:
             self._own.stop()
 
     def statistics(self) -> TierStatistics:
-        """Of the whole engine, other nodes' chunks and other users' keys included, as it said some seconds ago."""
+        """Return the account of the whole engine, with other nodes' chunks and other users' keys, as it was some
+        seconds ago."""
         account = self._errands.account
         capacity = max(account.capacity_bytes, account.used_bytes)
         return TierStatistics(

@@ -1,6 +1,6 @@
-"""Which server has a key: one server, the one that Sentinels name, or a cluster's nodes.
+"""Finds the server that has a key: one server, the one that Sentinels name, or a cluster's nodes.
 
-redis-py knows topologies; a byte mover is told one server, and connects to it itself.
+redis-py knows topologies; a byte mover is given one server, and connects to it itself.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from kvstore.tiers.redis.cluster import ClusterNodes
 from kvstore.tiers.redis.line import CONNECT_S_MAX
 
 SPARE_COUNT = 8
-"""Connections to each node of a cluster beside those of calls: where one is missing, a call fails."""
+"""Connections to each node of a cluster beyond those of calls: a call fails where a connection is missing."""
 
 
 class Topology(Protocol):
-    """Where keys live."""
+    """The servers that hold the keys."""
 
     @property
     def client(self) -> Any:
-        """redis-py's, for control."""
+        """redis-py's client, for control."""
 
     @property
     def cluster(self) -> ClusterNodes | None:
-        """Where keys of one question may lie on several nodes: who asks them. ``client`` is for one server."""
+        """The cluster, for questions whose keys may lie on several nodes; None where ``client`` reaches all keys."""
 
     async def server_of(self, key: bytes) -> Server:
-        """Raises what redis-py raises."""
+        """Return the server that has a key. Raises redis-py's errors."""
 
     async def followed(self, key: bytes, said: str) -> Server:
-        """Where a key is after a server said ``said``: that another one has it. Raises as above."""
+        """Return the server that has a key after a server said ``said``: that another one has it. Raises as above."""
 
     def doubt(self) -> None:
-        """Take note that a server failed: another one may take its place."""
+        """Record that a server failed: another one may take its place."""
 
     async def close(self) -> None: ...
 
 
 def topology_of(address: RedisAddress, access: Access, control_count: int) -> Topology:
-    """What a URL names. Connects to nothing yet."""
+    """Return the topology that a URL names. Connects to nothing yet."""
     options = _options(access)
     if address.kind == "cluster":
         return ClusterNodes(address, access, {**options, "max_connections": control_count + SPARE_COUNT})
@@ -59,7 +59,7 @@ def topology_of(address: RedisAddress, access: Access, control_count: int) -> To
 
 def _options(access: Access) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "protocol": 2,  # nothing comes unasked
+        "protocol": 2,  # no unasked messages
         "socket_timeout": None,  # each call has a bound of its own
         "socket_connect_timeout": CONNECT_S_MAX,
         "retry": Retry(NoBackoff(), 1),  # on a connection that the server has closed
@@ -84,7 +84,7 @@ class _Credentials(CredentialProvider):
     def get_credentials(self) -> Any:
         try:
             return self._access.credentials()
-        except Unavailable as error:  # of another class redis-py would keep a connection that has no user
+        except Unavailable as error:  # after any other error redis-py keeps a connection without a user
             raise AuthenticationError(error.message) from error
 
     async def get_credentials_async(self) -> Any:
@@ -120,7 +120,7 @@ class SingleServer:
 
 
 class SentinelPrimary:
-    """The primary of a service, as its Sentinels say at each connect. They are asked without a password."""
+    """The primary of a service, as its Sentinels say at each connect. The Sentinels are asked without a password."""
 
     cluster: ClusterNodes | None = None
 

@@ -1,4 +1,4 @@
-"""For how long a server has answered nobody."""
+"""Measures for how long a server has answered no call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvstore.seams import Clock
 
 
 class Waits:
-    """Calls that wait for an answer, with when each began, and when one was last answered. One that is given up was
-    not answered."""
+    """The calls that wait for an answer, each with when it began, and the time of the last answer. Giving up a call is
+    no answer."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class Waits:
         self._began_s[call] = self._clock.monotonic()
 
     def answered(self) -> None:
-        """Take note that the server said something. A refusal is an answer, too."""
+        """Record that the server replied. A refusal is an answer, too."""
         self._answered_s = self._clock.monotonic()
 
     def ended(self, call: object) -> None:
@@ -31,7 +31,7 @@ class Waits:
 
     @contextmanager
     def asked(self) -> Iterator[Callable[[], None]]:
-        """While a call waits. It calls what it is given when it was answered."""
+        """Count a call that waits meanwhile. The call invokes the yielded function when it was answered."""
         call = object()
         self.began(call)
         try:
@@ -40,7 +40,8 @@ class Waits:
             self.ended(call)
 
     def stalled_s(self) -> float:
-        """Seconds since the oldest call began, or since one was answered, if that was later; 0 without any."""
+        """Return the seconds since the oldest call began, or since a call was last answered, if that was later. 0
+        without any."""
         if not self._began_s:
             return 0.0
         return self._clock.monotonic() - max(next(iter(self._began_s.values())), self._answered_s)

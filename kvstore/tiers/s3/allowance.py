@@ -1,4 +1,4 @@
-"""What a bucket may cost: a rate, and how much in one day."""
+"""Limits the use of a bucket: a rate, and bytes and requests of one day."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHARE = 0.001
 """A process that is killed may forget this share of a day's limit."""
 BURST_S = 1.0
 WAIT_S_MAX = 10.0
-"""A move that would have to wait longer for its turn is refused."""
+"""A move that would have to wait more seconds for its turn is refused."""
 
 
 class Allowance:
     """Bytes and requests of the last day, and the pace of bytes. Retries, a tenth of all requests at most, are not
-    counted. A day begins with the first request after the one before it ended, by the machine's clock: it outlives the
-    process, in the file ``account``. Where that is None, or no day has a limit, nothing is kept."""
+    counted. A day begins with the first request after the last day ended, by the machine's clock. The file ``account``
+    keeps the counts over restarts. Where that is None, or no day has a limit, nothing is kept."""
 
     def __init__(self, settings: S3Settings, clock: Clock, account: Path | None = None) -> None:
         self._settings = settings
@@ -38,14 +38,14 @@ class Allowance:
     @property
     def reached(self) -> str:
         """The setting whose limit is reached for today; empty: none."""
-        if not 0 <= self._clock.wall() - self._day_began_s < DAY_S:  # nor one of the future: the clock was set
+        if not 0 <= self._clock.wall() - self._day_began_s < DAY_S:  # or in the future: the clock was set
             self._day_began_s, self._bytes, self._requests = self._clock.wall(), 0, 0
             self.keep()
         limits = {"day_bytes_max": self._bytes, "day_request_count_max": self._requests}
         return next((name for name, used in limits.items() if 0 < getattr(self._settings, name) <= used), "")
 
     def used(self, byte_count: int, request_count: int) -> None:
-        """Count what moved. It may pass a limit, because what was begun is finished."""
+        """Count bytes and requests. The counts may pass a limit, because moves that have begun are finished."""
         self._bytes += byte_count
         self._requests += request_count
         now = (self._bytes, self._requests)
@@ -55,7 +55,8 @@ class Allowance:
             self.keep()
 
     def keep(self) -> None:
-        """Write the account down. Where that fails the log says so, and the limits hold for this process alone."""
+        """Write the account to its file. Where that fails the log says so, and the limits hold for this process
+        alone."""
         self._kept = (self._bytes, self._requests)
         if self._account is None:
             return
@@ -78,7 +79,7 @@ class Allowance:
             return 0.0, 0, 0
 
     async def turn(self, byte_count: int) -> None:
-        """Wait until so many bytes may move. Raises Exhausted where that takes too long."""
+        """Wait until ``byte_count`` bytes may move. Raises Exhausted where that takes too long."""
         rate = self._settings.bytes_per_s_max
         if not rate:
             return

@@ -14,7 +14,7 @@ PIECE_BYTES = 256 << 10
 
 
 def ranges_of(target: Sequence[Bytes], range_bytes: int) -> list[list[Bytes]]:
-    """The same memory in order, in groups of ``range_bytes``, the last one shorter."""
+    """Return the same memory in order, in groups of ``range_bytes``, the last one shorter."""
     groups: list[list[Bytes]] = [[]]
     room = range_bytes
     for each in joined(target):
@@ -31,7 +31,7 @@ def ranges_of(target: Sequence[Bytes], range_bytes: int) -> list[list[Bytes]]:
 
 
 async def pour(body: Any, pieces: Sequence[Bytes]) -> None:
-    """A response's body into memory, as it comes. Raises Refused where it ends early."""
+    """Copy a response's body into memory, as it comes. Raises Refused where it ends early."""
     stream = body.raw_stream.content
     rest, spare = b"", np.empty(0, np.uint8)
     for piece in pieces:
@@ -63,8 +63,8 @@ class Body:
                 yield run[start : start + PIECE_BYTES].tobytes()
 
     def read(self, *_: object) -> bytes:
-        """botocore takes what has this for a body, and never calls it."""
-        raise NotImplementedError  # a body is iterated: whoever reads it would read all of it at once
+        """Never called: botocore only accepts objects with this method as a body."""
+        raise NotImplementedError  # a body is iterated: a read would copy all of it at once
 
     def seek(self, *_: object) -> None:
         """Do nothing: each iteration begins at the first byte."""

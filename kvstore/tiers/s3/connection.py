@@ -1,6 +1,6 @@
 """One client of an endpoint per process, on an event loop in a thread of its own, so that signing, TLS and the bytes
 themselves never pass through the loop that answers clients. Jobs block their lane's thread until their work on that
-loop has ended, one way or the other: then nothing touches the memory that they were lent."""
+loop has ended, well or not: then nothing touches the memory that they were lent."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ BACKOFF_S, BACKOFF_S_MAX = 0.05, 2.0
 CONNECT_S_MAX = 3.0
 HIDES_S = 30.0
 RENEW_S_MIN = 1.0
-"""Credentials are not read more often."""
+"""Credentials are read at most once in so many seconds."""
 LEFT_OPEN_S = 30.0
-"""A client of old credentials is closed no sooner: no request takes longer."""
+"""A client of old credentials is closed after so many seconds: no request takes longer."""
 CONNECTIONS_BESIDES = 16
-"""For questions, beside those that readers and writers take."""
+"""Connections for questions, in addition to those of readers and writers."""
 
 
 class RetryBudget:
-    """What retries may cost: a tenth of a retry is earned by each request that was answered. A store that refuses
-    everything is asked hardly more often than if nobody tried again."""
+    """Limits retries: each answered request earns a tenth of a retry. So a store that refuses everything is asked
+    hardly more often than without retries."""
 
     EARNED, FIRST, MOST = 0.1, 4.0, 10.0
 
@@ -45,7 +45,7 @@ class RetryBudget:
         self._left = min(self._left + self.EARNED, self.MOST)
 
     def spend(self) -> bool:
-        """Whether one more retry may be made."""
+        """Take one retry from the budget. Returns False when none is left."""
         if self._left < 1:
             return False
         self._left -= 1
@@ -53,7 +53,8 @@ class RetryBudget:
 
 
 class Connection:
-    """``is_conditional``: False once the endpoint has said that it knows no conditional writes."""
+    """A client, and the loop that it runs on. ``is_conditional``: False once the endpoint has said that it knows no
+    conditional writes."""
 
     def __init__(self, settings: S3Settings) -> None:
         self._settings = settings
@@ -62,7 +63,7 @@ class Connection:
         self._made_s = float("-inf")
         self._stack = AsyncExitStack()
         self._left_open: deque[tuple[float, AsyncExitStack]] = deque()
-        """Clients of old credentials: (when they were replaced, what closes them)."""
+        """Clients of old credentials: (when they were replaced, the stack that closes them)."""
         self._opening = asyncio.Lock()
         self._random = SystemRandom()
         self._budget = RetryBudget()
@@ -71,8 +72,8 @@ class Connection:
         start_thread(self._loop.run_forever, "s3")
 
     def run(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
-        """Blocking. What the work gives, on this connection's loop. When this returns the work has ended. Raises
-        Refused; DeadlineExceeded."""
+        """Run the work on this connection's loop and return its result. When this returns the work has ended. Blocking.
+        Raises Refused; DeadlineExceeded."""
         return asyncio.run_coroutine_threadsafe(self._bounded(work, deadline_s), self._loop).result()
 
     async def _bounded(self, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float) -> Result:
@@ -84,9 +85,9 @@ class Connection:
             raise DeadlineExceeded(words) from error
 
     async def ask(self, request: Callable[[Any], Awaitable[Result]], *, is_urgent: bool = False) -> Result:
-        """One request, with its answer read to the end; tried again where that may help, unless it is urgent: then the
-        caller has no time for it. Only a connection, or credentials, that were kept too long are tried anew in any
-        case. Raises Refused."""
+        """Make one request, and read its answer to the end. Try again where that may help, unless it is urgent: then
+        the caller has no time for it. A connection, or credentials, that were kept too long are renewed in any case.
+        Raises Refused."""
         for attempt in range(ATTEMPTS_MAX):
             client: Any = None
             try:
@@ -106,17 +107,18 @@ class Connection:
         raise AssertionError("the last attempt returns or raises")
 
     def _backoff_s(self, attempt: int) -> float:
-        """Seconds to wait: random, so that requests that were refused together do not come again together."""
+        """Return the seconds to wait: random, so that requests that were refused together do not come again
+        together."""
         share = int.from_bytes(self._random.bytes(4), "little") / (1 << 32)
         return float(share * min(BACKOFF_S * 2**attempt, BACKOFF_S_MAX))
 
     @property
     def hides(self) -> bool:
-        """Whether what is denied was found to be that, and no wrong key, a moment ago."""
+        """True when a bare "403" was found a moment ago to be a denial, and no wrong key."""
         return self._loop.time() < self._hides_until_s
 
     def was_denied(self) -> None:
-        """Take note that a bare "403" was a denial: for a while it needs no second question."""
+        """Record that a bare "403" was a denial: for a while it needs no second question."""
         self._hides_until_s = self._loop.time() + HIDES_S
 
     async def _ready(self) -> Any:
@@ -128,16 +130,16 @@ class Connection:
         return self._client
 
     async def open(self) -> None:
-        """Have a client, which takes a second of work the first time. Raises Refused."""
+        """Make the client, which takes a second of work the first time. Raises Refused."""
         try:
             await self._ready()
         except Exception as error:
             raise refusal_of(error) from error
 
     async def _renew(self, client: Any) -> bool:
-        """Whether the next request has credentials that were read after this client's: another request may have seen
-        to that, and those of a moment ago are not read again. The client stays open while others may wait for its
-        answers."""
+        """Have the next request read its credentials anew. Returns True when they are newer than this client's: another
+        request may have renewed them. Credentials that were read a moment ago are not read again. The old client stays
+        open while other requests may wait for its answers."""
         if client is self._client:
             now_s = self._loop.time()
             if now_s - self._made_s < RENEW_S_MIN:
@@ -150,7 +152,7 @@ class Connection:
 
 
 def _client_of(settings: S3Settings) -> Any:
-    """A client that is not open yet. Imported here: only processes that speak S3 pay for it."""
+    """Return a client that is not open yet. Imports here: only processes that use S3 pay for it."""
     from aiobotocore.config import AioConfig
     from aiobotocore.session import AioSession
 
@@ -160,15 +162,15 @@ def _client_of(settings: S3Settings) -> Any:
         session.set_config_variable("credentials_file", settings.credentials_file)
     region = settings.region or session.get_config_variable("region") or None
     if settings.endpoint_url and not region:
-        region = "us-east-1"  # what stores that are not Amazon's are signed for
+        region = "us-east-1"  # the region that other vendors' stores expect in signatures
     config = AioConfig(
         s3={"addressing_style": settings.addressing, "payload_signing_enabled": False},
-        retries={"total_max_attempts": 1, "mode": "standard"},  # ours have a budget
+        retries={"total_max_attempts": 1, "mode": "standard"},  # our own retries have a budget
         connect_timeout=min(CONNECT_S_MAX, settings.timeout_s),
         read_timeout=settings.timeout_s,
         max_pool_connections=settings.reader_count + settings.writer_count + CONNECTIONS_BESIDES,
-        request_checksum_calculation="when_required",  # of a body it is made in the lane's thread, not on the loop
-        response_checksum_validation="when_required",  # strips have their own
+        request_checksum_calculation="when_required",  # a body's is computed in the lane's thread, not on the loop
+        response_checksum_validation="when_required",  # strips have checksums of their own
         proxies={"http": settings.proxy, "https": settings.proxy} if settings.proxy else None,
     )
     session.register("before-sign.s3", _without_expectation)
@@ -181,28 +183,28 @@ def _client_of(settings: S3Settings) -> Any:
 
 @cache
 def _loader() -> Any:
-    """botocore's descriptions of services, read once: that is most of the work of making a client."""
+    """Return botocore's descriptions of services, read once: that is most of the work of making a client."""
     from botocore.loaders import create_loader
 
     return create_loader()
 
 
 def _without_expectation(request: Any, **_: object) -> None:
-    """A body is sent at once: what lies there was looked at before, and a store that never says "100 Continue" would be
+    """Send a body at once: the object there was looked at before, and a store that never says "100 Continue" would be
     waited for without end."""
     del request.headers["Expect"]
 
 
 def _without_a_search(**_: object) -> Any:
-    """A bucket's region is what an answer names that sends a request elsewhere. Where it names none botocore would ask
-    for the region, and for that question's own when it is sent elsewhere, too: a server that sends http to https would
-    be asked thousands of times."""
+    """Answer botocore's question for a bucket's region ourselves. Botocore takes the region from an answer that
+    redirects a request; where that names none it would ask for the region, and again when that question is redirected:
+    a server that redirects http to https would be asked thousands of times."""
     nothing = {"Error": {"Code": "404"}, "ResponseMetadata": {"HTTPStatusCode": 404, "HTTPHeaders": {}}}
     return SimpleNamespace(status_code=404), nothing
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -> list[Result]:
-    """What all of these give, so many at a time. Raises what the first that failed raised, once none of them runs."""
+    """Return the results of all works, ``at_once`` at a time. Raises the first error, once none of the works runs."""
     limit = asyncio.Semaphore(at_once)
 
     async def one(work: Coroutine[Any, Any, Result]) -> Result:
@@ -217,7 +219,7 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -
         raise errors.exceptions[0] from errors
     finally:
         for work in waiting:
-            work.close()  # one that never had its turn
+            work.close()  # a work that never had its turn
     return [task.result() for task in tasks]
 
 
@@ -226,7 +228,8 @@ _lock = threading.Lock()
 
 
 def connection_to(settings: S3Settings) -> Connection:
-    """This process's, made when it is first asked for. Those of one endpoint share it, whatever they store there."""
+    """Return this process's connection, made at the first call. Settings that reach the same endpoint share it,
+    whatever they store there."""
     reach = (
         settings.endpoint_url, settings.region, settings.profile, settings.credentials_file, settings.addressing,
         settings.proxy, settings.ca_file, settings.timeout_s, settings.reader_count, settings.writer_count,

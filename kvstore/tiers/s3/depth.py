@@ -1,4 +1,4 @@
-"""How far a chain goes on, in few questions and fewer round trips."""
+"""Finds the end of a chain in a bucket, in few questions and fewer round trips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD_COUNT_MAX = 8
 
 
 def points(low: int, high: int) -> list[int]:
-    """Places between ``low`` and ``high``, neither of them included: as many as are asked at a time, evenly apart."""
+    """Return evenly spaced places between ``low`` and ``high``, both excluded: as many as are asked at a time."""
     count = min(HEAD_COUNT_MAX, high - low - 1)
     return [low + (high - low) * (number + 1) // (count + 1) for number in range(count)]
 
@@ -23,10 +23,10 @@ def points(low: int, high: int) -> list[int]:
 async def are_there(
     keys: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool]], chains: Sequence[int] = ()
 ) -> tuple[list[bool], int]:
-    """Which of these are there, and how many questions that took. A few, and those that are no ``chains`` (keys of
-    each, in order), are asked for one by one. Of a chain, the first; then places in between, for a chain ends where its
-    first chunk is missing: 128 keys take 19 questions at most, in four round trips, or one where nothing is there. What
-    lies behind a gap is not found."""
+    """Return a flag per key, True when it is there, and the number of questions. A few keys, and keys without
+    ``chains`` (the number of keys of each, in order), are asked for one by one. For a chain the first key is asked for,
+    then keys in between, for a chain ends where its first chunk is missing: 128 keys take 19 questions at most, in four
+    round trips, or one where nothing is there. Chunks behind a gap are not found."""
     limit, count = asyncio.Semaphore(HEAD_COUNT_MAX), 0
 
     async def ask(key: Key) -> bool:
@@ -45,7 +45,7 @@ async def are_there(
 
 
 async def _depth(chain: Sequence[Key], is_there: Callable[[Key], Coroutine[Any, Any, bool]]) -> int:
-    """How many leading keys of a chain are there."""
+    """Return the number of leading keys of a chain that are there."""
     low, high = -1, len(chain)
     asked = [0]
     while asked:

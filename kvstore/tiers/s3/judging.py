@@ -1,4 +1,4 @@
-"""What an object is to somebody who looks for one chunk there."""
+"""Classifies an object for a reader or a writer of one chunk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvstore.tiers.s3.looking import Looked
 
 
 class Finding(Enum):
-    """HIDDEN: denied, and perhaps not there. NEWER: written by a newer release, or in an envelope of a key that this
-    node has not: it neither reads nor replaces that. DAMAGED: nobody's any more."""
+    """The kind of an object. ABSENT: there is none. HIDDEN: denied, and perhaps not there. OURS: any write of the
+    chunk. NEWER: written by a newer release, or in an envelope whose key this node lacks: it neither reads nor replaces
+    that. DAMAGED: not the chunk, or not whole: it may be replaced."""
 
     ABSENT = "absent"
     HIDDEN = "hidden"
@@ -26,8 +27,8 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """``header`` of what is ours; ``etag`` of what is there; ``reason`` for what is damaged. ``is_ahead``: what was
-    read ahead are the chunk's leading slabs as they are stored, and not checked yet."""
+    """``header`` is set for OURS, ``etag`` for an object that is there, ``reason`` for DAMAGED. ``is_ahead``: the bytes
+    that were read ahead are the chunk's leading slabs as they are stored, and not checked yet."""
 
     finding: Finding
     etag: str = ""
@@ -37,7 +38,7 @@ class Judgement:
 
 
 def judge(looked: Looked | None, name: ChunkName, trust: Trust) -> Judgement:
-    """Say what an object is, by its header and its length. Any write of the chunk will do. Strips are not looked at."""
+    """Classify an object by its header and its length. Any write of the chunk will do. Strips are not checked."""
     if looked is None:
         return Judgement(Finding.ABSENT)
     try:

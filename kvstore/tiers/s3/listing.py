@@ -1,4 +1,4 @@
-"""A bucket read back: which objects there are, and what they say of themselves."""
+"""Reads a bucket back: its objects, and what their headers say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.tiers.s3.looking import Looked, first_bytes
 from kvstore.tiers.s3.objects import LOOK_S_MAX, VERSION, bucket_of, finished, object_key
 
 HEADER_BYTES = 16 << 10
-"""What is read of an object first. A longer header is read again."""
+"""Bytes of an object that are read first. A longer header is read again."""
 HEADERS_AT_ONCE = 16
 WHOLE_AT_ONCE = 4
 EXAMINE_S_MAX = 600.0
@@ -42,9 +42,9 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class Examined:
-    """``header``: of a chunk that is right as far as it was looked at; of one in an envelope what it shows, and its
-    strips are not looked at. ``reason``: why it is damaged; "newer": it takes
-    a newer release to tell; "gone": it went meanwhile."""
+    """The result of examining an object. ``header``: of a chunk that is right as far as it was checked. Of a chunk in
+    an envelope it has only the fields that are shown, and the strips are not checked. ``reason``: why it is damaged;
+    "newer": only a newer release can tell; "gone": it was removed meanwhile."""
 
     listed: Listed
     header: ChunkHeader | None = None
@@ -52,8 +52,8 @@ class Examined:
 
 
 def pages(settings: S3Settings) -> Iterator[tuple[list[Listed], int]]:
-    """Blocking. The chunks' objects, a page at a time, and how many others lie among them. Raises PermissionDenied,
-    Unavailable."""
+    """Yield the chunks' objects, a page at a time, and the number of other objects among them. Blocking. Raises
+    PermissionDenied, Unavailable."""
     token = before = ""
     while True:
         found, others, token = finished(settings, "read", partial(_page, settings, token), LOOK_S_MAX * 3)
@@ -82,7 +82,7 @@ async def _page(settings: S3Settings, token: str, connection: Connection) -> tup
 
 
 def storage_key_of(settings: S3Settings, key: str) -> bytes | None:
-    """The chunk whose object this is; None: it is none of ours."""
+    """Return the storage key of the chunk in this object; None: the object is none of ours."""
     try:
         found = bytes.fromhex(key.rpartition("/")[2])
     except ValueError:
@@ -91,7 +91,7 @@ def storage_key_of(settings: S3Settings, key: str) -> bytes | None:
 
 
 def examine(settings: S3Settings, listed: Sequence[Listed], *, whole: bool) -> list[Examined]:
-    """Blocking. What these objects are, by their headers, or by all of their bytes. Raises PermissionDenied,
+    """Examine these objects by their headers, or by all of their bytes. Blocking. Raises PermissionDenied,
     Unavailable."""
     look = _whole if whole else _header
     at_once = WHOLE_AT_ONCE if whole else HEADERS_AT_ONCE

@@ -1,4 +1,4 @@
-"""What lies in the bucket: an object's first bytes, and which chunks are probably there."""
+"""Reads an object's first bytes, and finds out which chunks are probably there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.tiers.s3.refusals import ABSENT, DENIED, TOO_SHORT, WORDLESS, Refus
 
 
 class Looked(NamedTuple):
-    """The first bytes of an object, its ETag, and how long it is. ``is_ahead``: what follows them was read, too."""
+    """The first bytes of an object, its ETag, and its length. ``is_ahead``: the bytes that follow were read, too."""
 
     data: bytes
     etag: str
@@ -27,9 +27,9 @@ class Looked(NamedTuple):
 
 
 def look(settings: S3Settings, storage_key: bytes, byte_count: int, ahead: Sequence[Bytes] = ()) -> Looked | None:
-    """Blocking. The first ``byte_count`` bytes, fewer where the object ends before; None: it is not there. ``ahead`` is
-    filled with those that follow, unless the object ends before. Raises PermissionDenied, perhaps because it is not
-    there; Unavailable."""
+    """Return the first ``byte_count`` bytes, fewer where the object is shorter; None: it is not there. ``ahead`` is
+    filled with the bytes that follow, unless the object is shorter. Blocking. Raises PermissionDenied, perhaps because
+    the object is not there; Unavailable."""
     work = partial(first_bytes, place_of(settings, storage_key), byte_count, ahead=ahead)
     return finished(settings, "read", work, READ_S_MAX if ahead else LOOK_S_MAX)
 
@@ -57,14 +57,14 @@ async def first_bytes(
             return None
         if refused.code not in TOO_SHORT:
             raise
-    empty = await connection.ask(lambda client: client.head_object(**place))  # a range of nothing is none
+    empty = await connection.ask(lambda client: client.head_object(**place))  # an empty object has no range
     return Looked(b"", empty["ETag"], int(empty["ContentLength"]))
 
 
 def probe(
     settings: S3Settings, storage_keys: Sequence[bytes], chains: Sequence[int], timeout_s: float
 ) -> tuple[list[bool], int, bool]:
-    """Blocking. Which of these are probably there; how many requests that took; and whether reads were denied. Raises
+    """Return which of these are probably there, the number of requests, and whether reads were denied. Blocking. Raises
     DeadlineExceeded, Unavailable."""
     try:
         return connection_to(settings).run(partial(_probe, settings, storage_keys, chains), timeout_s)
@@ -83,7 +83,8 @@ async def _probe(
 
 
 async def _is_there(place: dict[str, str], connection: Connection) -> bool:
-    """Whether an object is there. Without the right to list, an absent object is denied: a miss like any other."""
+    """Return True when an object is there. Without the right to list, a request for an absent object is denied: a miss
+    like any other."""
     try:
         await connection.ask(lambda client: client.head_object(**place), is_urgent=True)
     except Refused as refused:

@@ -1,5 +1,5 @@
-"""Where objects lie, and how a lane's thread has something done with them. Jobs block until all of it has ended, within
-a bound; their arguments cross to another process: settings, names, and memory that is lent."""
+"""The names of objects, and how a lane's thread runs a job. Jobs block until all of their work has ended, within a time
+limit. Their arguments cross to another process: settings, names, and memory that is lent."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvstore.tiers.s3.refusals import Refused, error_of
 Result = TypeVar("Result")
 VERSION = "v1"
 LOOK_S_MAX, READ_S_MAX, WRITE_S_MAX, REMOVE_S_MAX = 10.0, 20.0, 25.0, 20.0
-"""A job that takes longer has failed. Those who wait are told before they give up."""
+"""A job that takes more seconds than this has failed. The limits are shorter than those of the callers that wait."""
 
 
 def object_key(settings: S3Settings, storage_key: bytes) -> str:
-    """Where a chunk lies in the bucket. Whoever asks knows the storage key and nothing else, so nothing else is in it;
-    whose it is its header says."""
+    """Return the name of a chunk's object in the bucket. A reader knows the storage key and nothing else, so the name
+    has nothing else; the header says whose chunk it is."""
     name = storage_key.hex()
     return f"{settings.prefix}/{VERSION}/{name[:2]}/{name}"
 
 
 def place_of(settings: S3Settings, storage_key: bytes) -> dict[str, str]:
-    """What every request on a chunk's object says."""
+    """Return the arguments of every request on a chunk's object."""
     return {"Key": object_key(settings, storage_key), **bucket_of(settings)}
 
 
 def bucket_of(settings: S3Settings) -> dict[str, str]:
-    """What every request says: the bucket, and whose it has to be."""
+    """Return the arguments of every request: the bucket, and the owner that it must have."""
     owner = {"ExpectedBucketOwner": settings.expected_owner} if settings.expected_owner else {}
     return {"Bucket": settings.bucket, **owner}
 
@@ -38,7 +38,7 @@ def bucket_of(settings: S3Settings) -> dict[str, str]:
 def finished(
     settings: S3Settings, action: str, work: Callable[[Connection], Coroutine[Any, Any, Result]], deadline_s: float
 ) -> Result:
-    """Blocking. The work on this process's connection; the endpoint's refusals as the contract's errors."""
+    """Run the work on this process's connection. Raises the endpoint's refusals as the contract's errors. Blocking."""
     try:
         return connection_to(settings).run(work, deadline_s)
     except Refused as refused:
@@ -48,8 +48,9 @@ def finished(
 
 
 def warm_up(settings: S3Settings) -> None:
-    """Blocking. Have a client in this process before anybody waits for it. What is wrong is said by who uses it."""
+    """Make this process's client before a call waits for it. Blocking. An error is left to the first call that uses
+    it."""
     try:
         connection_to(settings).run(Connection.open, LOOK_S_MAX)
     except (Refused, DeadlineExceeded):
-        pass  # whoever uses it meets the same, and says so
+        pass  # the first call that uses it meets the same error, and raises it

@@ -1,4 +1,4 @@
-"""A chunk in an object, opened: runs of its slabs into memory, each verified before anybody is told."""
+"""An opened chunk in an object: runs of its slabs are read into memory, each verified before a caller sees it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvstore.tiers.s3.refusals import ABSENT, CHANGED, Refused
 
 
 class ObjectReader(Protocol):
-    """What an open chunk asks of its tier."""
+    """The tier as an open chunk sees it."""
 
     async def run_read(self, byte_count: int, function: Callable[..., Any], *args: object) -> Any:
-        """On a lane of the tier's. Raises what the contract says."""
+        """Run a function on a lane of the tier's. Raises as in the contract."""
 
     async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
-        """Run on a lane what makes no request."""
+        """Run a function on a lane that makes no request."""
 
     def was_read(self, byte_count: int) -> None: ...
 
@@ -44,7 +44,7 @@ class ObjectReader(Protocol):
 
 class S3Chunk:
     """An open chunk: a name, and the ETag that each of its ranges must have. ``ahead``: memory that the leading slabs
-    were read into with the header, of which nothing is checked yet."""
+    were read into with the header, and that is not checked yet."""
 
     def __init__(
         self, owner: ObjectReader, settings: S3Settings, header: ChunkHeader, layout: ChunkLayout, etag: str,
@@ -72,7 +72,7 @@ class S3Chunk:
         self._owner.was_read(sum(each.size for each in memory))
 
     async def check(self, slabs: range) -> None:
-        """As ``read``, without giving the bytes to anybody."""
+        """As ``read``, without handing out the bytes."""
         await self._fetch(slabs, check_slabs, self.header, self._layout, slabs)
         self._owner.was_read(sum(self._layout.slabs[slab].byte_count for slab in slabs))
 
@@ -84,8 +84,8 @@ class S3Chunk:
         self._check(slabs, is_good=found)
 
     def _takes_ahead(self, slabs: range, memory: Sequence[Bytes]) -> bool:
-        """True when these slabs were read with the header into this memory. Only once, because an envelope is opened in
-        its place: a second read fetches them anew."""
+        """Return True when these slabs were read with the header into this memory. Only once, because an envelope is
+        opened in its place: a second read fetches them anew."""
         ahead = self._ahead
         if slabs.start or len(ahead) != len(memory) or any(map(is_not, ahead, memory)):
             return False
@@ -101,21 +101,21 @@ class S3Chunk:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Does nothing: an open object holds nothing."""
+        """Do nothing: an open object holds no resources."""
 
 
 def read_runs(
     settings: S3Settings, storage_key: bytes, etag: str, offset: int, runs: Sequence[Run], expected: bytes
 ) -> bool:  # fmt: skip
-    """Blocking. Fill runs of memory, which lie one after the other in the object. Whether all strips are right. Raises
-    DataLoss where another object lies there now, or none; Unavailable."""
+    """Fill runs of memory, which lie one after the other in the object. Returns True when all strips are right.
+    Blocking. Raises DataLoss where another object is there now, or none; Unavailable."""
     _fill(settings, storage_key, etag, offset, [data for data, _ in runs])
     return settle_runs(runs, expected)
 
 
 def settle_runs(runs: Sequence[Run], expected: bytes) -> bool:
-    """Check the strips of runs of memory that were filled, and zero the gaps between them. Blocks. True: all are
-    right."""
+    """Check the strips of runs of memory that were filled, and zero the gaps between them. Returns True when all are
+    right. Blocking."""
     good = are_right(runs, expected)
     if good:
         for data, strips in runs:
@@ -127,7 +127,7 @@ def read_encoded_slabs(
     settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
     slabs: range, target: Sequence[Bytes],
 ) -> bool:  # fmt: skip
-    """Blocking. As ``read_runs``, of slabs that are decoded on their way."""
+    """As ``read_runs``, for slabs that are decoded on their way. Blocking."""
     buffer = np.empty(slab_range(header, layout, slabs.start, slabs.stop)[1], np.uint8)
     _fill(settings, storage_key, etag, offset, [buffer])
     return decode_slabs(header, layout, slabs, buffer, target)
@@ -137,7 +137,7 @@ def check_slabs(
     settings: S3Settings, storage_key: bytes, etag: str, offset: int, header: ChunkHeader, layout: ChunkLayout,
     slabs: range,
 ) -> bool:  # fmt: skip
-    """Blocking. As ``read_runs``, into memory of nobody's."""
+    """As ``read_runs``, into memory that is dropped afterwards. Blocking."""
     target = [np.empty(layout.slabs[slab].byte_count, np.uint8) for slab in slabs]
     return read_encoded_slabs(settings, storage_key, etag, offset, header, layout, slabs, target)
 

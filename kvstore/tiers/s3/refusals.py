@@ -1,4 +1,4 @@
-"""What an endpoint, or the way to it, answers when it does not do as it was asked; and what that means to a caller."""
+"""The refusals of an endpoint, or of the way to it, and their meaning for a caller."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from kvstore.errors import DataLoss, Exhausted, KVStoreError, PermissionDenied, 
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "MethodNotAllowed"})
 CHANGED = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict", "OperationAborted"})
-"""A condition on what lies there does not hold, or somebody else writes it at this moment."""
+"""A condition on the object there does not hold, or another node writes it at this moment."""
 TOO_SHORT = frozenset({"416", "InvalidRange"})
 UNCONDITIONAL = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "507", "InsufficientStorage", "EntityTooLarge"})
 WORDLESS = frozenset({"301", "307", "400", "401", "403"})
-"""A HEAD has no body that would say more."""
+"""Codes of a HEAD that say too little: its answer has no body."""
 RETRIED = frozenset({
     "SlowDown", "SlowDownRead", "SlowDownWrite", "ServiceUnavailable", "503", "InternalError", "500", "502", "504",
     "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429", "RequestLimitExceeded",
     "BadDigest", "XAmzContentChecksumMismatch", "ConnectionClosedError", "HTTPClientError", "CutShort",
 })  # fmt: skip
-"""The same request may well be answered a moment later."""
+"""The same request may well succeed a moment later."""
 CLOSED = frozenset({"ConnectionClosedError", "EndpointConnectionError"})
-"""A connection that was kept and is gone: another one may do, at once."""
+"""A kept connection is gone: another connection may work, at once."""
 STALE = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
 )
@@ -69,8 +69,8 @@ _RIGHTS = {
 
 
 class Refused(Exception):
-    """One request was not done. ``code``: the endpoint's word for it, or the name of what went wrong on the way;
-    ``status``: of HTTP, 0 without one. Never leaves this room."""
+    """One request failed. ``code``: the endpoint's code, or the name of the error on the way; ``status``: of HTTP, 0
+    without one. Never leaves this package."""
 
     def __init__(self, code: str, status: int = 0) -> None:
         super().__init__(code, status)
@@ -79,7 +79,7 @@ class Refused(Exception):
 
 
 def refusal_of(error: Exception) -> Refused:
-    """What a client's error says. Raises the error where it is none of the client's: a bug of ours."""
+    """Return the refusal that a client's error means. Raises the error where it is not the client's: a bug of ours."""
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -104,8 +104,8 @@ def refusal_of(error: Exception) -> Refused:
 
 
 def error_of(refused: Refused, action: str) -> KVStoreError:
-    """The error of the contract. ``action``: "read", "write" or "remove". No word of the endpoint's own is repeated but
-    its code: it may name keys."""
+    """Return the contract's error. ``action``: "read", "write" or "remove". Only the endpoint's code is repeated: its
+    text may name keys."""
     code = refused.code
     if code in FULL:
         return Exhausted(f"tiers.s3: the store is full ({code}): raise its quota, or have it drop what is old")

@@ -1,10 +1,10 @@
 """The S3 tier: a chunk is an object, put there once and read in ranges.
 
-Writing: what lies there is looked at first. This chunk, in a format we know: where all its strips are right it is
-adopted, and nothing is sent.
-Damaged: replaced. A newer release's: left alone. Else the object is put on the condition that there is still none,
-which some stores ignore: nothing rests on it. Reading: the header and the first range in one request, then ranges of
-the same ETag, each strip verified.
+Writing: the object that is there is looked at first. This chunk, in a format we know: where all its strips are right it
+is adopted, and nothing is sent. Damaged: replaced. A newer release's: left alone. Otherwise the object is put on the
+condition that there is still none, which some stores ignore: nothing relies on it.
+
+Reading: the header and the first range in one request, then ranges of the same ETag, each strip verified.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ Result = TypeVar("Result")
 DAMAGED_COUNT_MAX = 1024
 SAID_AGAIN_S = 600.0
 CLOSE_S_MAX = 3.0
-"""What is under way is waited for so long, then for the lanes."""
+"""Seconds that a close waits for running jobs before it closes the lanes."""
 SLOW_BYTES_PER_S = 10e6
-"""A line that takes no less is slow, and does not stall: what is sent side by side on it takes its time, meanwhile the
-tier is asked."""
+"""A line with at least this rate is slow, but does not stall: writes side by side take their time on it, and the tier
+is still asked meanwhile."""
 ANSWER_BYTES_MAX = 96 << 10
-"""A lane's answer carries a header of this size; a larger one is read by a thread of this process."""
+"""A lane's answer carries a header up to this size; a larger header is read by a thread of this process."""
 _log = logging.getLogger("kvstore.s3")
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Who does a tier's blocking work. ``near`` are this process's own threads."""
+    """The workers of a tier's blocking jobs. ``near`` are this process's own threads."""
 
     readers: Workers
     writers: Workers
@@ -77,8 +77,8 @@ class Lanes:
 
 
 class S3Tier:
-    """One node's way to a bucket. It makes no request before somebody asks for something, so that a service starts
-    without the endpoint, and uses it once it is there."""
+    """One node's access to a bucket. It makes no request before it is called, so that a service starts without the
+    endpoint, and uses it once it is there."""
 
     name = "s3"
     kind = Tier.S3
@@ -88,14 +88,14 @@ class S3Tier:
         self, settings: S3Settings, lanes: Lanes, clock: Clock, trust: Trust | None = None,
         claims: UploadClaims | None = None, account: Path | None = None,
     ) -> None:  # fmt: skip
-        """``trust``: which copies are believed, and what new ones are sealed with. ``claims``: where nodes tell each
-        other what they are about to write; a bucket itself has no place for that. ``account``: the file that keeps what
-        the day's limits count, over restarts."""
+        """``trust``: the copies that are believed, and the key that seals new ones. ``claims``: the place where nodes
+        tell each other what they are about to write; a bucket itself has none. ``account``: the file that keeps the
+        counts for the day's limits over restarts."""
         self._settings = settings
         self._trust = trust or Trust()
         self._encoding = encoding_of(settings.encoding)
         self._is_raw = settings.encoding == "raw"
-        """Whether the last chunk that was opened was, and so the next one probably is: where its slabs lie is known
+        """True when the last opened chunk was raw, and so the next one probably is: the place of its slabs is known
         without its header."""
         self._claims = claims
         self._lanes = lanes
@@ -117,20 +117,21 @@ class S3Tier:
     async def _run(
         self, workers: Workers, function: Callable[..., Result], *args: object, grace_s: float = 0.0
     ) -> Result:
-        """A caller that is cancelled is let go when the job has ended: until then its memory is in use."""
+        """Run a job on a lane. A cancelled caller is released only when the job has ended: until then its memory is in
+        use."""
         job = asyncio.wrap_future(begun(workers, function, *args))
         self._pace[workers].began(job, self._clock, grace_s)
         return await to_its_end(job)
 
     def _say(self, what: str, **fields: object) -> None:
-        """Once in a while: it stays so, or comes again and again."""
+        """Log a warning, at most once in a while: the problem stays, or comes again and again."""
         now_s = self._clock.monotonic()
         if now_s - self._said.get(what, float("-inf")) >= SAID_AGAIN_S:
             self._said[what] = now_s
             _log.warning(what, extra={"tier": self.name, **fields})
 
     def _is_spent(self) -> bool:
-        """Whether nothing is asked any more today."""
+        """Return True when the tier may make no more requests today."""
         setting = self._allowance.reached
         if setting:
             self._say("the day's limit is reached: nothing is asked of the tier before the next one", setting=setting)
@@ -155,8 +156,8 @@ class S3Tier:
         return answers
 
     async def claim(self, storage_keys: Sequence[bytes], claim_s: float, timeout_s: float) -> Sequence[UploadState]:
-        """What another node has claimed is not looked for: each look is a request. What this node could not write
-        anyway it does not claim."""
+        """See ``SharedTier.claim``. Chunks that another node has claimed are not looked for: each look is a request.
+        Chunks that this node could not write anyway are not claimed."""
         keys, claims = list(storage_keys), self._claims
         if claims is None or not keys or self._is_read_only or self._is_spent():
             found = await self.probe(keys, timeout_s)
@@ -175,7 +176,7 @@ class S3Tier:
         )
 
     async def _judge(self, name: ChunkName, ahead: Sequence[Bytes] = ()) -> Judgement:
-        """What lies there. What is denied is perhaps not there."""
+        """Look at the object and classify it. A denied object is perhaps not there."""
         byte_count = self._trust.header_bytes(name.layout)
         workers = self._lanes.readers if byte_count <= ANSWER_BYTES_MAX else self._lanes.near
         ahead_bytes = sum(piece.size for piece in ahead)
@@ -196,8 +197,8 @@ class S3Tier:
         return found
 
     async def open(self, name: ChunkName, ahead: Sequence[Buffer] = ()) -> StoredChunk | None:
-        """Read the header, and ``ahead`` in the same request where it fits: another request would wait for its first
-        byte once more."""
+        """See ``SharedTier.open``. Reads the header, and ``ahead`` in the same request where it fits: another request
+        would wait for its first byte once more."""
         if self._is_spent():
             return None
         memory = host_memory(ahead)
@@ -227,7 +228,7 @@ class S3Tier:
         self._read_bytes += byte_count
 
     def was_damaged(self, storage_key: bytes, etag: str) -> None:
-        """Have it replaced when the chunk is stored again: its header does not show what is wrong."""
+        """Have the object replaced when the chunk is stored again: its header does not show the damage."""
         self._damaged[storage_key] = etag
         if len(self._damaged) > DAMAGED_COUNT_MAX:
             self._damaged.popitem(last=False)
@@ -251,7 +252,7 @@ class S3Tier:
         name = ChunkName(header.storage_key, layout)
         byte_count = sum(piece.size for piece in source)
         refused = ""
-        for _ in range(2):  # others may put one there between a look and the write
+        for _ in range(2):  # another node may put an object there between a look and the write
             found = await self._judge(name)
             if found.finding is Finding.NEWER:
                 raise Exhausted(
@@ -280,8 +281,8 @@ class S3Tier:
         raise Unavailable("tiers.s3: others keep changing the object that a chunk was to go to: it is tried again")
 
     async def _is_whole(self, header: ChunkHeader, layout: ChunkLayout, etag: str) -> bool:
-        """Read a whole object before it is adopted, because a durability level is promised on its strips. True: all of
-        them are right."""
+        """Read a whole object before it is adopted, because a durability level is promised on its strips. Returns True
+        when all of them are right."""
         try:
             await S3Chunk(self, self._settings, header, layout, etag).check(range(len(layout.slabs)))
         except DataLoss:
@@ -291,7 +292,7 @@ class S3Tier:
     async def _put(
         self, header: ChunkHeader, layout: ChunkLayout, source: Sequence[Bytes], condition: Condition
     ) -> int:
-        """The bytes that are there by now; 0: somebody else's are."""
+        """Write the object. Returns its bytes; 0: another node's object is there instead."""
         making = Making(header=header, layout=layout, encoding=self._encoding, sealing=self._trust.sealing())
         place, writers = (self._settings, header.storage_key), self._lanes.writers
         grace_s = self._settings.writer_count * layout.total_bytes / SLOW_BYTES_PER_S
@@ -311,7 +312,7 @@ class S3Tier:
         await self._run(self._lanes.writers, remove_objects, self._settings, list(storage_keys))
 
     async def touch(self, storage_keys: Sequence[bytes]) -> None:
-        """An object's age is that of its write."""
+        """Do nothing: an object's age is that of its write."""
 
     # ------------------------------------------------------------ told
 
@@ -329,7 +330,8 @@ class S3Tier:
             await self._claims.close()
 
     def statistics(self) -> TierStatistics:
-        """Nobody tells how much the bucket holds: ``kvstore scan`` does, in its own time."""
+        """Return the account without the bucket's content, which is not known: ``kvstore scan`` counts it, in its own
+        time."""
         state = "failing" if self._allowance.reached else "read-only" if self._is_read_only else "up"
         return TierStatistics(
             name=self.name, state=state, capacity_bytes=0, file_bytes=0, allocated_bytes=0, free_bytes=0,

@@ -1,4 +1,4 @@
-"""Chunks into objects, and objects away."""
+"""Writes chunks into objects, and removes objects."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ ABORT_S_MAX = 5.0
 Part = tuple[Sequence[Bytes], str]
 """Memory, and its CRC32 in base64."""
 Condition = Mapping[str, str]
-"""On what lies there: IfNoneMatch "*", IfMatch with an ETag, or nothing."""
+"""The condition on the object that is there: IfNoneMatch "*", IfMatch with an ETag, or nothing."""
 
 
 def write_copy_object(
     settings: S3Settings, storage_key: bytes, making: Making, pieces: Sequence[Bytes], condition: Condition
 ) -> int:
-    """Blocking. ``write_object`` of a copy that is made of a raw chunk."""
+    """``write_object`` for a copy that is made of a raw chunk. Blocking."""
     return write_object(settings, storage_key, making.made(pieces)[1], condition)
 
 
 def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Bytes], condition: Condition) -> int:
-    """Blocking. Put a chunk there. Returns its bytes; 0: the condition does not hold, so somebody else put one there
-    meanwhile. Raises PermissionDenied, Exhausted, Unavailable."""
+    """Put a chunk there. Returns its bytes; 0: the condition does not hold, so another node put one there meanwhile.
+    Blocking. Raises PermissionDenied, Exhausted, Unavailable."""
     runs = joined(pieces)
     total = sum(run.size for run in runs)
     part_bytes = max(PART_BYTES, -(-total // PART_COUNT_MAX))
@@ -51,16 +51,16 @@ def write_object(settings: S3Settings, storage_key: bytes, pieces: Sequence[Byte
 
 
 def condition_of(replaced: str, refused: str) -> Condition:
-    """For an object in the place of the one with the ETag ``replaced``; empty: where nothing is. ``refused``: the ETag
-    that a store has just said is not there. Where it is all the same, the store never finds one that matches (Ceph's
-    gateway, which compares the quotes, too): damage is written over without asking."""
+    """Return the condition for replacing the object with the ETag ``replaced``; empty: for a new object. ``refused``:
+    the ETag that the store has just refused as not there. Where both are the same, the store never finds a match
+    (Ceph's gateway compares the quotes, too): then damage is overwritten without a condition."""
     if not replaced:
         return {"IfNoneMatch": "*"}
     return {} if replaced == refused else {"IfMatch": replaced}
 
 
 def request_count_of(byte_count: int) -> int:
-    """How many requests it takes to write so much."""
+    """Return the number of requests that writing ``byte_count`` bytes takes."""
     return 1 if byte_count <= MULTIPART_BYTES else 2 + -(-byte_count // PART_BYTES)
 
 
@@ -108,7 +108,7 @@ async def _put_parts(
     place: dict[str, str], bodies: list[Part], condition: Condition, options: dict[str, str],
     connection: Connection,
 ) -> None:  # fmt: skip
-    """However it ends, no part is left behind: stores bill for those."""
+    """Write the object in parts. However it ends, no part is left behind: stores bill for parts."""
     begun = await connection.ask(
         lambda client: client.create_multipart_upload(ChecksumAlgorithm="CRC32", **options, **place)
     )
@@ -140,7 +140,7 @@ async def _abort(upload: dict[str, str], connection: Connection) -> None:
 
 
 def remove_objects(settings: S3Settings, storage_keys: Sequence[bytes]) -> None:
-    """Blocking. What is not there is no error. Raises Unavailable."""
+    """Remove objects. An object that is not there is no error. Blocking. Raises Unavailable."""
     places = [place_of(settings, each) for each in storage_keys]
     try:
         finished(settings, "remove", partial(_remove, places), REMOVE_S_MAX)
