@@ -24,6 +24,14 @@ MUTANTS = [
         ("tests/seams/test_in_time.py::test_a_job_that_others_cancelled_does_not_cancel_who_waits",),
     ),
     Mutant(
+        "a-slow-line-is-a-stall",
+        f"{ROOM}/tier.py",
+        "function, *args, grace_s=self._read_grace_s(byte_count))",
+        "function, *args)",
+        "eight reads on a line of 16 MB/s close the tier for all",
+        (f"{T_LIMITS}::test_a_large_read_on_a_slow_line_is_no_stall",),
+    ),
+    Mutant(
         "strips-of-an-object-are-believed",
         f"{ROOM}/reading.py",
         "    good = are_right(runs, expected)\n",

@@ -56,8 +56,8 @@ SAID_AGAIN_S = 600.0
 CLOSE_S_MAX = 3.0
 """Seconds that a close waits for running jobs before it closes the lanes."""
 SLOW_BYTES_PER_S = 10e6
-"""A line with at least this rate is slow, but does not stall: writes side by side take their time on it, and the tier
-is still asked meanwhile."""
+"""A line with at least this rate is slow, but does not stall: reads or writes side by side take their time on it, and
+the tier is still asked meanwhile."""
 ANSWER_BYTES_MAX = 96 << 10
 """A lane's answer carries a header up to this size; a larger header is read by a thread of this process."""
 _log = logging.getLogger("kvstore.s3")
@@ -184,7 +184,15 @@ class S3Tier:
             await self._allowance.turn(ahead_bytes)
         self._allowance.used(byte_count + ahead_bytes, 1)
         try:
-            looked = await self._run(workers, look, self._settings, name.storage_key, byte_count, ahead)
+            looked = await self._run(
+                workers,
+                look,
+                self._settings,
+                name.storage_key,
+                byte_count,
+                ahead,
+                grace_s=self._read_grace_s(ahead_bytes),
+            )
         except PermissionDenied:
             self._say_denied()
             return Judgement(Finding.HIDDEN)
@@ -218,7 +226,12 @@ class S3Tier:
     async def run_read(self, byte_count: int, function: Callable[..., Any], *args: object) -> Any:
         await self._allowance.turn(byte_count)
         self._allowance.used(byte_count, -(-byte_count // self._settings.range_bytes))
-        return await self._run(self._lanes.readers, function, *args)
+        return await self._run(self._lanes.readers, function, *args, grace_s=self._read_grace_s(byte_count))
+
+    def _read_grace_s(self, byte_count: int) -> float:
+        """Seconds that reads of this size, side by side on a slow line, take without a stall. At most ``timeout_s``:
+        a request that is silent for longer fails by itself."""
+        return min(self._settings.timeout_s, self._settings.reader_count * byte_count / SLOW_BYTES_PER_S)
 
     async def run_check(self, function: Callable[..., Any], *args: object) -> Any:
         return await self._run(self._lanes.readers, function, *args)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.config import S3Settings
@@ -102,6 +104,34 @@ async def test_an_account_that_cannot_be_kept_is_told_and_limits_hold(
         assert allowance.reached == "day_request_count_max"
     assert "is not kept" in caplog.text
     assert Allowance(settings, Hand(), tmp_path / "odd").reached
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_large_read_on_a_slow_line_is_no_stall(
+    stand: S3Stand, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """Eight reads side by side would each take longer than a tier may be silent."""
+
+    async def scenario() -> None:
+        what = chunk(1)
+        await write(stand.tier, what)
+        target = [np.empty(slab.byte_count, np.uint8) for slab in what.layout.slabs]
+        for rate, is_stalled in ((1.0, False), (1e12, True)):
+            monkeypatch.setattr(tier_module, "SLOW_BYTES_PER_S", rate)
+            stand.switches.turn_off()
+            stored = None if is_ahead else await stand.tier.open(what.name)
+            looked = stand.switches.hears("GET")
+            if stored is None:
+                reading: asyncio.Future[Any] = asyncio.ensure_future(stand.tier.open(what.name, target))
+            else:
+                reading = asyncio.ensure_future(stored.read(range(len(target)), target))
+            await asyncio.to_thread(looked.wait, 10.0)
+            assert bool(stand.tier.stalled_s()) == is_stalled
+            stand.switches.turn_off()
+            await reading
+        assert stand.tier.stalled_s() == 0.0
+
+    stand.run(scenario)
 
 
 def test_a_large_chunk_on_a_slow_line_is_no_stall(stand: S3Stand, monkeypatch: pytest.MonkeyPatch) -> None:
