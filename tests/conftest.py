@@ -33,7 +33,7 @@ LONG_FILES = (
 
 TRUE_STARTS = (
     "tests/server/test_life.py", "tests/server/test_descriptors.py", "tests/security/test_process.py",
-    "tests/crash/test_crash.py", "tests/ops/test_sidecar.py", "tests/e2e/test_leaks.py",
+    "tests/ops/test_sidecar.py", "tests/e2e/test_leaks.py",
 )  # fmt: skip
 """The process itself is what these look at: their sidecars start as an operator's do. At full scale, all do."""
 
