@@ -24,6 +24,9 @@ def test_a_bucket_that_has_no_e_is_not_said_to_have_it(tmp_path: Path) -> None:
         found = await other.controller.locate([query, query._replace(hidden_layers=(1,))])
         assert [(each.tier, each.chunk_count) for each in found.chains[0]] == [(Tier.S3, len(LONG))]
         assert found.chains[1] == [], "E was never stored"
+        for length in range(1, len(LONG)):  # whichever keys a bucket is asked for
+            query = other.query(*LONG[:length])._replace(hidden_layers=(1,))
+            assert (await other.controller.locate([query])).chains == [[]], length
 
     run([node, other], scenario)
 
