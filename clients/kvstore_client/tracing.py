@@ -31,8 +31,8 @@ _OPENTELEMETRY = "opentelemetry.trace"
 
 @contextmanager
 def traced(traceparent: str, tracestate: str = "") -> Iterator[None]:
-    """Make what is asked inside part of this trace, in this thread or task, and in what it begins. Raises
-    InvalidRequest for what is no trace context."""
+    """Make calls inside part of this trace: in this thread or task, and in those it begins. Raises InvalidRequest for
+    an invalid trace context."""
     if not _PARENT.fullmatch(traceparent):
         raise InvalidRequest(
             f"traceparent {traceparent[:80]!r}: use the request's header as it came, as 00-<32 digits>-<16 digits>-01"
@@ -48,13 +48,13 @@ def traced(traceparent: str, tracestate: str = "") -> Iterator[None]:
 
 
 def trace_headers() -> Headers:
-    """Return what a call carries of the trace that it is part of; nothing where there is none. Cost: 0.1 us, and a few
-    more where the process uses OpenTelemetry."""
+    """Return the trace headers of a call; empty where there is no trace. Cost: 0.1 us, and a few more where the process
+    uses OpenTelemetry."""
     return _headers.get() or _of_process()
 
 
 def _of_process() -> Headers:
-    """The current span's. A process that has not imported OpenTelemetry has none."""
+    """Return the headers of the current span. A process that has not imported OpenTelemetry has none."""
     trace = sys.modules.get(_OPENTELEMETRY)
     if trace is None:
         return ()
