@@ -21,13 +21,13 @@ MADV_HUGEPAGE = 14
 Tensor: TypeAlias = Any
 """A tensor or an array. Any: types are checked without torch, too."""
 Layer: TypeAlias = Any
-"""One layer of a cache as callers have it: (K, V), or E where a spec keeps E in the place of KV."""
+"""One layer of a cache in the caller's form: (K, V), or E where a spec keeps E in the place of KV."""
 Buffer: TypeAlias = Any
 """Bytes, or a contiguous array or CPU tensor; where a call says so, a list of these that are one run."""
 
 
 def torch_module() -> Any:
-    """torch if this process has imported it, else None."""
+    """Return torch if this process has imported it, else None."""
     return sys.modules.get("torch")
 
 

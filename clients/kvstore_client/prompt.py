@@ -94,10 +94,10 @@ class Prompt:
     digests: list[bytes]
     extras: tuple[Extra, ...]
     exactness: int
-    """The wire's number."""
+    """As the wire's number."""
     hashes: PageHashes | None = None
     provenance: int = IN_CONTEXT
-    """The wire's number."""
+    """As the wire's number."""
     is_claimed: bool = False
     """True when the caller gave an exactness."""
     behind: bytes = b""
@@ -138,8 +138,8 @@ class Prompt:
     @staticmethod
     def of(spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
         """Check the arguments of a call and return its prompt. ``tokens``: a list, an array, a tensor on any device, or
-        PageHashes. ``exactness`` None: exact, unless the cache is known to be derived. Raises InvalidRequest naming
-        what is wrong."""
+        PageHashes. ``exactness`` None: exact, not claimed: a store then refuses a cache known to be derived. Raises
+        InvalidRequest naming what is wrong."""
         is_claimed, exactness = exactness is not None, exactness or Exactness.EXACT
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")

@@ -1,11 +1,11 @@
-"""The trace that a request is part of, passed on to the sidecar (W3C Trace Context).
+"""Passes the trace of a request on to the sidecar (W3C Trace Context).
 
     with traced(headers["traceparent"]):
         kv = client.fetch(spec, tokens)
 
-Where the engine's own process uses OpenTelemetry nothing has to be said: the span that is current when a call is made
-is the one. The sidecar traces where its ``tracing.endpoint`` is set; else it reads nothing of this. What is answered
-from shared memory makes no call, and so no span of the sidecar's.
+In a process that uses OpenTelemetry this is not needed: a call belongs to the span that is current when it is made. The
+sidecar traces only with ``tracing.endpoint`` set. An answer from shared memory makes no call, and so no span of the
+sidecar.
 """
 
 from __future__ import annotations

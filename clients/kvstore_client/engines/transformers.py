@@ -65,7 +65,7 @@ class Report:
     ttft_s: float = 0.0
     total_s: float = 0.0
     bypassed: str = ""
-    """Why the cache was not used at all; empty when it was."""
+    """The reason why the cache was not used at all; empty when it was."""
     plan: LoadPlan | None = field(default=None, repr=False)
     """The client's planner's plan for the prompt; None while planning is off."""
     receipt: Receipt | None = field(default=None, repr=False)

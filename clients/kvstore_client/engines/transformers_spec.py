@@ -31,7 +31,7 @@ def check_spec(spec: ModelSpec, model: Any) -> None:
     """Raise InvalidRequest when the spec is not this model's, naming what differs in the spec and in the model."""
     own = own_spec(model, spec)
     wrong = [each.name for each in fields(ModelSpec) if getattr(spec, each.name) != getattr(own, each.name)]
-    for name in sorted(wrong, key=lambda name: name == "weights_digest"):  # the digest differs with all else
+    for name in sorted(wrong, key=lambda name: name == "weights_digest"):  # last: it differs whenever anything does
         ours, theirs = getattr(spec, name), getattr(own, name)
         if name == "layers" and len(ours) == len(theirs):
             index = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
@@ -47,9 +47,9 @@ def _told(value: Any) -> str:
 
 
 def is_of(spec: ModelSpec, model: Any) -> bool:
-    """Return True when the spec still names the model's weights, as far as a check of under a millisecond can tell. An
-    unverified spec counts as right: its maker vouches for it. Raises InvalidRequest for a model that no key can name
-    any more."""
+    """Return True when the spec still names the model's weights, as far as a check of under a millisecond can tell. Of
+    an unverified spec only the dtype is compared: its maker vouches for the rest. Raises InvalidRequest for a model
+    that no key can name any more."""
     if spec.weights_digest.startswith(UNVERIFIED):
         return spec.cache_dtype == str(model.dtype).removeprefix("torch.")
     return identity_of(model).digest == spec.weights_digest

@@ -1,4 +1,4 @@
-"""Fetches: extents in, owned tensors out. A chunk's bytes count only if its generation is unchanged after the copy."""
+"""Fetches into owned tensors. A chunk's bytes count only if its generation is unchanged after the copy."""
 
 from __future__ import annotations
 

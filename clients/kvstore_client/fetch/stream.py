@@ -52,7 +52,7 @@ class LayerStream:
         try:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():
-                    pass  # each step says whether there is another
+                    pass  # until ``advance`` says that no more will come
                 wait_all(landing.layers[position], context.timeout_s)
                 self.good_token_count = prefix.settle(bad)
                 if self.good_token_count < self.token_count:
@@ -70,7 +70,7 @@ class LayerStream:
         if not layers:
             return
         while landing.is_waiting and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         landing.finish(self._context.timeout_s)
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
@@ -82,7 +82,7 @@ class LayerStream:
         if not prefix.is_provisional:
             return
         while prefix.is_provisional and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
             raise DataLoss("a store was not committed that this fetch had joined: discard what came")

@@ -34,7 +34,7 @@ MAGIC = b"kvvalue1"
 KEY_BYTES_MAX = 1024
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 EXACT = 1
-"""The wire's number."""
+"""The wire's number of EXACT."""
 
 
 def namespace_spec(namespace: str) -> ModelSpec:

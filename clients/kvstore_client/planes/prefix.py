@@ -161,7 +161,7 @@ def land(landing: Landing, timeout_s: float) -> None:
     """Bring all that is wanted, and wait for the copies."""
     try:
         while landing.is_waiting and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         landing.finish(timeout_s)
     except BaseException:
         landing.stop(timeout_s)

@@ -38,7 +38,8 @@ class Arrivals:
         self._ahead: dict[tuple[StoredCache, int], Transfer] = {}
 
     def fetch_e(self, cache: StoredCache, layer: int) -> StoredE:
-        """Fetch E of a layer, and KV of layer 0, which is always loaded then. Returns at once how much is stored."""
+        """Fetch E of a layer, and KV of layer 0, which is always loaded then. Returns when the sidecar has said how
+        much is stored."""
         transfer = self._ahead[cache, layer] = self._asked(cache, (0,), None, (layer,))
         return StoredE(cache, layer, transfer.token_count, transfer.reason)
 

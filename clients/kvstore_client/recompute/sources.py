@@ -64,7 +64,7 @@ class FetchedRun:
         return transfer.landing(layer).done()
 
     def hidden(self) -> torch.Tensor:
-        ahead, self._ahead = self._ahead, None  # kept by the caller alone: it is as large as its rows
+        ahead, self._ahead = self._ahead, None  # the caller keeps E, not this run: it is large
         if ahead is None:
             raise DataLoss("E of the transition layer was not fetched")
         with _as_lost():

@@ -135,8 +135,8 @@ class StoreWriter:
         """Keep some tokens of one layer. Returns when the tensors may be reused.
 
         Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
-        where the spec keeps E that, [tokens, hidden_size].
-        ``heads``: which kv heads these are (None: all), the same ones together for all tokens of a chunk.
+        or E, [tokens, hidden_size], where the spec keeps that.
+        ``heads``: the range of kv heads in ``kv`` (None: all); put the same ranges for all tokens of a chunk.
         ``token_start``: the first token's place in the prompt.
         Raises: InvalidRequest naming what does not fit, or was put before.
         """

@@ -26,7 +26,7 @@ Writer = Callable[[Any, Any, Any, Any, Any], None]
 
 
 class PagesOfModel:
-    """Each layer's (K, V) views, in the order of the spec's layers, and the ``heads`` that this rank has of them.
+    """Each layer's (K, V) views, in the order of the spec's layers, and this rank's range of kv ``heads`` (None: all).
 
     Raises: InvalidRequest naming what does not fit.
     """

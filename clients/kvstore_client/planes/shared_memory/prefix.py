@@ -250,7 +250,7 @@ class MappedPrefix(ResidentPrefix):
     def received(self) -> MappedPrefix:
         """Return itself, once everything is in memory."""
         while self.is_arriving and self.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         return self
 
     def cancel(self) -> None:

@@ -33,7 +33,7 @@ class PrivatePool:
         self.used_bytes = 0
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
-        """A run, or None when POOL_BYTES_MAX are in use."""
+        """Return a run, or None when POOL_BYTES_MAX are in use."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             if self.used_bytes and self.used_bytes + byte_count > POOL_BYTES_MAX:
