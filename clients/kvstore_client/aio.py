@@ -1,4 +1,4 @@
-"""The asyncio client: the synchronous core on a few threads. Nothing is written twice, nothing blocks the loop."""
+"""The asyncio client: runs the synchronous client on a few threads, so that no call blocks the loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def connect_async(
 
 
 def _end(threads: WorkerThreads, future: Future[Client]) -> None:
-    """Nobody takes the client."""
+    """Close the threads, and the client if it connected: nobody takes it."""
     threads.close()
     if failure_of(future) is None:
         future.result().close()
@@ -57,16 +57,16 @@ def _end(threads: WorkerThreads, future: Future[Client]) -> None:
 
 class AsyncClient:
     """The same calls as ``Client``, awaited. A cancelled call finishes in its thread; what its result holds is given
-    back. What waits for other stores or for the device takes none of these threads: those who make it come about need
-    one."""
+    back. Waits for other stores or for the device take none of the few threads: the work they wait for needs a
+    thread."""
 
     def __init__(self, client: Client, threads: WorkerThreads) -> None:
         self.client = client
         self._threads = threads
 
     async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-        """A blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts are
-        awaited."""
+        """Run a blocking call, of a transfer or a writer, without blocking the loop. Waits of transfers and receipts
+        take no thread."""
         awaited = _AWAITED.get(getattr(function, "__func__", None))
         if awaited is not None:
             found: Result = await awaited(self, function.__self__, *args, **options)  # type: ignore[attr-defined]  # bound
@@ -79,8 +79,8 @@ class AsyncClient:
             raise
 
     def _drop(self, future: Future[Any]) -> None:
-        """Nobody takes the result of a cancelled call: what it holds is given back now. The error of the cancelled
-        task may keep the result itself until garbage collection."""
+        """Give back what the result of a cancelled call holds: nobody takes it. The error of the cancelled task may
+        keep the result itself until garbage collection."""
         found = None if future.cancelled() or future.exception() is not None else future.result()
         if isinstance(found, Match) and found.ticket:
             begun(self._threads, self.client.release_ticket, found.ticket)  # unless the client is being closed
@@ -139,7 +139,7 @@ class AsyncClient:
         return await self.call(self.client.find_segments, spec, tokens)
 
     async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
-        """``receipt.wait`` without blocking the loop."""
+        """Await ``receipt.wait`` without blocking the loop."""
         return await receipt.waited(timeout, self.call)
 
     async def watch(self, *, tenant: str = "") -> AsyncWatch:
@@ -168,7 +168,7 @@ class AsyncClient:
         return await self.call(self.client.fetch_projected, runner, tokens, **options)
 
     async def release_ticket(self, ticket: bytes | None) -> None:
-        """See ``Client.release_ticket``. Cancelled, it is done all the same: nobody else releases this ticket."""
+        """See ``Client.release_ticket``. It completes even if cancelled: nobody else releases this ticket."""
         await asyncio.shield(asyncio.wrap_future(begun(self._threads, self.client.release_ticket, ticket)))
 
     async def start_store(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> StoreWriter:
@@ -231,4 +231,4 @@ _AWAITED: dict[Any, Callable[..., Awaitable[Any]]] = {
     Transfer.wait_hidden: _wait_hidden,
     Transfer.cancel: _cancel,
 }
-"""What waits for others, and how it is awaited."""
+"""Blocking waits, by their awaited form, which takes no thread."""

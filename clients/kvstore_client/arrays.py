@@ -1,5 +1,5 @@
-"""Tensors in and out. Inside, a cache is unsigned integers of its item size; torch is used when the process
-already has it, and never imported for its own sake."""
+"""Tensors in and out. Inside, a cache is unsigned integers of its item size. Torch is used when the process already has
+it, and never imported only for this."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uin
 _NUMPY_TYPES: dict[str, np.dtype[Any]] = {"float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 MADV_HUGEPAGE = 14
 Tensor: TypeAlias = Any
-"""A tensor or an array: torch is not there where types are checked without it."""
+"""A tensor or an array. Any: types are checked without torch, too."""
 Layer: TypeAlias = Any
-"""One layer of a cache as callers have it: (K, V), or E where a spec keeps E in the place of KV."""
+"""One layer of a cache in the caller's form: (K, V), or E where a spec keeps E in the place of KV."""
 Buffer: TypeAlias = Any
 """Bytes, or a contiguous array or CPU tensor; where a call says so, a list of these that are one run."""
 
 
 def torch_module() -> Any:
-    """torch if this process has imported it, else None."""
+    """Return torch if this process has imported it, else None."""
     return sys.modules.get("torch")
 
 
@@ -37,12 +37,13 @@ def is_tensor(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is numpy's or torch's."""
+    """Return True for a numpy array or a torch tensor."""
     return isinstance(value, np.ndarray) or is_tensor(value)
 
 
 def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
-    """``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the argument."""
+    """Return ``value`` if it is a tensor or array of this shape and dtype. Raises InvalidRequest naming the
+    argument."""
     check_memory(value, name)
     check_dtype(value, dtype, name)
     if tuple(value.shape) != shape:
@@ -51,8 +52,8 @@ def checked(value: Any, shape: tuple[int, ...], dtype: str, name: str) -> Any:
 
 
 def kind_of(value: Any) -> tuple[object, ...] | None:
-    """Return all that ``checked`` looks at of a plain tensor: another one of the same kind is as right or wrong. None
-    for anything else, which has to be looked at by itself."""
+    """Return all properties that ``checked`` looks at of a plain tensor: another tensor of the same kind is as right or
+    wrong. None for anything else, which needs its own check."""
     torch = torch_module()
     if torch is None or type(value) is not torch.Tensor:
         return None
@@ -60,7 +61,7 @@ def kind_of(value: Any) -> tuple[object, ...] | None:
 
 
 def check_memory(value: Any, name: str) -> None:
-    """Raises InvalidRequest for what is no tensor or array, or has no plain memory of its own."""
+    """Raise InvalidRequest for anything but a tensor or array with plain memory of its own."""
     if isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray):
             raise InvalidRequest(f"{name} is a masked array, whose mask would be lost: give a plain array")
@@ -76,10 +77,10 @@ def check_memory(value: Any, name: str) -> None:
 
 
 def check_dtype(value: Any, dtype: str, name: str) -> None:
-    """Raises InvalidRequest for items of another dtype than the cache's, naming both.
+    """Raise InvalidRequest for items of another dtype than the cache's, naming both.
 
-    numpy has no bfloat16 or float8: arrays of those are passed as unsigned integers of the same size, or with a
-    dtype of that name.
+    numpy has no bfloat16 or float8: pass such arrays as unsigned integers of the same size, or with a dtype of that
+    name.
     """
     if dtype_name(value) == dtype:
         return
@@ -91,7 +92,7 @@ def check_dtype(value: Any, dtype: str, name: str) -> None:
 
 
 def dtype_name(value: Any) -> str:
-    """torch's and numpy's dtypes by one name; numpy's of another byte order by its own ('>f4')."""
+    """Return one name for torch's and numpy's dtypes; arrays of another byte order keep numpy's name ('>f4')."""
     return _name_of(value.dtype)
 
 
@@ -101,13 +102,13 @@ def _name_of(dtype: Any) -> str:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether copies into it arrive: arrays that are read-only, or that torch cannot share, would be copied
-    themselves."""
+    """Return True when copies into ``value`` reach its memory. Read-only arrays, and arrays that torch cannot share,
+    would be copied, and the bytes would land in that copy."""
     return is_tensor(value) or (value.flags.writeable and is_shareable(value))
 
 
 def is_shareable(array: NDArray[Any]) -> bool:
-    """Whether torch can share an array's memory: it runs forwards, in steps of whole items."""
+    """Return True when torch can share an array's memory: it runs forwards, in steps of whole items."""
     return all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
 
 
@@ -119,7 +120,7 @@ def settle_device(planes: Sequence[Any]) -> None:
 
 
 def destination(byte_count: int) -> NDArray[np.uint8]:
-    """Fresh owned memory. Large runs are anonymous maps that ask for huge pages: first touch costs a tenth."""
+    """Return new owned memory. Large runs are anonymous maps that ask for huge pages: first touch costs a tenth."""
     if byte_count < 4 << 20:
         return np.empty(byte_count, np.uint8)
     mapping = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -131,12 +132,12 @@ def destination(byte_count: int) -> NDArray[np.uint8]:
 
 
 def carve(memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], size: int) -> NDArray[Any]:
-    """An array of ``shape`` and item size at ``offset`` of ``memory``."""
+    """Return an array of ``shape`` and item size ``size`` at byte ``offset`` of ``memory``."""
     return np.ndarray(shape, _UNSIGNED[size], memory.data, offset)
 
 
 def presented(array: NDArray[Any], dtype: str) -> Any:
-    """The caller's view of an unsigned array: a torch tensor when the process uses torch, else numpy."""
+    """Return the caller's view of an unsigned array: a torch tensor when the process uses torch, else numpy."""
     torch = torch_module()
     if torch is not None:
         return as_tensor(array, dtype)
@@ -144,7 +145,7 @@ def presented(array: NDArray[Any], dtype: str) -> Any:
 
 
 def as_tensor(array: NDArray[Any], dtype: str) -> Any:
-    """A tensor over an unsigned array, zero copy."""
+    """Return a tensor over an unsigned array, zero copy."""
     torch = torch_module()
     return torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array).view(
         getattr(torch, dtype)
@@ -152,7 +153,7 @@ def as_tensor(array: NDArray[Any], dtype: str) -> Any:
 
 
 def raw_array(value: Any) -> NDArray[Any]:
-    """An unsigned view of a numpy array."""
+    """Return an unsigned view of a numpy array."""
     array: NDArray[Any] = value.view(_UNSIGNED[value.itemsize])
     return array
 
@@ -166,8 +167,8 @@ class _Alias:
 
 
 def fresh_message(byte_count: int) -> tuple[bytes, NDArray[np.uint8]]:
-    """A message to be, and its bytes to be written before anybody else sees it: gRPC takes bytes only, and filling
-    anything else would cost a copy of all of it."""
+    """Return a new message (bytes), and a writable view to fill it before anybody else sees it. gRPC takes bytes only,
+    and filling another buffer would cost a copy of all of it."""
     message = bytes(byte_count)
     view = np.frombuffer(message, np.uint8)
     interface = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], False)}

@@ -1,4 +1,4 @@
-"""Waits for what other threads do, without a thread that waits."""
+"""Awaits the work of other threads without blocking a thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 async def ended(future: Future[Any], timeout: float | None) -> bool:  # noqa: ASYNC109 - the caller's own bound
-    """Wait until ``future`` is done, at most ``timeout`` s. Whether it is. Cancelled, it leaves the future alone:
-    others may wait for it."""
+    """Wait until ``future`` is done, for at most ``timeout`` s; return True if it is done. Being cancelled leaves the
+    future alone: others may wait for it."""
     if future.done():
         return True
     loop = asyncio.get_running_loop()

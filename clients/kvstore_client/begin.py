@@ -1,4 +1,4 @@
-"""How a client begins."""
+"""Connects a client to its sidecar."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ def connect(
     address: str | None = None, *, token: str | None = None, tls: TLS | bool | None = None, required: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S, planning: str = "off",
 ) -> Client:  # fmt: skip
-    """A client of the sidecar at ``address``: ``unix:///path/kvstore.sock`` (default: the user's own), whose bytes go
-    through shared memory, or ``HOST:PORT``, whose bytes travel with the calls; that needs a ``token`` (default:
-    $KVSTORE_TOKEN), and ``tls`` unless it is this host (True: signed by whom the system trusts). ``client.plane``
-    says which.
+    """Return a client of the sidecar at ``address``. ``unix:///path/kvstore.sock`` (default: the user's own) moves
+    bytes through shared memory. ``HOST:PORT`` sends them with the calls; it needs a ``token`` (default:
+    $KVSTORE_TOKEN), and ``tls`` unless it is this host (True: trust the system's certificate authorities).
+    ``client.plane`` says which is used.
 
-    ``planning``: whether what is stored is loaded only where that is faster than computing it: "off", "observe" or
-    "on" (docs/controller.md).
-    ``required=False``: an engine that must start without its sidecar gets a client that misses until it appears.
+    ``planning``: load stored chunks only where that is faster than computing them: "off", "observe" or "on"
+    (docs/controller.md). ``required=False``: for an engine that must start without its sidecar; the client misses until
+    the sidecar appears.
     Raises: Unavailable naming the address when nobody answers; Unauthenticated for a wrong token; InvalidRequest for
     another kind of address.
     """

@@ -1,4 +1,4 @@
-"""The synchronous client: checks first, misses instead of failures. The asyncio client wraps it."""
+"""The synchronous client: checks arguments first; a lost sidecar is a miss. The asyncio client wraps it."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Client:
         in_children(self._start_threads)
 
     def _start_threads(self) -> None:
-        """In a forked child, which does not have its parent's."""
+        """Start new threads in a forked child, which has none of its parent's."""
         self._context = self._context.with_threads()
 
     @property
     def plane(self) -> str:
-        """How bytes come: "local", through shared memory, or "remote", with the calls."""
+        """The path of the bytes: "local" (shared memory) or "remote" (sent with the calls)."""
         return self._context.connection.place.plane
 
     def connect_now(self) -> Session:
-        """The live session, connecting if there is none. Raises Unavailable, at once while backing off."""
+        """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         return self._context.connection.session()
 
     # ------------------------------------------------------------ lookup
@@ -78,11 +78,11 @@ class Client:
         preamble: GivenTokens = (), hold: bool = False, readers: int = 1, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Match:  # fmt: skip
-        """How much of a prompt's cache is stored, chunk by chunk. Moves nothing, and holds nothing unless asked to:
-        with ``hold`` the match has a ticket, and what hit stays for ``readers`` fetches by it, from any process of
-        the user, until the ticket expires (limits.ticket_age_s_max). ``tokens``: here and elsewhere also PageHashes.
-        ``segments``: the runs (start, stop) of the prompt that are documents; the match tells what is stored of each,
-        behind the ``preamble`` that the prompt begins with, or alone. Raises: InvalidRequest, Exhausted."""
+        """Return how much of a prompt's cache is stored, chunk by chunk. Moves no bytes, and holds nothing by default:
+        with ``hold`` the match has a ticket, which keeps the stored chunks in memory for ``readers`` fetches by any
+        process of the user, until it expires (limits.ticket_age_s_max). ``tokens``: here and elsewhere also PageHashes.
+        ``segments``: the prompt's runs (start, stop) that are documents; the match tells what is stored of each,
+        computed behind the ``preamble`` that begins the prompt, or alone. Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         check_count(readers, "readers")
         found = cut(prompt, segments, exactness, preamble)
@@ -92,17 +92,17 @@ class Client:
         self, spec: ModelSpec, tokens: GivenTokens, *, hold: bool = False, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Match | None:  # fmt: skip
-        """As ``lookup``, at once: what shows in shared memory. None where only a call can tell, or hold what hits: for
-        a caller that waits for nobody. Raises: InvalidRequest."""
+        """Look up in shared memory only, so without waiting. Returns None where an answer, or a hold on the chunks,
+        takes a call. Raises: InvalidRequest."""
         return lookups.peek(self._context, Prompt.of(spec, tokens, extras, exactness), hold=hold)
 
     def plan(
         self, spec: ModelSpec, tokens: GivenTokens, *, step_tokens: int = 0, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> LoadPlan:  # fmt: skip
-        """How the prompt's first token comes soonest, by what was measured of tiers and of this client's engines: every
-        candidate, the winner and why. ``step_tokens``: rows of one forward pass, 0: all. Loads nothing. Raises as
-        ``lookup``."""
+        """Return the plan with the soonest first token: every candidate, the winner and why. It uses the measured rates
+        of tiers and of this client's engines. ``step_tokens``: rows of one forward pass, 0: all. Loads nothing. Raises
+        as ``lookup``."""
         count = Prompt.of(spec, tokens, extras, exactness).token_count
         match = self.lookup(spec, tokens, extras=extras, exactness=exactness)
         return self.planner.plan(spec, match, count, count - 1, step_tokens, frozenset(Way))
@@ -111,20 +111,20 @@ class Client:
         self, spec: ModelSpec, tokens: GivenTokens, *, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT,
     ) -> Location:  # fmt: skip
-        """On which nodes and in which tiers a context's prefix is. Moves and holds nothing. ``tokens``: also
-        PageHashes, by which an engine's own block hashes are looked for. Raises: InvalidRequest."""
+        """Return the nodes and tiers that have a context's prefix. Moves and holds nothing. ``tokens`` may be
+        PageHashes, to look for an engine's own block hashes. Raises: InvalidRequest."""
         return locate(self._context, [Prompt.of(spec, tokens, extras, exactness)])[0]
 
     def locate_each(
         self, spec: ModelSpec, contexts: Sequence[GivenTokens], *, exactness: Exactness = Exactness.EXACT
     ) -> list[Location]:
-        """``locate`` of each context, in one call. Raises: InvalidRequest, also for more than 16,384 chunks."""
+        """Call ``locate`` for all contexts in one request. Raises: InvalidRequest, also for more than 16,384 chunks."""
         return locate(self._context, [Prompt.of(spec, tokens, (), exactness) for tokens in contexts])
 
     def watch(self, *, tenant: str = "") -> Watch:
-        """What becomes visible, goes and moves from now on. ``tenant``: empty, or the session's own.
-        Raises: Unavailable when the sidecar is gone, DeadlineExceeded when it does not answer, PermissionDenied for
-        another tenant, Exhausted past limits.watcher_count_max."""
+        """Watch which chunks become visible, go and move from now on. ``tenant``: empty, or the session's own. Raises:
+        Unavailable when the sidecar is gone, DeadlineExceeded when it does not answer, PermissionDenied for another
+        tenant, Exhausted past limits.watcher_count_max."""
         return Watch(self.connect_now(), tenant, self._context.timeout_s)
 
     # ------------------------------------------------------------ fetch
@@ -133,10 +133,10 @@ class Client:
         hidden_layers: Sequence[int] = (), into: Into = None, extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> FetchedKV:  # fmt: skip
-        """The cache of the longest stored prefix, in owned memory or ``into`` the caller's tensors.
+        """Fetch the cache of the longest stored prefix, into owned memory or ``into`` the caller's tensors.
 
-        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim], or E (see ``FetchedKV``); ``into`` has room
-        for the whole prompt; ``Paged`` pages get it where their slots say, and the list has their views.
+        Shapes: per layer (K, V), each [kv_heads, token_count, head_dim], or E (see ``FetchedKV``). ``into`` has room
+        for the whole prompt; with ``Paged``, the slots say where tokens go, and the list has views of the pages.
         ``heads``: a range of kv heads. ``verify``: hash every strip on the way. Raises: InvalidRequest, Exhausted;
         Internal where a copy hangs that may still write to ``into``.
         """
@@ -147,7 +147,7 @@ class Client:
         self, spec: ModelSpec, tokens: GivenTokens, *, layers: Sequence[int] | None = None, heads: Heads | None = None,
         into: Into = None, extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> LayerStream:  # fmt: skip
-        """Like ``fetch``, layer by layer: (layer, (K, V)) as each lands while the next are copied."""
+        """Like ``fetch``, layer by layer: yield (layer, (K, V)) as each lands, while the next layers are copied."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         return fetches.stream(self._context, prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
 
@@ -155,8 +155,8 @@ class Client:
         self, ticket: bytes, *, into: Into = None, layers: Sequence[int] | None = None, heads: Heads | None = None,
         verify: bool = False,
     ) -> Transfer:  # fmt: skip
-        """Fetch what a ticket holds, beside the caller. Returns at once; failures show in the transfer. The ticket of a
-        writer joins its store: layers come as they are put, and count once ``wait`` returns, after its commit. Raises:
+        """Begin to fetch what a ticket holds, and return at once; failures show in the transfer. A writer's ticket
+        joins its store: layers come as they are put, and count once ``wait`` returns, after the commit. Raises:
         InvalidRequest."""
         return fetches.redeem(self._context, ticket, into, layers, heads, verify)
 
@@ -165,14 +165,14 @@ class Client:
         heads: Heads | None = None, hidden_layers: Sequence[int] = (), extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> Transfer:  # fmt: skip
-        """Fetch the longest stored prefix beside the caller, as ``fetch`` does. Returns when the sidecar has said what
-        is there: the transfer's ``token_count``, 0 for a miss, and ``reason``. ``hidden_layers``: their E comes behind
-        the layers, and only tokens count that have it. Raises: InvalidRequest, Exhausted."""
+        """Begin to fetch the longest stored prefix, as ``fetch`` does. Returns once the sidecar has said what is
+        stored: the transfer's ``token_count``, 0 for a miss, and ``reason``. ``hidden_layers``: their E comes after the
+        layers, and only tokens that have it count. Raises: InvalidRequest, Exhausted."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
 
     def release_ticket(self, ticket: bytes | None) -> None:
-        """Let go of what a match's ticket holds, when nobody will redeem it. None, and unknown ones, are fine."""
+        """Release what a match's ticket holds, when nobody will redeem it. None and unknown tickets are ignored."""
         tickets.release(self._context, ticket)
 
     # ------------------------------------------------------------ store
@@ -182,10 +182,10 @@ class Client:
     ) -> Receipt:  # fmt: skip
         """Keep a context's cache. Returns as soon as the tensors may be reused; the receipt tells what was kept.
 
-        Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E,
-        [tokens, hidden_size], where the spec keeps that; ``hidden`` {layer: [tokens, hidden_size]}. ``durability``:
-        what the receipt's ``wait`` waits for; None: the highest level the sidecar has. ``exactness`` None: exact, and
-        refused for what is known to be derived. Raises: InvalidRequest.
+        Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim] in the spec's dtype, or E, [tokens,
+        hidden_size], where the spec keeps that; ``hidden`` {layer: [tokens, hidden_size]}. ``durability``: the level
+        that the receipt's ``wait`` waits for; None: the highest level the sidecar has. ``exactness`` None: exact, and
+        refused for a cache known to be derived. Raises: InvalidRequest.
         """
         return stores.keep(self._context, Prompt.of(spec, tokens, extras, exactness), kv, hidden, durability)
 
@@ -193,9 +193,9 @@ class Client:
         self, spec: ModelSpec, tokens: GivenTokens, *, shards: int = 1, hidden_layers: Sequence[int] = (),
         durability: Durability | None = None, extras: Sequence[Extra] = (), exactness: Exactness | None = None,
     ) -> StoreWriter:  # fmt: skip
-        """A store that is written as the engine goes: ``put_layer``, again and again, then ``commit``. ``tokens``: all
-        of the prompt. ``shards``: how many writers there are, each with its heads or layers; the last one's commit
-        publishes, and one that goes aborts all. The others ``join_store`` by the writer's ticket. Raises:
+        """Begin a store that the engine writes layer by layer: ``put_layer``, again and again, then ``commit``.
+        ``tokens``: the whole prompt. ``shards``: the number of writers, each with its heads or layers. The others
+        ``join_store`` by the writer's ticket. The last commit publishes; a writer that is lost aborts all. Raises:
         InvalidRequest."""
         prompt = Prompt.of(spec, tokens, extras, exactness)
         return stores.start(self._context, prompt, hidden_layers, shards, durability)
@@ -203,7 +203,7 @@ class Client:
     def join_store(
         self, ticket: bytes, shard: int, *, durability: Durability | None = None, exactness: Exactness | None = None
     ) -> StoreWriter:  # fmt: skip
-        """Write shard 1, 2, ... of a store that another process started. ``exactness``: the store's, said again.
+        """Write shard 1, 2, ... of a store that another process started. ``exactness``: the same as that store's.
         Raises: InvalidRequest, also for a store that ended."""
         return stores.join(self._context, ticket, shard, durability, exactness)
 
@@ -213,9 +213,9 @@ class Client:
         exactness: Exactness | None = None,
     ) -> Receipt:  # fmt: skip
         """Keep a document's cache that was computed alone, or behind a ``preamble`` (a chat template's beginning, say):
-        K rotated from 0, or from the preamble's end. It is found under its tokens and the preamble's wherever they
-        stand, never as a prompt's prefix. Shapes as in ``store``, of the document's tokens; ``extras``: positions count
-        from its first token. Raises: InvalidRequest."""
+        K rotated from 0, or from the preamble's end. A lookup finds it by its tokens and the preamble's, at any place
+        in a prompt, never as a prompt's prefix. Shapes as in ``store``, of the document's tokens; positions of
+        ``extras`` count from its first token. Raises: InvalidRequest."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         receipt = stores.keep(self._context, prompt, kv, hidden, durability)
         self._known.learn(prompt)
@@ -226,8 +226,8 @@ class Client:
         hidden_layers: Sequence[int] = (), into: Into = None, preamble: GivenTokens = (), extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> FetchedKV:  # fmt: skip
-        """A document's cache as it was computed, alone or behind the ``preamble``: K is rotated for the positions it
-        stood at. As much of its beginning as is stored; everything else as in ``fetch``."""
+        """Fetch a document's cache as it was computed, alone or behind the ``preamble``: K is rotated for its positions
+        there. Brings as much of the document's beginning as is stored; everything else as in ``fetch``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         wanted = Wanted.of(prompt.spec, layers, heads, hidden_layers, verify)
         found = fetches.fetch(self._context, prompt, wanted, into)
@@ -240,7 +240,7 @@ class Client:
         into: Into = None, preamble: GivenTokens = (), extras: Sequence[Extra] = (),
         exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> LayerStream:  # fmt: skip
-        """Like ``fetch_segment``, layer by layer; ``token_count`` says at once how much of the document is there."""
+        """Like ``fetch_segment``, layer by layer; ``token_count`` says at once how much of the document is stored."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         return fetches.stream(self._context, prompt, Wanted.of(prompt.spec, layers, heads, (), verify), into)
 
@@ -249,89 +249,88 @@ class Client:
         heads: Heads | None = None, hidden_layers: Sequence[int] = (), preamble: GivenTokens = (),
         extras: Sequence[Extra] = (), exactness: Exactness = Exactness.EXACT, verify: bool = False,
     ) -> Transfer:  # fmt: skip
-        """Like ``start_fetch_prefix``, of a document, as ``fetch_segment`` does."""
+        """Begin to fetch a document's cache: ``start_fetch_prefix`` with the document of ``fetch_segment``."""
         prompt = Prompt.segment(spec, tokens, extras, exactness, preamble)
         return fetches.start(self._context, prompt, Wanted.of(prompt.spec, layers, heads, hidden_layers, verify), into)
 
     def find_segments(self, spec: ModelSpec, tokens: GivenTokens, *, preamble: GivenTokens = ()) -> list[range]:
-        """Where documents that this client stored, fetched or looked up, alone or behind this ``preamble``, stand in a
-        text, confirmed by the digest of all their tokens. Those of fewer than 32 tokens, or with extras, are not found;
-        nothing is asked of the sidecar. Raises: InvalidRequest."""
+        """Return the places in a text of documents that this client stored, fetched or looked up, alone or behind this
+        ``preamble``, confirmed by the digest of all their tokens. Documents of fewer than 32 tokens, or with extras,
+        are not found. Makes no call. Raises: InvalidRequest."""
         return self._known.find_in(Prompt.of(spec, tokens, (), Exactness.EXACT), preamble_tokens(preamble, spec))
 
     def put_bytes(
         self, namespace: str, key: str | bytes, data: Buffer, *, durability: Durability | None = None
     ) -> Receipt:  # fmt: skip
-        """Keep a value under a key; what the key had before is gone. Returns as soon as ``data`` may be reused; the
-        receipt tells what was kept: all of it or nothing. Two puts of one key at a time: one of them stays, whole.
-        Values stay on their node, for another one would find what was replaced: ``durability`` is LOCAL at most.
-        ``data``: bytes, or a contiguous array or CPU tensor. Raises: InvalidRequest naming what is wrong.
-        """
+        """Keep a value under a key, in place of the key's old value. Returns as soon as ``data`` may be reused; the
+        receipt tells what was kept: all or nothing. Of two puts of one key at a time, one stays, whole. Values stay on
+        their node, since another would find replaced ones: ``durability`` is LOCAL at most. ``data``: bytes, or a
+        contiguous array or CPU tensor. Raises: InvalidRequest naming what is wrong."""
         return self.put_pieces(namespace, key, [data], durability=durability)
 
     def put_pieces(
         self, namespace: str, key: str | bytes, pieces: Sequence[Buffer], *, durability: Durability | None = None,
         replace: bool = True,
     ) -> Receipt:  # fmt: skip
-        """As ``put_bytes``, of a value that lies in several buffers. ``replace=False``: what the key has stays, for
-        keys that have one value for ever, of one chunk; nothing is sent then."""
+        """As ``put_bytes``, with a value that lies in several buffers. ``replace=False`` keeps the key's old value and
+        sends nothing then: for keys whose value never changes, of one chunk."""
         return opaque.put(self._context, namespace, key, pieces, durability, replace=replace)
 
     def get_bytes(
         self, namespace: str, key: str | bytes, *, into: Buffer | None = None, verify: bool = False
     ) -> NDArray[np.uint8] | None:  # fmt: skip
-        """The value of a key, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
-        None when it is not there. ``verify``: hash every strip on the way. Raises: InvalidRequest."""
+        """Return a key's value, whole, as an array of bytes: owned memory, or ``into``, which is as long as the value.
+        None when there is no value. ``verify``: hash every strip on the way. Raises: InvalidRequest."""
         return opaque.get(self._context, namespace, key, into, verify=verify)
 
     def get_each(
         self, namespace: str, keys: Sequence[str | bytes], targets: Sequence[Buffer], *, verify: bool = False
     ) -> list[bool]:
-        """Values of known sizes, each into its target: a buffer, or a list of buffers that are one run. One call for
-        all of them; False for what is not there, or has another size: that target's bytes mean nothing then. Raises:
+        """Fetch values of known sizes, in one call, each into its target: a buffer, or a list of buffers that are one
+        run. False: there is no value, or it has another size; that target's bytes are then undefined. Raises:
         InvalidRequest."""
         return opaque.get_each(self._context, namespace, keys, targets, verify=verify)
 
     def put_each(
         self, namespace: str, keys: Sequence[str | bytes], values: Sequence[Buffer], *, timeout_s: float = 30.0
     ) -> list[bool]:
-        """Values of keys that have one value for ever: what is there is not sent again. Each value is a buffer, or a
-        list of buffers that are one run. Returns when all of them are stored, or ``timeout_s`` have passed: whether
-        each is there. ``values`` may be reused then. Raises: InvalidRequest."""
+        """Keep values of keys whose value never changes: a stored value is not sent again. Each value is a buffer, or a
+        list of buffers that are one run. Returns when all are stored, or after ``timeout_s``: True for each that is
+        stored. ``values`` may be reused then. Raises: InvalidRequest."""
         return opaque.put_each(self._context, namespace, keys, values, timeout_s)
 
     def exists(self, namespace: str, keys: str | bytes | Sequence[str | bytes]) -> Any:
-        """Whether a key has a value, or, of a sequence of keys, which of them have. Moves nothing that is of one chunk
-        (4 MiB). Raises: InvalidRequest."""
+        """Return True when a key has a value; for a sequence of keys, a list of such answers. Moves no bytes of a value
+        of one chunk (4 MiB). Raises: InvalidRequest."""
         asked = [keys] if isinstance(keys, str | bytes) else keys
         found = opaque.exists(self._context, namespace, asked)
         return found if asked is keys else found[0]
 
     def count_leading(self, namespace: str, keys: Sequence[str | bytes]) -> int:
-        """How many of the leading keys have a value."""
+        """Return the number of leading keys that have a value."""
         return opaque.count_leading(self._context, namespace, keys)
 
     def put_encoder(
         self, spec: ModelSpec, key: str | bytes, embeddings: Tensor, *, dtype: str | None = None
     ) -> Receipt:
-        """Keep the embeddings [tokens, hidden] of a multimodal item under its hash. ``dtype`` names that of unsigned
-        integers (numpy has no bfloat16). Raises: InvalidRequest."""
+        """Keep the embeddings [tokens, hidden] of a multimodal item under its hash. ``dtype``: the real dtype of
+        unsigned integers (numpy has no bfloat16). Raises: InvalidRequest."""
         return self.put_bytes(namespace_of(spec), key, packed(embeddings, dtype))
 
     def get_encoder(self, spec: ModelSpec, key: str | bytes) -> Tensor | None:
-        """The embeddings of an item, owned memory, or None. A tensor when the process uses torch, else an array."""
+        """Return an item's embeddings in owned memory, or None: a tensor when the process uses torch, else an array."""
         found = self.get_bytes(namespace_of(spec), key)
         return None if found is None else unpacked(found)
 
     def has_encoder(self, spec: ModelSpec, keys: str | bytes | Sequence[str | bytes]) -> Any:
-        """Whether an item's embeddings are there, or, of a sequence of hashes, which of them are."""
+        """Return True when an item's embeddings are stored; for a sequence of hashes, a list of such answers."""
         return self.exists(namespace_of(spec), keys)
 
     @property
     def gate(self) -> Gate:
-        """What lets lossy reuse through when ``recompute`` is None, and watches it: a ``Gate`` over the profiles of
-        this user. Set another for another floor, directory or check interval."""
-        # Of threads that come here at once, all get the first one's.
+        """The gate that allows lossy reuse when ``recompute`` is None, and checks its quality: a ``Gate`` over this
+        user's profiles. Set another for another floor, directory or check interval."""
+        # Threads that come here at once all get the gate of the first.
         found: Gate = vars(self).get("_gate") or vars(self).setdefault("_gate", Gate(counters=self._context.counters))
         return found
 
@@ -344,12 +343,12 @@ class Client:
         self, runner: ModelRunner, tokens: GivenTokens, *, step_tokens: int | None = None, extras: Sequence[Extra] = (),
         verify: bool = False,
     ) -> FetchedKV:  # fmt: skip
-        """The cache of the longest stored prefix of a model whose spec keeps E in the place of KV: each layer's K and V
-        are projected by the runner as its E lands, while later layers' E is on its way.
-        Shapes as in ``fetch``, on the runner's device; ``byte_count`` is what came. ``step_tokens``: rows projected at
-        a time (None: a chunk): the same bits as a prefill in these steps, otherwise the same within rounding. What is
-        lost on the way is a miss, of all of it. Needs torch. Raises: InvalidRequest for a spec that keeps KV, and a
-        runner without ``project_kv``.
+        """Fetch the longest stored prefix of a model whose spec keeps E in the place of KV: the runner projects each
+        layer's K and V as its E lands, while later layers' E is on its way.
+
+        Shapes as in ``fetch``, on the runner's device; ``byte_count``: bytes of E. ``step_tokens``: rows projected at a
+        time (None: a chunk): same bits as a prefill in these steps, otherwise same within rounding. Lost E makes all of
+        it a miss. Needs torch. Raises: InvalidRequest for a spec that keeps KV, and a runner without ``project_kv``.
         """
         from kvstore_client.recompute.projecting import fetch_projected
 
@@ -360,16 +359,17 @@ class Client:
         preamble: GivenTokens = (), senders: Sequence[ModelSpec] = (), recompute: Recompute | None = None,
         extras: Sequence[Extra] = (), logit_count: int = 1,
     ) -> PartialPrefill:  # fmt: skip
-        """A prompt's cache and the logits of its last ``logit_count`` tokens, from what the sidecar has and what the
-        runner computes: the model's own exact prefix, and behind it, as ``recompute`` says, its ``segments`` (runs
-        (start, stop) of the prompt) that ``store_segment`` kept, alone or behind the prompt's ``preamble``, and where
-        there are none of these, what a sibling model left of the same tokens, the one of ``senders`` that has the most.
-        None: decided for you: the cheapest setting that a profile of these weights has at the ``gate``'s floor; without
-        one, exact reuse or a plain prefill. Segments and a sibling's cache are then mixed when one profile's setting
-        computes all that the other's does. Some of these requests are checked: prefilled in full as well, which is then
-        the answer. What the plan became, and why it is less than what was asked for, is in ``plan``; ``exactness`` says
-        what the cache may be stored as. A sidecar that goes in the middle costs time: the prompt is then computed in
-        full. Needs torch. Raises: InvalidRequest naming the argument, the setting, or what differs in a sender's model.
+        """Return a prompt's cache and the logits of its last ``logit_count`` tokens, from stored caches and what the
+        runner computes. Reuses the model's own exact prefix; behind it, as ``recompute`` says, ``segments`` (runs
+        (start, stop) of the prompt) that ``store_segment`` kept, alone or behind the prompt's ``preamble``; elsewhere,
+        a sibling model's cache of the same tokens, from the one of ``senders`` that has the most.
+
+        ``recompute`` None: take the cheapest setting that a profile of these weights has at the ``gate``'s floor;
+        without one, exact reuse or a plain prefill. Segments and a sibling's cache are then mixed when one profile's
+        setting computes all that the other's does. Some of these requests are checked: a full prefill runs too, and is
+        the answer. ``plan`` tells what was done, and why it is less than asked for; ``exactness``, how to store it.
+        Needs torch. Computes all without a sidecar. Raises: InvalidRequest naming the argument, the setting, or what
+        differs in a sender's model.
         """
         from kvstore_client.recompute.prefill import partial_prefill
         from kvstore_client.recompute.request import Request
@@ -378,17 +378,17 @@ class Client:
         return partial_prefill(self, request, self._context.timeout_s, self._context.clock)
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """What the sidecar holds and has done. Raises Unavailable when it is gone."""
+        """Return the sidecar's contents and counters. Raises Unavailable when it is gone."""
         session, timeout_s = self.connect_now(), self._context.timeout_s
         reply: admin_pb2.StatsResponse = session.call(session.admin.Stats, admin_pb2.StatsRequest(), timeout_s)
         return reply
 
     def statistics(self) -> dict[str, int]:
-        """This client's counters: sessions, unavailable, stores_refused, fetched_bytes, loads_given_up, the gate's."""
+        """Return the counters: sessions, unavailable, stores_refused, fetched_bytes, loads_given_up, the gate's."""
         return {name: self._context.connection.counters[name] for name in _COUNTERS}
 
     def close(self) -> None:
-        """Finish what is being committed, as long as a call may take, and end the session. Idempotent."""
+        """Finish pending commits, for at most the timeout of a call, and end the session. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._context.close()

@@ -1,4 +1,4 @@
-"""The way to the sidecar: one session at a time, opened again after it was lost, and a miss while it is gone."""
+"""The connection to the sidecar: one session at a time, reopened after a loss. Calls miss while the sidecar is gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvstore.client")
 
 
 class Miss:
-    """See ``Connection.or_miss``. ``why`` the sidecar is gone, where it is."""
+    """The context manager of ``Connection.or_miss``. ``why``: the reason why the sidecar is gone, or empty."""
 
     why = ""
 
@@ -58,7 +58,7 @@ class Connection:
         self.counters: Counter[str] = Counter()
 
     def session(self) -> Session:
-        """The live session, connecting if there is none. Raises Unavailable, at once while backing off."""
+        """Return the live session; connect if there is none. Raises Unavailable, at once while backing off."""
         if self._pid != os.getpid():
             self._pid, self._lock, self._session = os.getpid(), threading.Lock(), None
         with self._lock:
@@ -72,7 +72,7 @@ class Connection:
             try:
                 self._session = session = self.place.open(self._timeout_s)
             except BaseException:
-                # Who waited meanwhile does not wait as long again.
+                # Threads that waited for the lock fail at once: they do not try, and wait, again.
                 self._retry_at_s = self._clock.monotonic() + RECONNECT_INTERVAL_S
                 raise
             self._retry_at_s = 0.0
@@ -81,14 +81,14 @@ class Connection:
             return session
 
     def at_hand(self, spec: ModelSpec) -> tuple[Session, bytes] | None:
-        """As ``ready``, where that takes neither a call nor a connection; else None."""
+        """Return as ``ready`` does when that takes neither a call nor a connection; else None."""
         session, name = self._session, fingerprint(spec, spec.kind)
         if session is None or not session.is_usable or self._is_closed or name not in session.models:
             return None
         return session, name
 
     def ready(self, spec: ModelSpec) -> tuple[Session, bytes]:
-        """A session that knows the model, and the model's name there."""
+        """Return a session that has the model registered, and the model's fingerprint."""
         session = self.session()
         name = fingerprint(spec, spec.kind)
         if name not in session.models:
@@ -100,8 +100,9 @@ class Connection:
         return session, name
 
     def or_miss(self) -> Miss:
-        """``with connection.or_miss() as miss:`` what fails inside because the sidecar is gone ends there, with one
-        warning and a counter: what follows says that it is a miss, and the engine goes on."""
+        """Turn a lost sidecar into a miss: ``with connection.or_miss() as miss:``. An error inside because the sidecar
+        is gone ends there, with one warning and a counter. The code after the block returns a miss, and the engine goes
+        on."""
         return Miss(self._lost)
 
     def _lost(self, error: KVStoreError) -> None:

@@ -1,4 +1,4 @@
-"""What a client lends to its calls."""
+"""The shared parts of a client that its calls use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore_client.planes.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """``committer``: runs commits, one behind the other. ``timeout_s``: how long a call may take."""
+    """``committer``: the worker that runs commits, one after another. ``timeout_s``: time limit of a call."""
 
     connection: Connection
     copier: Copier
@@ -26,18 +26,18 @@ class Context:
 
     @staticmethod
     def begin(place: Place, clock: Clock, timeout_s: float) -> Context:
-        """Of a new client."""
+        """Return the context of a new client."""
         return Context(
             connection=Connection(place, clock, timeout_s), copier=Copier(), committer=_committer(),
             faults=FaultPoints(), clock=clock, timeout_s=timeout_s,
         )  # fmt: skip
 
     def with_threads(self) -> Context:
-        """The same with threads of its own."""
+        """Return a copy of this context with new threads."""
         return replace(self, copier=Copier(), committer=_committer())
 
     def close(self) -> None:
-        """Finish what is being committed, as long as a call may take, and end the session."""
+        """Finish pending commits, for at most the timeout of a call, and end the session."""
         if not is_drained(self.committer, self.timeout_s):
             self.connection.close()  # what still waits for the sidecar ends now
         self.committer.close()

@@ -30,15 +30,15 @@ COPY_THREADS = 2
 Result = TypeVar("Result")
 Work = TypeVar("Work")
 Committed = tuple[Durability, int, str]
-"""What became of a store: how durable it is, how many of its leading tokens, and why no more."""
+"""The outcome of a store: its durability, the number of leading tokens that have it, and why no more have it."""
 _own = threading.local()
 _waiting: WeakKeyDictionary[Workers, WeakSet[Future[Committed]]] = WeakKeyDictionary()
-"""Commits on threads of their own, by the workers that commit for the same client."""
+"""Commits on threads of their own, by the ``Workers`` that commit for the same client."""
 
 
 def raw(value: Tensor) -> Tensor:
-    """The same memory as plain integers of its item size: a tensor when the process has torch, else an array.
-    Copies are between two of these, so that no dtype is ever converted."""
+    """Return a view of the same memory as plain integers of its item size: a tensor when the process has torch, else an
+    array. Copies run between two raw views, so that no dtype is ever converted."""
     torch = torch_module()
     if torch is None:
         return raw_array(value)
@@ -60,15 +60,15 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def whole(plane: Tensor) -> Tensor:
-    """A raw plane for many small copies: numpy's view of it, whose slices cost a fifth, or a GPU's tensor itself."""
+    """Return a raw plane for many small copies: numpy's view, whose slices cost a fifth, or a GPU's tensor itself."""
     if not is_tensor(plane):
         return plane
     return plane if plane.is_cuda else raw_array(plane.numpy())
 
 
 def copy_small(target: Tensor, source: NDArray[Any]) -> None:
-    """``target[:] = source``, where ``target`` is a slice of what ``whole`` gave. A read-only ``source`` is not copied
-    first, as torch would have it."""
+    """Set ``target[:] = source``, where ``target`` is a slice of a plane from ``whole``. A read-only ``source`` is not
+    copied first, which torch would need."""
     if is_tensor(target):
         plainly(copy, target, raw(source))
     else:
@@ -76,7 +76,7 @@ def copy_small(target: Tensor, source: NDArray[Any]) -> None:
 
 
 def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, part: Part) -> Tensor:
-    """The tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
+    """Return the tokens of ``part`` in each of ``chunk_count`` chunks, as [chunks, heads, tokens, dim]. A view.
 
     ``plane``: raw [heads, tokens, dim]; ``start``: the first chunk's first token.
     """
@@ -92,7 +92,7 @@ def plane_run(plane: Tensor, start: int, chunk_tokens: int, chunk_count: int, pa
 
 
 def plainly(function: Callable[..., Result], *args: object) -> Result:
-    """Run a copy without autograd's bookkeeping; tensors made in inference mode may be written only so."""
+    """Run a copy without autograd's bookkeeping; only so may tensors made in inference mode be written."""
     torch = torch_module()
     if torch is None:
         return function(*args)
@@ -101,28 +101,28 @@ def plainly(function: Callable[..., Result], *args: object) -> Result:
 
 
 def _on_this_thread(function: Callable[..., Result], *args: object) -> Result:
-    """Run a copy, all of it on the copier's thread that this is: two threads are what a copy is worth, and torch would
-    have each cut its copies for as many as there are processors, and wait for the last of them."""
+    """Run a copy entirely on this thread of the copier. Two threads suffice for a copy; torch would split each copy
+    over all processors, and wait for the slowest."""
     torch = torch_module()
     if torch is not None and not hasattr(_own, "torch_is_alone"):
         _own.torch_is_alone = True
-        torch.get_num_threads()  # torch gives a thread its number when it is first asked, and keeps to it
+        torch.get_num_threads()  # torch sets a thread's count at the first call, and would override a limit set before
         limit = getattr(
             ctypes.CDLL(None), "omp_set_num_threads", None
-        )  # this thread's alone; torch's own is everyone's
+        )  # limits this thread alone; torch's own call limits every thread
         if limit is not None:
             limit(1)
     return plainly(function, *args)
 
 
 def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
-    """Run a copy here, all of it on this thread: where the processors are busy torch's own threads come late. How many
-    of them the caller's other work has stays what it was."""
+    """Run a copy entirely on the calling thread: where the processors are busy, torch's own threads come late. The
+    thread count of the caller's other work is unchanged."""
     torch = torch_module()
     limit = None if torch is None else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if torch is None or limit is None:
         return plainly(function, *args)
-    count = torch.get_num_threads()  # this thread's, and torch has given it one now
+    count = torch.get_num_threads()  # of this thread; the call makes torch set it now, not later over the limit
     try:
         limit(1)
         return plainly(function, *args)
@@ -131,8 +131,8 @@ def on_callers_thread(function: Callable[..., Result], *args: object) -> Result:
 
 
 def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
-    """Return when all of these have ended well. Raises what one of them raised, when none runs any more, also where the
-    caller is interrupted; DeadlineExceeded while one may still be running."""
+    """Return when all copies have ended well. Raises the error of a failed copy once none runs any more, also where the
+    caller is interrupted; DeadlineExceeded while a copy may still be running."""
     try:
         _, late = wait(copies, timeout_s)
     except BaseException as error:
@@ -148,18 +148,18 @@ def wait_all(copies: Sequence[Future[Result]], timeout_s: float) -> None:
 
 
 def check(copy: Future[Result]) -> None:
-    """Raises why a copy that has ended did not end well."""
+    """Raise the failure of a copy that has ended; return if it ended well."""
     failure = failure_of(copy)
     try:
         if failure is not None:
             raise failure
     finally:
-        del failure, copy  # an error keeps the frames it passes
+        del failure, copy  # an error keeps the frames it passes, and they would keep these
 
 
 def stopped(copies: Iterable[Future[Result]], timeout_s: float | None) -> bool:
-    """Give up those that have not begun, and wait for the others; None: however long they take. False while one may
-    still be running."""
+    """Cancel the copies that have not begun, and wait for the others (``timeout_s`` None: without limit). Returns False
+    while a copy may still be running."""
     return not wait([each for each in copies if not each.cancel()], timeout_s)[1]
 
 
@@ -170,8 +170,9 @@ def _still_running(timeout_s: float) -> DeadlineExceeded:
 def commit_beside(
     workers: Workers, commit: Callable[[], Committed], abort: Callable[[], None], *, waits: bool
 ) -> Future[Committed]:
-    """Run a commit behind what was sent before; on a thread of its own when it ``waits`` for other stores, which may
-    be queued behind it. Where no thread takes it the store is dropped at once, and that is the outcome."""
+    """Run a commit after those sent before. With ``waits`` it gets a thread of its own, because the stores that it
+    waits for may be queued behind it. Where no thread takes it the store is aborted at once, and the outcome says
+    so."""
     future = begun(_OwnThread() if waits else workers, within_trace(commit))
     if waits:
         _waiting.setdefault(workers, WeakSet()).add(future)
@@ -195,8 +196,8 @@ class _OwnThread:
 
 
 def is_drained(workers: Workers, timeout_s: float) -> bool:
-    """Wait until one thread has done what it was given so far, and the commits beside it have ended. False when that
-    takes longer, or nobody can tell."""
+    """Wait until a single worker thread has done its work so far, and the commits on other threads have ended. Returns
+    False when that takes longer than ``timeout_s``, or the worker cannot be asked."""
     last = begun(workers, int)
     return not wait([last, *_waiting.get(workers, ())], timeout_s).not_done and failure_of(last) is None
 
@@ -208,7 +209,7 @@ class Copier:
         self._workers = workers or WorkerThreads(COPY_THREADS, "kvstore-copy")
 
     def submit(self, function: Callable[..., Result], /, *args: object) -> Future[Result]:
-        """Begin one. Never raises: a thread that cannot be had is a copy that failed."""
+        """Begin a copy. Never raises: where no thread is to be had, the copy has failed."""
         return begun(self._workers, _on_this_thread, function, *args)
 
     def split(self, function: Callable[[Sequence[Work]], None], work: Sequence[Work], timeout_s: float) -> None:

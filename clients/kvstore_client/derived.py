@@ -1,13 +1,12 @@
-"""Which memory holds a cache that is not exact, so that it is not kept as exact by oversight.
+"""Remembers which memory holds a derived (inexact) cache, so that it is not stored as exact by oversight.
 
-What a fetch or a recompute hands out as DERIVED is remembered here by where it lies. A store that does not say what it
-keeps is refused when it is given such memory, by whatever name: slices, layers one by one, numpy's view of a tensor,
-the caller's own tensors or pages it was fetched into. Not seen: what is computed or copied from it into other memory
-(``torch.cat``, ``clone``, ``to``, arithmetic), and other processes. Who does that says what it stores:
-``exactness=Exactness.DERIVED``.
+A fetch or a recompute that returns a DERIVED cache marks its memory here. A store without ``exactness`` is refused when
+it is given such memory, in any form: slices, layers one by one, numpy's view of a tensor, the caller's own tensors or
+pages it was fetched into. Copies and results in other memory (``torch.cat``, ``clone``, ``to``, arithmetic) are not
+seen, nor are other processes: such callers must say ``exactness=Exactness.DERIVED``.
 
-An exact fetch over all of it makes memory exact again; what a model computes there cannot be seen: then the store says
-``exactness=Exactness.EXACT``. Nothing is kept alive, and a process that fetches nothing derived pays nothing.
+An exact fetch over all of it makes memory exact again. What a model computes there cannot be seen: then the store says
+``exactness=Exactness.EXACT``. Marks keep no memory alive, and a process that fetches nothing derived pays nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """One run of memory. ``slots``: of pages, those that hold it; None: all of it."""
+    """One run of memory with a derived cache. ``slots``: the derived slots, where the memory is pages; None: all of
+    it."""
 
     span: Span
     slots: Slots | None
     is_alive: Callable[[], bool]
 
     def meets(self, span: Span, slots: Slots | None) -> bool:
-        """Whether a tensor (of pages: these slots of it) has some of it. Pages that are seen in another way than they
-        were fetched into count as a whole."""
+        """Return True when a tensor (of pages: these slots of it) shares derived bytes. Pages seen in another shape
+        than they were fetched into count as a whole."""
         if not self.span.meets(span):
             return False
         alike = (self.span.start, self.span.geometry) == (span.start, span.geometry)
@@ -49,7 +49,8 @@ class _Mark:
         return bool(np.isin(slots, self.slots).any())
 
     def without(self, span: Span, slots: Slots | None) -> _Mark | None:
-        """What is left of it when a tensor, or these slots of pages, were written anew."""
+        """Return the rest of the mark after a tensor, or these slots of pages, were overwritten; None when nothing is
+        left."""
         if self.slots is not None and slots is not None and self.span == span:
             left = np.setdiff1d(self.slots, slots)
             return replace(self, slots=left) if left.size else None
@@ -61,22 +62,23 @@ class _Mark:
 
 
 _marks: dict[int, _Mark] = {}
-"""By number, later ones higher. Single operations on a dict need no lock, which a fork could leave taken."""
+"""Marks by number; later marks have higher numbers. Single operations on a dict need no lock, which a fork could leave
+taken."""
 
 
 def _known() -> list[tuple[int, _Mark]]:
-    """All marks, with their numbers. Numbers first: to make pairs is to allocate, so that garbage collection may take a
-    mark away in the middle."""
+    """Return all marks with their numbers. The numbers are listed first: making pairs allocates, so garbage collection
+    may remove a mark in the middle."""
     return [(number, mark) for number in list(_marks) if (mark := _marks.get(number)) is not None]
 
 
 def now() -> int:
-    """A number below those of all marks that come later."""
+    """Return a number below those of all later marks."""
     return next(_numbers)
 
 
 def remember(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
-    """These tensors hold what is not exact; of pages, in these slots."""
+    """Mark these tensors (of pages: these slots of them) as derived."""
     for number, mark in _known():
         if not mark.is_alive():
             _marks.pop(number, None)
@@ -86,8 +88,8 @@ def remember(planes: Iterable[Tensor], slots: Slots | None = None) -> None:
 
 
 def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since: int | None = None) -> None:
-    """These tensors hold what is exact, whatever they held before. ``since``: ``now``, when the writing began: what was
-    marked after that was written over it, or beside it, and stays."""
+    """Unmark these tensors: they now hold an exact cache. ``since``: the number from ``now`` when the writing began;
+    later marks stay, because their cache was written over this one, or beside it."""
     if not _marks:
         return
     for span in [Span.of(plane) for plane in planes]:
@@ -102,7 +104,7 @@ def written_anew(planes: Iterable[Tensor], slots: Slots | None = None, *, since:
 
 
 def is_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> bool:
-    """Whether one of these tensors lies where something derived was put."""
+    """Return True when one of these tensors lies in memory marked as derived."""
     if not _marks:
         return False
     marks = [mark for mark in list(_marks.values()) if mark.is_alive()]
@@ -110,7 +112,7 @@ def is_derived(planes: Iterable[Tensor], slots: Slots | None = None) -> bool:
 
 
 def check_exact(planes: Iterable[Tensor], name: str, slots: Slots | None = None) -> None:
-    """Raises InvalidRequest where a store that does not say what it keeps is given what is not exact."""
+    """Raise InvalidRequest for derived memory, in a store that gives no exactness."""
     if is_derived(planes, slots):
         raise InvalidRequest(
             f"{name} lies in memory that holds a derived cache: store it with exactness=Exactness.DERIVED, or, if it "
@@ -119,14 +121,14 @@ def check_exact(planes: Iterable[Tensor], name: str, slots: Slots | None = None)
 
 
 def exactness_of(kv: Iterable[Layer]) -> Exactness:
-    """What is known of a cache: by itself, or by where its planes lie."""
+    """Return a cache's exactness: DERIVED if the cache says so, or if one of its planes lies in derived memory."""
     known = getattr(kv, "exactness", Exactness.EXACT)
     planes = (plane for pair in kv if pair is not None for plane in (pair if isinstance(pair, Sequence) else (pair,)))
     return Exactness.DERIVED if known is not Exactness.EXACT or is_derived(planes) else Exactness.EXACT
 
 
 def _life_of(plane: Tensor, number: int) -> Callable[[], bool]:
-    """Whether the memory under a plane is still what it was."""
+    """Return a function that is True while the memory under a plane still exists."""
     if is_tensor(plane):
         from torch.multiprocessing import reductions
 
@@ -141,8 +143,8 @@ def _life_of(plane: Tensor, number: int) -> Callable[[], bool]:
 
 
 class LayeredKV(list[Any]):
-    """A cache, layer by layer, that knows whether it is exact. So do its slices, its copies, and what it is joined
-    with: one part that is derived makes the whole derived."""
+    """A list of layers that knows whether the cache is exact. So do its slices, its copies, and lists it is joined
+    with: one derived part makes the whole derived."""
 
     exactness: Exactness = Exactness.EXACT
 

@@ -1,5 +1,5 @@
-"""A forked child makes threads and locks anew: at the fork itself, while it has one thread, so that it does not matter
-what it asks for first."""
+"""Renews threads and locks in a forked child. This happens at the fork, while the child has one thread, so no later
+call can find them stale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _renewals: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakK
 
 
 def in_children(renew: Callable[[], None]) -> None:
-    """Have a method called in every forked child, as long as its object lives. It must raise nothing."""
+    """Call a method in every forked child, as long as its object lives. The method must not raise."""
     method = cast(MethodType, renew)
     _renewals[method.__self__] = method.__func__
 

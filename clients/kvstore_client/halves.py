@@ -1,4 +1,4 @@
-"""One layer of a cache, as callers give it and get it: (K, V), or E where a spec keeps E in the place of KV."""
+"""One layer of a cache, as callers pass it: (K, V), or E where a spec keeps E in the place of KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvstore_client.arrays import Layer, Tensor, checked, kind_of
 
 
 def plane_shapes(spec: ModelSpec, layer: int, token_count: int, heads: int | None = None) -> list[tuple[int, int, int]]:
-    """[heads, tokens, dim] of each plane of a layer: K and V, or E. ``heads``: how many kv heads (None: all)."""
+    """Return [heads, tokens, dim] of each plane of a layer: K and V, or E. ``heads``: number of kv heads (None:
+    all)."""
     kept, dims = spec.kept(layer)
     count = kept if heads is None or spec.keeps_e else heads
     return [(count, token_count, dim) for dim in dims]
@@ -19,8 +20,8 @@ def plane_shapes(spec: ModelSpec, layer: int, token_count: int, heads: int | Non
 def checked_planes(
     spec: ModelSpec, layer: int, given: Layer, name: str, token_count: int | None = None, heads: int | None = None
 ) -> list[Tensor]:
-    """A layer as its planes, each [heads, tokens, dim]; ``token_count`` None: as many as it has. Raises InvalidRequest
-    naming the plane whose type, shape or dtype is wrong."""
+    """Return a layer's planes, each [heads, tokens, dim]. ``token_count`` None: take the layer's own. Raises
+    InvalidRequest naming the plane whose type, shape or dtype is wrong."""
     if spec.keeps_e:
         count = _token_count(given, 2, 0) if token_count is None else token_count
         e = checked(given, (count, spec.hidden_size), spec.hidden_dtype, f"{name} (E)")
@@ -42,8 +43,8 @@ def checked_layers(
     name: str,
     heads: int | None,
 ) -> list[list[Tensor]]:
-    """Each of these layers as its planes, as ``checked_planes`` has them. The planes of a model are alike: where one
-    layer is right, so are those after it of its kind."""
+    """Return the planes of each layer, as ``checked_planes`` does. The planes of a model are alike: after one correct
+    layer, the next layers of the same kind need no check."""
     right: object = None
     planes: list[list[Tensor]] = []
     for number, (layer, entry) in enumerate(zip(layers, given, strict=True)):
@@ -57,7 +58,7 @@ def checked_layers(
 
 
 def _kind(spec: ModelSpec, layer: int, given: Layer) -> object:
-    """Return everything that decides whether a layer is right; None where only a look at it tells."""
+    """Return everything that decides whether a layer is correct; None where only a full check tells."""
     if spec.keeps_e or type(given) not in (tuple, list) or len(given) != 2:
         return None
     first, second = kind_of(given[0]), kind_of(given[1])
@@ -65,7 +66,7 @@ def _kind(spec: ModelSpec, layer: int, given: Layer) -> object:
 
 
 def shown(spec: ModelSpec, planes: Sequence[Tensor]) -> Layer:
-    """A layer's planes as the caller knows them."""
+    """Return a layer's planes in the caller's form: (K, V), or E."""
     return planes[0][0] if spec.keeps_e else tuple(planes)
 
 

@@ -1,7 +1,6 @@
-"""Whether tensors share memory: a fetch into two that do would leave in each what came last.
+"""Finds tensors that share memory: a fetch into two of them would leave in both only the last bytes written.
 
-Addresses are compared, nothing is read: a GPU's tensors are looked at like others. Cost: about 1 us per tensor where
-they lie apart.
+It compares addresses and reads nothing, so GPU tensors work too. Cost: about 1 us per tensor where they lie apart.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from kvstore.errors import InvalidRequest
 from kvstore_client.arrays import Tensor, is_tensor, is_writable
 
 WORK_MAX = 100_000
-"""What may be spent on one pair of tensors that are interleaved. Beyond it they count as sharing memory."""
+"""The most work spent on one pair of interleaved tensors. Beyond it they count as sharing memory."""
 _BASE = 1 << 60
 
 
 class Geometry(NamedTuple):
-    """The bytes of a tensor, from its first one on: ``strides`` in bytes, none negative.
+    """The bytes of a tensor, counted from its first: ``strides`` in bytes, none negative.
 
-    ``byte_count``: from the first byte to behind the last, gaps included; 0 where it has no items. ``repeats``: whether
-    two of its items may share bytes; no view that steps, slices or turns axes of a plain tensor does.
+    ``byte_count``: from the first byte to the end of the last, gaps included; 0 where the tensor has no items.
+    ``repeats``: True when two items may share bytes; no view that steps, slices or turns axes of a plain tensor does.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +36,7 @@ class Geometry(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(shape: tuple[int, ...], steps: tuple[int, ...], item_size: int) -> Geometry:
-        """``steps``: strides in items. Kept: the planes of a model are alike."""
+        """Return the geometry for ``steps``, strides in items. Cached: the planes of a model are alike."""
         return Geometry.by_bytes(tuple(shape), tuple(step * item_size for step in steps), item_size)
 
     @staticmethod
@@ -58,7 +57,7 @@ def _repeats(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -
 
 
 class Span(NamedTuple):
-    """Where a tensor lies."""
+    """The address range of a tensor on its device, with its geometry."""
 
     device: str
     start: int
@@ -67,7 +66,7 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(value: Tensor) -> Span:
-        """Of a tensor or an array."""
+        """Return the span of a tensor or an array."""
         if is_tensor(value):
             size = value.element_size()
             geometry = Geometry.of(value.shape, value.stride(), size)
@@ -80,17 +79,17 @@ class Span(NamedTuple):
         return Span(device, start, start + geometry.byte_count, geometry)
 
     def meets(self, other: Span) -> bool:
-        """Whether the two have a byte in common."""
+        """Return True when the two have a byte in common."""
         if self.device != other.device or self.start >= other.stop or other.start >= self.stop:
             return False
         return _meet(self.geometry, other.geometry, other.start - self.start)
 
 
 def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
-    """Two of them that have a byte in common, by number, or None."""
+    """Return the indices of two spans that have a byte in common, or None."""
     order = sorted((span.device, span.start, span.stop, number) for number, span in enumerate(spans))
     if all(one[2] <= other[1] or one[0] != other[0] for one, other in pairwise(order)):
-        return None  # the rule: each ends before the next one begins
+        return None  # the usual case: each ends before the next one begins
     beside: list[int] = []
     for device, start, stop, number in order:
         span = spans[number]
@@ -104,8 +103,8 @@ def overlapping(spans: Sequence[Span]) -> tuple[int, int] | None:
 
 
 def check_targets(layers: Iterable[Sequence[Tensor]], name: str) -> None:
-    """Raises InvalidRequest where a layer's planes cannot be fetched into: copies would not arrive in them, or not stay
-    for others' sake."""
+    """Raise InvalidRequest for planes that a fetch cannot fill: read-only or reversed ones, and ones that share
+    memory."""
     spans: list[Span] = []
     numbers: list[int] = []
     for number, planes in enumerate(layers):
@@ -122,7 +121,7 @@ def check_targets(layers: Iterable[Sequence[Tensor]], name: str) -> None:
 
 
 def check_apart(spans: Sequence[Span], names: Sequence[str]) -> None:
-    """Raises InvalidRequest for two of these destinations that share memory."""
+    """Raise InvalidRequest when two of these destinations share memory."""
     found = overlapping(spans)
     if found is not None:
         one, other = (names[each] for each in found)
@@ -132,8 +131,8 @@ def check_apart(spans: Sequence[Span], names: Sequence[str]) -> None:
 
 @lru_cache(maxsize=4096)
 def _meet(one: Geometry, other: Geometry, distance: int) -> bool:
-    """Layers of one pool are alike: they are compared once."""
-    work_max: Any = WORK_MAX  # numpy's types know two named limits only
+    """Return True when two tensors at this distance share a byte. Cached: layers of one pool are alike."""
+    work_max: Any = WORK_MAX  # numpy's types allow two named limits only
     try:
         return bool(np.shares_memory(_shown(one, 0), _shown(other, distance), max_work=work_max))
     except np.exceptions.TooHardError:
@@ -141,7 +140,7 @@ def _meet(one: Geometry, other: Geometry, distance: int) -> bool:
 
 
 class _Shown:
-    """An array by its addresses alone. Never read: there is no memory there."""
+    """An array interface with addresses only, for numpy's overlap test. Never read: there is no memory behind it."""
 
     def __init__(self, geometry: Geometry, distance: int) -> None:
         self.__array_interface__ = {

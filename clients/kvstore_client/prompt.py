@@ -1,4 +1,5 @@
-"""What a call asks about: tokens of a model, checked and cut into chunks. Nothing is sent before this is right."""
+"""The subject of a call: tokens of a model, checked and cut into chunks. Nothing is sent before it passes the
+checks."""
 
 from __future__ import annotations
 
@@ -34,19 +35,20 @@ _EXACTNESS = {Exactness.EXACT: EXACT, Exactness.DERIVED: 2}
 EXACTNESSES = {number: exactness for exactness, number in _EXACTNESS.items()}
 _PROVENANCES = {IN_CONTEXT: Provenance.IN_CONTEXT, STANDALONE: Provenance.STANDALONE}
 COUNT_MAX = 1024
-"""Of readers of a ticket, and of writers of a store."""
+"""The most readers of a ticket, and writers of a store."""
 NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _SCHEME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
 class PageHashes:
-    """A prompt by its engine's own hashes, in the place of its tokens: ``hashes[i]``, 32 bytes, names all that the
-    cache of the first ``i + 1`` pages depends on. They become the chain digests, a chunk's being its last page's.
+    """A prompt given by its engine's own hashes, instead of its tokens: ``hashes[i]``, 32 bytes, names all that the
+    cache of the first ``i + 1`` pages depends on. They become the chain digests: a chunk has the digest of its last
+    page.
 
     ``scheme`` says how they were made ("vllm-sha256_cbor"). It is part of the namespace (the model's id, after a #), so
     that digests of two schemes, or an engine's and our own, never meet. ``tokens``: all of them; only a store needs
-    them. Who makes the hashes vouches that they cover the tokens and whatever else the cache depends on beside the
+    them. The maker of the hashes vouches that they cover the tokens and whatever else the cache depends on beside the
     model. Raises: InvalidRequest.
     """
 
@@ -69,13 +71,13 @@ class PageHashes:
         return len(self.hashes) * self.page_tokens
 
     def spec_of(self, spec: ModelSpec) -> ModelSpec:
-        """The model's, named by these hashes."""
+        """Return the model's spec, in the namespace of these hashes. Raises InvalidRequest."""
         if spec.chunk_tokens % self.page_tokens:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide chunks of {spec.chunk_tokens}")
         return replace(spec, model_id=f"{spec.model_id}#{self.scheme}")
 
     def digest(self, stop: int) -> bytes:
-        """Of the first ``stop`` tokens; empty when no page ends there."""
+        """Return the digest of the first ``stop`` tokens; empty when no page ends there."""
         return b"" if stop % self.page_tokens else self.hashes[stop // self.page_tokens - 1]
 
 
@@ -92,24 +94,24 @@ class Prompt:
     digests: list[bytes]
     extras: tuple[Extra, ...]
     exactness: int
-    """The wire's number."""
+    """As the wire's number."""
     hashes: PageHashes | None = None
     provenance: int = IN_CONTEXT
-    """The wire's number."""
+    """As the wire's number."""
     is_claimed: bool = False
-    """Whether the caller said how exact it is."""
+    """True when the caller gave an exactness."""
     behind: bytes = b""
     """The digest of the preamble that a segment was computed behind; empty: it was computed alone."""
     first_position: int = 0
-    """Where its first token stood when it was computed."""
+    """The position of the first token when the cache was computed."""
 
     @staticmethod
     def segment(
         spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None,
         preamble: GivenTokens = (),
     ) -> Prompt:  # fmt: skip
-        """A document by itself, or behind a ``preamble``; positions of ``extras`` count from the document's first
-        token. Raises InvalidRequest."""
+        """Return the prompt of a document by itself, or behind a ``preamble``; positions of ``extras`` count from the
+        document's first token. Raises InvalidRequest."""
         if isinstance(tokens, PageHashes):
             raise InvalidRequest("a segment needs its tokens: PageHashes depend on what comes before it")
         whole = Prompt.of(spec, tokens, extras, exactness)
@@ -122,12 +124,12 @@ class Prompt:
         )  # fmt: skip
 
     def chain(self, name: bytes, digests: Sequence[bytes]) -> Chain:
-        """Chunks of it in the presence table."""
+        """Return these chunks as a chain of the presence table."""
         salt = presence_salt(name, _PROVENANCES[self.provenance], EXACTNESSES[self.exactness])
         return Chain(salt, digests, self.spec.chunk_tokens)
 
     def query(self, name: bytes, digests: Sequence[bytes], hidden_layers: Sequence[int] = ()) -> pb.ChainQuery:
-        """Chunks of it on the wire."""
+        """Return these chunks as a query for the wire."""
         return pb.ChainQuery(
             fingerprint=name, digests=b"".join(digests), hidden_layers=hidden_layers,
             exactness=self.exactness, provenance=self.provenance,  # type: ignore[arg-type]  # wire numbers
@@ -135,8 +137,9 @@ class Prompt:
 
     @staticmethod
     def of(spec: ModelSpec, tokens: GivenTokens, extras: Sequence[Extra], exactness: Exactness | None) -> Prompt:
-        """Tokens may be a list, an array, a tensor on any device, or PageHashes; exactness None: exact, as far as is
-        known. Raises InvalidRequest naming what is wrong."""
+        """Check the arguments of a call and return its prompt. ``tokens``: a list, an array, a tensor on any device, or
+        PageHashes. ``exactness`` None: exact, not claimed: a store then refuses a cache known to be derived. Raises
+        InvalidRequest naming what is wrong."""
         is_claimed, exactness = exactness is not None, exactness or Exactness.EXACT
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
@@ -154,7 +157,7 @@ class Prompt:
 
     @staticmethod
     def known(spec: ModelSpec, digests: list[bytes], exactness: int) -> Prompt:
-        """One that another process made, of which only the digests are known here."""
+        """Return the prompt of another process, of which only the digests are known here."""
         return Prompt(spec, None, digests, (), exactness)
 
     @property
@@ -162,14 +165,14 @@ class Prompt:
         return self.hashes.size if self.hashes is not None else 0 if self.tokens is None else int(self.tokens.size)
 
     def tail_digest(self, start: int, stop: int, parent: bytes) -> bytes:
-        """The digest of the partial chunk ``start .. stop`` after ``parent``; empty when it has none."""
+        """Return the digest of the partial chunk ``start .. stop`` after ``parent``; empty when it has none."""
         if self.hashes is not None:
             return self.hashes.digest(stop)
         assert self.tokens is not None
         return tail_digest(self.tokens, start, stop, parent, self.extras)
 
     def token_digests(self) -> list[bytes]:
-        """One per chunk. Raises InvalidRequest when the tokens are not known."""
+        """Return one digest per chunk, of its tokens. Raises InvalidRequest when the tokens are not known."""
         if self.tokens is None:
             raise InvalidRequest("a store needs the tokens beside their hashes: PageHashes(..., tokens=...)")
         step = self.spec.chunk_tokens
@@ -177,7 +180,7 @@ class Prompt:
 
 
 def check_count(count: Any, name: str) -> None:
-    """Raises InvalidRequest for what is no number of readers or writers."""
+    """Raise InvalidRequest unless ``count`` is a possible number of readers or writers."""
     try:
         known = index(count)
     except TypeError:
@@ -196,7 +199,7 @@ def _by_hashes(spec: ModelSpec, hashes: PageHashes, extras: Sequence[Extra], exa
 
 
 def preamble_tokens(preamble: GivenTokens, spec: ModelSpec) -> Tokens:
-    """What documents were computed behind; empty: nothing. Raises: InvalidRequest."""
+    """Return the tokens of the preamble that documents were computed behind; empty: none. Raises: InvalidRequest."""
     if isinstance(preamble, PageHashes):
         raise InvalidRequest("a preamble is given by its tokens: PageHashes cannot be compared with a prompt")
     try:
@@ -206,8 +209,8 @@ def preamble_tokens(preamble: GivenTokens, spec: ModelSpec) -> Tokens:
 
 
 def check_preamble(tokens: Tokens, preamble: Tokens) -> None:
-    """Raises: InvalidRequest unless the prompt begins with the preamble: what is known of documents that were computed
-    behind it holds for such prompts."""
+    """Raise InvalidRequest unless the prompt begins with the preamble: documents computed behind it are known only for
+    such prompts."""
     if not np.array_equal(tokens[: preamble.size], preamble):
         raise InvalidRequest(
             f"preamble: the prompt does not begin with its {preamble.size} tokens; give the one that the documents "
@@ -216,7 +219,7 @@ def check_preamble(tokens: Tokens, preamble: Tokens) -> None:
 
 
 def checked_tokens(tokens: Any, vocab_size: int) -> Tokens:
-    """Tokens as they are given, on any device, as an array. Raises: InvalidRequest for what is no run of them."""
+    """Return tokens, given on any device, as an array. Raises: InvalidRequest for anything but one run of tokens."""
     if is_array(tokens):
         check_memory(tokens, "tokens")
     if is_tensor(tokens) and tokens.is_cuda:

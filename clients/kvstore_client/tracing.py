@@ -1,11 +1,11 @@
-"""The trace that a request is part of, passed on to the sidecar (W3C Trace Context).
+"""Passes the trace of a request on to the sidecar (W3C Trace Context).
 
     with traced(headers["traceparent"]):
         kv = client.fetch(spec, tokens)
 
-Where the engine's own process uses OpenTelemetry nothing has to be said: the span that is current when a call is made
-is the one. The sidecar traces where its ``tracing.endpoint`` is set; else it reads nothing of this. What is answered
-from shared memory makes no call, and so no span of the sidecar's.
+In a process that uses OpenTelemetry this is not needed: a call belongs to the span that is current when it is made. The
+sidecar traces only with ``tracing.endpoint`` set. An answer from shared memory makes no call, and so no span of the
+sidecar.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OPENTELEMETRY = "opentelemetry.trace"
 
 @contextmanager
 def traced(traceparent: str, tracestate: str = "") -> Iterator[None]:
-    """Make what is asked inside part of this trace, in this thread or task, and in what it begins. Raises
-    InvalidRequest for what is no trace context."""
+    """Make calls inside part of this trace: in this thread or task, and in those it begins. Raises InvalidRequest for
+    an invalid trace context."""
     if not _PARENT.fullmatch(traceparent):
         raise InvalidRequest(
             f"traceparent {traceparent[:80]!r}: use the request's header as it came, as 00-<32 digits>-<16 digits>-01"
@@ -48,13 +48,13 @@ def traced(traceparent: str, tracestate: str = "") -> Iterator[None]:
 
 
 def trace_headers() -> Headers:
-    """Return what a call carries of the trace that it is part of; nothing where there is none. Cost: 0.1 us, and a few
-    more where the process uses OpenTelemetry."""
+    """Return the trace headers of a call; empty where there is no trace. Cost: 0.1 us, and a few more where the process
+    uses OpenTelemetry."""
     return _headers.get() or _of_process()
 
 
 def _of_process() -> Headers:
-    """The current span's. A process that has not imported OpenTelemetry has none."""
+    """Return the headers of the current span. A process that has not imported OpenTelemetry has none."""
     trace = sys.modules.get(_OPENTELEMETRY)
     if trace is None:
         return ()

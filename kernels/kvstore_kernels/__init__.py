@@ -2,7 +2,7 @@
 selected rows. Each has a plain torch path, which is the reference and the CPU's.
 
 Planes are [heads, tokens, dim], one sequence; positions, rows and slots int64. Arithmetic is fp32, rounded once to the
-destination's dtype. No loop runs over tokens or heads; temporaries are blocks whose size the docstrings say.
+destination's dtype. No loop runs over tokens or heads; temporaries are blocks whose size is in the docstrings.
 """
 
 from kvstore_kernels.arrival import arrive, arrive_pages

@@ -33,7 +33,7 @@ _CONFIGURED = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn
 
 
 def _interface() -> Any:
-    """SGLang's own abstract class where it is installed: its loader insists on it."""
+    """Return SGLang's own abstract class where it is installed: its loader insists on it."""
     try:
         return importlib.import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
     except ImportError:
@@ -57,7 +57,7 @@ def page_hashes(tokens: Any, page_size: int, prior: str | None = None) -> list[s
 
 
 class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy cannot know
-    """One rank's storage backend. Safe to call from HiCache's several threads.
+    """The storage backend of one rank. Safe to call from HiCache's several threads.
 
     Raises, at the start only: InvalidRequest for a configuration that is wrong.
     """
@@ -77,7 +77,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         self._namespace = self._name_of(None)
 
     def _name_of(self, pool: Any) -> str:
-        """The namespace: everything that a page's bytes depend on beside its hash."""
+        """Return the namespace: everything that a page's bytes depend on beside its hash."""
         facts = dict(self._identity)
         if pool is not None:
             facts |= {name: str(getattr(pool, name, None)) for name in ("dtype", "layout", "page_size")}
@@ -86,7 +86,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         return f"sglang/{digest}"
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool whose pages ``host_indices`` name."""
+        """Set the pool whose pages ``host_indices`` name."""
         self.mem_pool_host = self._pool = mem_pool_host
         self._namespace = self._name_of(mem_pool_host)
 
@@ -97,7 +97,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     # ------------------------------------------------------------ pages in the host pool
 
     def _pages(self, keys: Sequence[str], host_indices: Any) -> list[list[NDArray[np.uint8]]]:
-        """Per key the buffers of its page in the pool."""
+        """Return, per key, the buffers of its page in the pool."""
         if self._pool is None:
             raise InvalidRequest("no host pool: call register_mem_pool_host first")
         _check_indices(host_indices, len(keys), self._pool)
@@ -109,7 +109,8 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
         return [buffers[at : at + count] for at in range(0, len(buffers), count)]
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Pages straight into the host pool. One truth per key; a page that is False may be overwritten."""
+        """Fetch pages straight into the host pool. Returns one bool per key; a page that is False may be
+        overwritten."""
         if not keys:
             return []
         try:
@@ -118,7 +119,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             return self._none(keys, error)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Pages straight from the host pool; those that are there already are not sent again. One truth per key."""
+        """Store pages straight from the host pool; stored pages are not sent again. Returns one bool per key."""
         if not keys:
             return []
         try:
@@ -134,11 +135,11 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     # ------------------------------------------------------------ what is there
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Return True when a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the leading pages are there."""
+        """Return the number of leading pages that are stored."""
         try:
             return self._client.count_leading(self._namespace, keys)
         except KVStoreError as error:
@@ -148,11 +149,12 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     # ------------------------------------------------------------ tensors
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """A page into a flat tensor, which is returned; None when it is not there. Without a tensor: fresh bytes."""
+        """Fetch a page into a flat tensor, and return it; None when the page is not stored. Without a tensor: return
+        new bytes."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Per key the tensor that was filled, or None."""
+        """Return, per key, the tensor that was filled, or None."""
         try:
             if target_locations is not None:
                 targets = list(target_locations)
@@ -170,7 +172,7 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Keep flat tensors as pages. Whether all of them are there now."""
+        """Keep flat tensors as pages. Returns True when all of them are stored now."""
         given = target_locations if values is None else values
         try:
             if not hasattr(given, "__len__") or len(given) != len(keys):
@@ -180,17 +182,17 @@ class KVStoreHiCache(_interface()):  # type: ignore[misc]  # a base that mypy ca
             return all(self._none(keys, error)) and not keys
 
     def clear(self) -> None:
-        """Nothing is removed: what nobody reads is evicted in its time, and another model's pages are not ours."""
+        """Remove nothing: unread pages are evicted in time, and another model's pages are not ours."""
         _log.warning("kvstore: clear() removes nothing; start the sidecar on another state directory to begin anew")
 
     def get_stats(self) -> None:
-        """The sidecar's own: ``kvstore status``, and its metrics page."""
+        """Return nothing: ``kvstore status`` and the sidecar's metrics page have the statistics."""
         return
 
 
 def _check_indices(host_indices: Any, page_count: int, pool: Any) -> None:
-    """Whether these are tokens of so many pages that lie in the pool: its answer is where we read and write. Raises:
-    InvalidRequest."""
+    """Check that these are tokens of ``page_count`` pages inside the pool: we read and write at the addresses that they
+    give. Raises: InvalidRequest."""
     step = pool.page_size
     try:
         found = np.asarray(host_indices)

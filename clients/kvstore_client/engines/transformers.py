@@ -43,13 +43,13 @@ __all__ = ["CachedModel", "Generated", "Report", "TransformersRunner", "cache_of
 
 _log = logging.getLogger("kvstore.client")
 ROOM_TOKENS_MAX = 4096
-"""New tokens that a generation has memory for from the start, at most: many callers' limit is a number that no answer
+"""The most new tokens that a generation reserves memory for at the start: many callers set a limit that no answer
 reaches. Beyond it the cache's memory grows by halves."""
 
 
 @dataclass
 class Report:
-    """Where a generation's first token came from. Seconds are of the monotonic clock."""
+    """The account of a generation: the source and times of its first token. Seconds are of the monotonic clock."""
 
     token_count: int = 0
     reused_token_count: int = 0
@@ -57,7 +57,7 @@ class Report:
     reason: MissReason = MissReason.NONE
     fetched_bytes: int = 0
     lookup_s: float = 0.0
-    """From the call to the answer: what is there, and where."""
+    """From the call to the sidecar's answer, which says what is stored, and where."""
     fetch_s: float = 0.0
     """From that answer until the last layer had landed; overlaps with the prefill."""
     prefill_s: float = 0.0
@@ -65,9 +65,9 @@ class Report:
     ttft_s: float = 0.0
     total_s: float = 0.0
     bypassed: str = ""
-    """Why the cache was not used at all; empty when it was."""
+    """The reason why the cache was not used at all; empty when it was."""
     plan: LoadPlan | None = field(default=None, repr=False)
-    """What the client's planner makes of the prompt; None while it is off."""
+    """The client's planner's plan for the prompt; None while planning is off."""
     receipt: Receipt | None = field(default=None, repr=False)
 
     @property
@@ -81,7 +81,8 @@ class Report:
 
 @dataclass
 class Generated:
-    """``sequences`` as transformers' generate returns them (or its output object), and the report."""
+    """The result of a generation: ``sequences``, as transformers' generate returns them (or its output object), and the
+    report."""
 
     sequences: Any
     report: Report
@@ -89,7 +90,8 @@ class Generated:
 
 @dataclass(frozen=True)
 class _Whose:
-    """Whose cache a call's is, from its start to its end: another thread may find that the model has changed."""
+    """The model that a call's cache belongs to, from its start to its end: another thread may find that the model has
+    changed."""
 
     spec: ModelSpec
     runner: TransformersRunner | None
@@ -100,7 +102,7 @@ class _Whose:
 
 
 class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
-    """Calls once, when the first token's logits are there."""
+    """Calls ``action`` once, when the first token's logits are ready."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -113,7 +115,7 @@ class _FirstToken(LogitsProcessor):  # type: ignore[misc]  # transformers ships 
 
 
 def _length(input_ids: Any) -> int:
-    """How many tokens a prompt has; 0 where nobody can say."""
+    """Return a prompt's token count; 0 where it is unknown."""
     shape: Any = getattr(input_ids, "shape", ())
     return int(shape[-1]) if len(shape) else 0
 
@@ -123,9 +125,9 @@ class CachedModel:
 
     ``step_tokens``: rows per prefill step, a multiple of ``chunk_tokens`` (default: one chunk). Models that are to
     share caches to the bit use the same. ``spec``: with ``keeps_e`` the prompt's E is captured, stored and fetched in
-    the place of KV, which is projected layer by layer. It is compared with the model, and follows it: at each call a
-    sample of the weights is looked at, and when they changed they are digested again. One that is 'unverified:<name>'
-    vouches for the weights, also while they change. ``durability``: what ``Client.store`` is asked for, of each prompt.
+    the place of KV, which is projected layer by layer. The spec is compared with the model, and follows it: each call
+    looks at a sample of the weights, and digests them again when they changed. A spec 'unverified:<name>' vouches for
+    the weights, also while they change. ``durability``: the level to ask ``Client.store`` for, of each prompt.
     Raises: InvalidRequest for a model family without a spec, a model that its configuration and weights do not
     describe, and a spec that is another model's.
     """
@@ -157,7 +159,7 @@ class CachedModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's, as it was at the last call."""
+        """The model's spec, as of the last call."""
         return self._whose.spec
 
     def close(self) -> None:
@@ -166,14 +168,15 @@ class CachedModel:
 
     def remember(self, documents: Iterable[GivenTokens], *, preamble: GivenTokens = ()) -> list[Receipt]:
         """Compute and store each document (its tokens) behind a ``preamble``, the beginning that a chat template gives
-        every prompt (``chat_frame``), so that ``Client.partial_prefill`` finds it wherever it stands in one. What is
-        stored is not computed again: the receipts are of the others. Raises: InvalidRequest."""
+        every prompt (``chat_frame``), so that ``Client.partial_prefill`` finds it at any place in a prompt. Stored
+        documents are not computed again: the receipts are of the others. Raises: InvalidRequest."""
         self._adopt(followed(self.spec, self.model))
         runner = TransformersRunner(self.model, spec=self.spec)
         return remember(self.client, runner, documents, preamble, self._durability)
 
     def refresh(self) -> None:
-        """Read every byte of the weights again. For who changed a few numbers in place: see ``ModelSpec.refreshed``."""
+        """Read every byte of the weights again. Use it after changing a few numbers in place: see
+        ``ModelSpec.refreshed``."""
         self._adopt(self.spec.refreshed(self.model))
 
     def _adopt(self, spec: ModelSpec) -> None:
@@ -182,7 +185,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Generated:
-        """transformers' ``generate``, with the prompt's cache fetched where it is stored and kept where it is not."""
+        """Call transformers' ``generate``; fetch the prompt's cache where it is stored, and store it where it is
+        not."""
         started_s = self._clock.monotonic()
         bypassed = self._why_not(input_ids, options)
         if bypassed:
@@ -195,7 +199,7 @@ class CachedModel:
         return Generated(sequences, report)
 
     def _why_not(self, input_ids: torch.Tensor, options: dict[str, Any]) -> str:
-        """Why a call cannot use the cache; empty when it can, and then ``spec`` is the model's as it is now."""
+        """Return why a call cannot use the cache; empty when it can, and then ``spec`` is the model's current spec."""
         left = why_left(self.model, input_ids, options, self.spec.rope.kind)
         if left:
             return left
@@ -218,7 +222,7 @@ class CachedModel:
         try:
             return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=True)
         except KVStoreError as error:
-            # Bytes that were announced did not come: the cache holds nothing worth keeping, compute it all.
+            # Announced bytes did not come: the cache is incomplete, so compute all of it.
             _log.warning("kvstore: %s; recomputing the prompt", error.message)
             return self._attempt(whose, input_ids, tokens, options, started_s, may_reuse=False)
 
@@ -268,12 +272,12 @@ class CachedModel:
                 )
             watch.computes(max(reused, last_step), waits=arrivals.is_waiting)
             if options.get("streamer") is not None:
-                arrivals.finish()  # what fails later would begin again, and a streamer cannot take back
+                arrivals.finish()  # a later failure would begin again, and a streamer cannot take tokens back
             sequences = self._generate(input_ids, options, _FirstToken(first_token), past_key_values=cache)
         return report, sequences
 
     def _whole(self, count: int) -> int:
-        """How many of so many tokens are whole steps: these are kept."""
+        """Return how many of ``count`` tokens are in whole steps: these are kept."""
         return count // self.step_tokens * self.step_tokens
 
     def _new_token_count(self, options: dict[str, Any], count: int) -> int:
@@ -286,7 +290,7 @@ class CachedModel:
         return min(int(limit), ROOM_TOKENS_MAX) + 1
 
     def _layers(self, spec: ModelSpec, capacity: int, arrivals: Arrivals) -> list[CacheLayer]:
-        """Memory for the prompt and what is likely to follow."""
+        """Return layers with memory for the prompt and the tokens likely to follow."""
         planes = dense_planes(spec, capacity, self.model.device)
         return [
             CacheLayer(k[None], v[None], lambda layer=layer: arrivals.until(layer))  # type: ignore[misc]
@@ -297,7 +301,7 @@ class CachedModel:
         self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, arrivals: Arrivals,
         report: Report, started_s: float,
     ) -> int:  # fmt: skip
-        """Open the fetch of the stored prefix. Returns how many tokens of it, whole steps, will arrive."""
+        """Open the fetch of the stored prefix. Returns the number of its tokens, in whole steps, that will arrive."""
         if not len(tokens):
             report.lookup_s = self._clock.monotonic() - started_s
             return 0
@@ -341,7 +345,7 @@ class CachedModel:
     def _keep(
         self, spec: ModelSpec, tokens: Any, layers: list[CacheLayer], prompt_e: PromptE | None, reused: int
     ) -> Receipt | None:  # fmt: skip
-        """Store the whole steps that were computed here, in the background, if the model is still who computed them."""
+        """Store the whole steps computed here, in the background, if the model has not changed since."""
         whole = self._whole(len(tokens))
         if prompt_e is not None:
             whole = min(whole, self._whole(prompt_e.token_count))

@@ -23,9 +23,9 @@ from kvstore_client.store.receipt import Receipt
 
 
 def chat_frame(tokenizer: Any, system: str = "", instruction: str = "") -> tuple[str, str]:
-    """What a chat template puts before a user's words, the ``instruction`` included, and behind them for the assistant
-    to go on. ``tokenizer``: of transformers, with a chat template; ``system`` empty: the template's own. Raises:
-    InvalidRequest for a template that puts something else between for other words."""
+    """Return the text that a chat template puts before a user's words, ``instruction`` included, and the text behind
+    them, for the assistant to go on. ``tokenizer``: of transformers, with a chat template; ``system`` empty: the
+    template's own. Raises: InvalidRequest for a template whose text depends on the words, or changes them."""
     head = [{"role": "system", "content": system}] if system else []
     one, two = (
         tokenizer.apply_chat_template(
@@ -44,8 +44,8 @@ def remember(
     client: Client, runner: ModelRunner, documents: Iterable[GivenTokens], preamble: GivenTokens,
     durability: Durability | None = None,
 ) -> list[Receipt]:  # fmt: skip
-    """Compute and store what is not stored of these documents, each behind the preamble. Cost: a prefill of preamble
-    and document each. Raises: InvalidRequest."""
+    """Compute and store those of these documents that are not stored, each behind the preamble. Cost: a prefill of
+    preamble and document each. Raises: InvalidRequest."""
     spec = runner.spec
     before = preamble_tokens(preamble, spec)
     receipts = []

@@ -1,4 +1,5 @@
-"""E of a prompt in a model of transformers: captured as the prefill goes, fetched where it was kept, and projected."""
+"""E of a prompt in a transformers model: captured during prefill, fetched where it is stored, and projected to K and
+V."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class PromptE:
-    """What enters each layer, of a prompt's first ``token_count`` tokens: ``planes`` per layer, [token_count,
-    hidden_size], of which the first tokens are there."""
+    """The hidden states that enter each layer, for a prompt's first ``token_count`` tokens: ``planes``, one per layer,
+    [token_count, hidden_size]. The leading tokens of a plane are filled, the others not yet."""
 
     def __init__(self, runner: TransformersRunner, token_count: int) -> None:
         self._runner = runner
@@ -29,13 +30,13 @@ class PromptE:
 
     @property
     def token_count(self) -> int:
-        """How many leading tokens are there in every layer."""
+        """The number of leading tokens that are filled in every layer."""
         return min(self._there)
 
     @contextmanager
     def captured(self, cache: DynamicCache) -> Iterator[None]:
-        """Take note of what enters the layers in forward passes over ``cache``, and over no other: other threads may
-        use the model at the same time."""
+        """Capture what enters the layers in forward passes over ``cache``, and over no other: other threads may use the
+        model at the same time."""
         blocks = self._runner.model.base_model.layers
         hooks = [
             block.register_forward_pre_hook(_observing(partial(self._capture, cache, layer)), with_kwargs=True)
@@ -50,7 +51,8 @@ class PromptE:
     def _capture(
         self, cache: DynamicCache, layer: int, _block: Any, args: tuple[Any, ...], named: Mapping[str, Any] = NOTHING
     ) -> None:
-        """``named`` is left out where the hook is removed while another thread's forward pass is about to call it."""
+        """Copy one layer's input. ``named`` is missing when the hook is removed while another thread's pass is about to
+        call it."""
         if not any(value is cache for value in named.values()):
             return
         hidden = (args[0] if args else named["hidden_states"])[0]
@@ -61,15 +63,15 @@ class PromptE:
             self._there[layer] = stop
 
     def announce(self, token_count: int) -> None:
-        """The first tokens come from elsewhere, each layer's before it is computed; or the attempt fails."""
+        """Count the first tokens as filled: a fetch fills each layer before it is computed, or the attempt fails."""
         self._there = [token_count] * len(self.planes)
 
     def arrive(self, layer: int, token_count: int, into: tuple[torch.Tensor, torch.Tensor], step_tokens: int) -> None:
-        """A layer's E was fetched: its K and V, in the steps of the prefill."""
+        """Project a layer's fetched E to its K and V, in the steps of the prefill."""
         project_into(self._runner, layer, self.planes[layer][:token_count], into, step_tokens)
 
 
 def _observing(hook: Any) -> Any:
-    """Say that it changes nothing: a model with any other hook is refused."""
+    """Mark the hook as one that changes nothing: a model with any other hook is refused."""
     hook.observes = True
     return hook

@@ -24,7 +24,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
         self.show(0)
 
     def show(self, token_count: int) -> None:
-        """The first ``token_count`` tokens are the layer's content (or will be, once they arrive)."""
+        """Make the first ``token_count`` tokens the layer's content (some may still be on their way)."""
         self.keys, self.values = self._k[:, :, :token_count], self._v[:, :, :token_count]
         self.dtype, self.device = self._k.dtype, self._k.device
         self.is_initialized = True
@@ -46,20 +46,21 @@ class CacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no t
             new = old.new_empty((*old.shape[:2], stop + stop // 2, old.shape[-1]))
             new[:, :, :start] = old[:, :, :start]
             if is_derived([old]):
-                remember([new])  # what follows is computed over it
+                remember([new])  # later tokens are computed over derived ones, so they are derived too
             setattr(self, name, new)
 
     def first(self, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
+        """Return (K, V) of the first tokens, [kv_heads, tokens, head_dim]. They do not change any more."""
         return self._k[0, :, :token_count], self._v[0, :, :token_count]
 
 
 def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-    """A cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
+    """Return a cache for transformers' ``generate`` to go on from, over the tensors of a (partial) prefill, zero copy.
 
     Shapes: ``kv`` per layer (K, V), each [kv_heads, tokens, head_dim]. Give ``generate`` the prompt and at least one
-    token more. What it computes is as exact as ``kv`` is; its ``exactness`` says so, and its tensors are known by it.
-    Raises: InvalidRequest for planes that are no such tensors."""
+    token more. The cache's ``exactness`` is that of ``kv``; memory grown from derived memory is remembered as derived.
+    Raises: InvalidRequest for planes of another form.
+    """
     _check_planes(kv)
     cache = DynamicCache()
     cache.exactness = exactness_of(kv)
@@ -96,7 +97,7 @@ class Arrivals:
         self.on_layer: Callable[[int], None] = lambda _: None
         self.on_last: Callable[[], None] = lambda: None
         self.give_up: Callable[[], None] = lambda: None
-        """Ends the wait for what has not landed. Any thread may call it."""
+        """Ends the wait for layers that have not landed. Any thread may call it."""
         self.is_blocked = False
         """True while the engine waits for a layer."""
 
@@ -105,7 +106,7 @@ class Arrivals:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether layers are on their way of which none was asked for yet: a step that begins now waits for them."""
+        """True while layers are on their way and none was asked for yet: a step that begins now waits for them."""
         return self._stream is not None and not self._next
 
     def until(self, layer: int) -> None:
@@ -122,7 +123,7 @@ class Arrivals:
             self.on_layer(item[0])
 
     def finish(self) -> None:
-        """Pull the rest."""
+        """Pull the remaining layers."""
         self.until(1 << 30)
 
     def _end(self) -> None:

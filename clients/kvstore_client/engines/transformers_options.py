@@ -1,7 +1,7 @@
-"""Which calls of transformers' ``generate`` the cache serves: what is listed here. All else is transformers' alone.
+"""Lists the calls of transformers' ``generate`` that the cache serves. All others are left to transformers.
 
-What the cache serves may only look at logits and tokens: K and V of the prompt are then what a plain prefill makes of
-it, and the answer is transformers'. An option that nobody has thought of is left to transformers; the report says so.
+The options served may only look at logits and tokens. K and V of the prompt are then those of a plain prefill, and the
+answer is transformers' own. An unlisted option is left to transformers; the report says so.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_lookbehind": (10,), "target_lookbehind": (10,), "assistant_ensemble_weight": (0.5,),
     "speculation_type": ("assisted",),
 }  # fmt: skip
-"""Values of other fields that ask for nothing."""
+"""Values of other fields that change nothing."""
 ARGUMENTS = frozenset({
     "generation_config", "attention_mask", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
     "streamer", "tokenizer",
 })  # fmt: skip
-"""``generate``'s other arguments that see logits and tokens alone. A mask, if it hides nothing."""
+"""``generate``'s other arguments that see logits and tokens alone. A mask is served if it hides nothing."""
 
 
 def why_left(model: Any, input_ids: Any, options: Mapping[str, Any], rope_kind: str) -> str:
-    """Why a call is transformers' alone; empty when the cache serves it."""
+    """Return why a call is left to transformers; empty when the cache serves it."""
     return (
         _why_ids(input_ids)
         or _why_model(model, rope_kind)
@@ -50,7 +50,8 @@ def why_left(model: Any, input_ids: Any, options: Mapping[str, Any], rope_kind: 
 
 
 def _why_ids(input_ids: Any) -> str:
-    """What transformers makes of anything but tokens in memory is for transformers to say."""
+    """Return why the input is left to transformers: anything but tokens in memory. Its errors are transformers' to
+    raise."""
     if not isinstance(input_ids, torch.Tensor):
         return f"input_ids is a {type(input_ids).__name__}, not a tensor"
     if input_ids.dtype not in (torch.int64, torch.int32):
@@ -82,7 +83,7 @@ def _why_option(model: Any, options: Mapping[str, Any]) -> str:
 
 
 def _asked(model: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every option and its value: the call's, else that of its configuration, else that of the model's."""
+    """Yield every option and its value: the call's, else its generation config's, else the model's."""
     told = {name: value for name, value in options.items() if name not in ARGUMENTS and value is not None}
     yield from told.items()
     fields = _fields(model.generation_config) | _fields(options.get("generation_config"))
@@ -107,7 +108,7 @@ def _why_prompt(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any])
         return "attention_mask hides tokens" if hides else ""
     found = dict(_asked(model, options))
     pad, stops = found.get("pad_token_id"), found.get("eos_token_id")
-    # transformers takes such tokens for padding, and hides them, when no mask is given
+    # without a mask, transformers takes pad tokens in the prompt for padding, and hides them
     if pad is not None and pad not in (stops if isinstance(stops, list | tuple) else [stops]):
         if bool((input_ids == pad).any()):
             return f"the prompt holds pad_token_id {pad}, and no attention_mask says that it is none"

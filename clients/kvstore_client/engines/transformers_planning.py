@@ -1,4 +1,4 @@
-"""One generation's side of planning: what of a prompt is loaded, and how long the model computed the rest."""
+"""Planning of one generation: how much of a prompt is loaded, and how long the model computed the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore_client.lookup.match import Match
 
 
 class PromptPlan:
-    """What the client's planner says of one prompt, of which at most ``most_tokens`` may be loaded. ``token_count``:
-    how many of them are to be loaded; all where the planner is off or only observes."""
+    """The client's plan for one prompt, of which at most ``most_tokens`` may be loaded. ``token_count``: number of
+    tokens to load; all where planning is off or only observes."""
 
     def __init__(self, client: Client, spec: ModelSpec, tokens: Any, most_tokens: int, step_tokens: int) -> None:
         self._client, self._spec, self._tokens = client, spec, tokens
@@ -28,34 +28,34 @@ class PromptPlan:
         match = client.peek(spec, tokens[:most_tokens])
         self._match = client.lookup(spec, tokens[:most_tokens]) if match is None else match
         if planner.mode == "on" and any(each.reason is MissReason.UNAVAILABLE for each in self._match.chunks[:1]):
-            self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # who did not answer is not asked again
+            self.token_count, self.reason = 0, MissReason.UNAVAILABLE  # do not ask a sidecar again that did not answer
             return
         self.plan = planner.plan(spec, self._match, len(tokens), most_tokens, step_tokens)
         if planner.mode == "on" and self._match:
             self.token_count = self.plan.chosen.load_stop
 
     def probe(self) -> None:
-        """Measure what the plan left out, if it is time. Blocks; never raises."""
+        """Measure the load that the plan left out, if it is time. Blocks; never raises."""
         if self.plan is None or self._client.planner.mode != "on" or self.token_count >= self._match.prefix_token_count:
             return
         probe(self._client, self._spec, self._tokens, self.token_count, self._match)
 
 
 class Stopwatch:
-    """How long the model computes, without what it waits for: from the first step on behind which nothing is on its way
-    any more, to the first token."""
+    """Measures how long the model computes, without its waits: from the first step that no layer on its way can delay,
+    to the first token."""
 
     def __init__(self, client: Client, spec: ModelSpec, step_tokens: int, clock: Clock) -> None:
         self._client, self._spec, self._step_tokens, self._clock = client, spec, step_tokens, clock
         self._start: tuple[int, float] | None = None
 
     def computes(self, token: int, *, waits: bool) -> None:
-        """The step from this token on begins; ``waits``: for layers that are on their way."""
+        """Note that the step from ``token`` on begins; ``waits``: it waits for layers that are on their way."""
         if self._start is None and not waits:
             self._start = token, self._clock.monotonic()
 
     def ended(self, token_count: int) -> None:
-        """The first token behind so many is there."""
+        """Report the time to the planner: the first token behind ``token_count`` tokens is ready."""
         if self._start is None:
             return
         token, since_s = self._start

@@ -1,8 +1,8 @@
 """Hugging Face transformers, one layer of any rows at a time: the ``ModelRunner`` of Llama, Mistral, Qwen2 and Qwen3.
 
-The model's own modules do the work, so that biases and norms of queries and keys are what they are in its forward pass
-(so are adapters and quantised weights, where somebody vouches for them by name); only attention is the caller's. Loops
-run over layers, never over tokens or heads.
+The model's own modules do the work, so biases and norms of queries and keys are those of its forward pass (adapters and
+quantised weights too, where somebody vouches for them by name). Only attention is the caller's. Loops run over layers,
+never over tokens or heads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 class TransformersRunner:
     """A causal language model of transformers, layer by layer.
 
-    ``spec``: default, ``ModelSpec.from_transformers`` of it, which digests the weights. Runs in inference mode, in the
+    ``spec``: by default ``ModelSpec.from_transformers``, which digests the weights. Runs in inference mode, in the
     model's dtype and on its device. Raises: InvalidRequest for a family without a runner, a rotation that depends on
-    the prompt's length, and a spec that is not this model's: of another geometry, or other weights or another
-    configuration than it names by digest ('unverified:<name>' vouches for these).
+    the prompt's length, and a spec that is not this model's: another geometry, or other weights or another
+    configuration than its digest ('unverified:<name>' vouches for these).
     """
 
     def __init__(self, model: Any, *, spec: ModelSpec | None = None, chunk_tokens: int = 256) -> None:
@@ -48,8 +48,8 @@ class TransformersRunner:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def check(self) -> None:
-        """Raises: InvalidRequest when the model's weights are not the spec's any more: make another runner. Cost: less
-        than a millisecond."""
+        """Raise InvalidRequest when the model's weights are no longer the spec's: make another runner. Cost: less than
+        a millisecond."""
         if not is_of(self.spec, self.model):
             raise InvalidRequest(
                 f"the model's weights are not those of spec.weights_digest {self.spec.weights_digest[:80]} any more, "
@@ -77,11 +77,11 @@ class TransformersRunner:
         return self._kv(layer, self._layers[layer].input_layernorm(hidden), positions)
 
     def _kv(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, rotated, and V of rows behind the layer's first norm."""
+        """Return K, rotated, and V of rows that have passed the layer's first norm."""
         return _rotated(self._heads_of(layer, "k", x), *self._rotations(positions, x)), self._heads_of(layer, "v", x)
 
     def _heads_of(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys or values, [heads, rows, dim], before they are rotated."""
+        """Return queries, keys or values, [heads, rows, dim], before rotation."""
         attention = self._layers[layer].self_attn
         heads: torch.Tensor = getattr(attention, f"{which}_proj")(x).view(x.shape[0], -1, self._head_dim)
         if which != "v" and self.model.config.model_type == "qwen3":
@@ -101,9 +101,10 @@ class TransformersRunner:
         return out
 
     def _rotations(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by doubling."""
+        """Return the model's own cos and sin of these positions, [rows, rotary_dim], from a table that grows by
+        doubling."""
         stop = int(positions[-1]) + 1 if len(positions) else 0
-        tables = self._tables  # one look: another thread may put a shorter one there
+        tables = self._tables  # read once: another thread may put a shorter table there
         if tables is None or len(tables[0]) < stop:
             size = 1 << max(8, (stop - 1).bit_length())
             every = torch.arange(size, device=self.device)[None]
@@ -114,7 +115,7 @@ class TransformersRunner:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As the model rotates, and rounds: [heads, rows, dim], of which the first dims turn, in halves."""
+    """Rotate and round as the model does. ``x``: [heads, rows, dim], of which the first dims turn, in halves."""
     turned = x[..., : cos.shape[-1]]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
@@ -122,7 +123,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _rotary_of(module: Any, spec: ModelSpec) -> Rotary:
-    """The frequencies the model itself has: a model cast to bfloat16 has lost some of their bits."""
+    """Return the model's own frequencies: a model cast to bfloat16 has lost some of their bits. Raises InvalidRequest
+    when they are not the spec's."""
     named = rotary_of(spec.rope)
     rotary = Rotary(module.inv_freq.float(), float(module.attention_scaling))
     same = rotary.frequencies.shape == named.frequencies.shape

@@ -1,4 +1,4 @@
-"""Whose cache a live model of transformers computes: its spec, which is compared with the model and follows it."""
+"""The spec of a live transformers model: compared with the model, and updated when the model changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
-    """The model's spec, with what a spec may choose: name, chunk size, adapter's name, tokenizer and form. Where
-    ``like`` is unverified, so is this: nobody looks at the weights."""
+    """Return the model's spec, with the free choices of ``like``: name, chunk size, adapter's name, tokenizer and form.
+    Where ``like`` is unverified, the result is too: nobody looks at the weights."""
     is_vouched = like.weights_digest.startswith(UNVERIFIED)
     own = spec_from_transformers(
         model.config, f"{UNVERIFIED}own" if is_vouched else model, like.chunk_tokens, like.adapter_id, like.keeps_e,
@@ -28,10 +28,10 @@ def own_spec(model: Any, like: ModelSpec) -> ModelSpec:
 
 
 def check_spec(spec: ModelSpec, model: Any) -> None:
-    """Raises InvalidRequest when the spec is not this model's, naming what is in the spec and in the model."""
+    """Raise InvalidRequest when the spec is not this model's, naming what differs in the spec and in the model."""
     own = own_spec(model, spec)
     wrong = [each.name for each in fields(ModelSpec) if getattr(spec, each.name) != getattr(own, each.name)]
-    for name in sorted(wrong, key=lambda name: name == "weights_digest"):  # the digest differs with all else
+    for name in sorted(wrong, key=lambda name: name == "weights_digest"):  # last: it differs whenever anything does
         ours, theirs = getattr(spec, name), getattr(own, name)
         if name == "layers" and len(ours) == len(theirs):
             index = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
@@ -47,16 +47,17 @@ def _told(value: Any) -> str:
 
 
 def is_of(spec: ModelSpec, model: Any) -> bool:
-    """Whether the spec still names the model's weights, by all that can be told in less than a millisecond; who gave an
-    unverified one vouches for that. Raises InvalidRequest for a model that no key can name any more."""
+    """Return True when the spec still names the model's weights, as far as a check of under a millisecond can tell. Of
+    an unverified spec only the dtype is compared: its maker vouches for the rest. Raises InvalidRequest for a model
+    that no key can name any more."""
     if spec.weights_digest.startswith(UNVERIFIED):
         return spec.cache_dtype == str(model.dtype).removeprefix("torch.")
     return identity_of(model).digest == spec.weights_digest
 
 
 def followed(spec: ModelSpec, model: Any) -> ModelSpec:
-    """The spec of the model as it is now. Cost: all weights are read when some changed. Raises: InvalidRequest for a
-    model that no key can name any more."""
+    """Return the spec of the model as it is now. Cost: reads all weights when some changed. Raises: InvalidRequest for
+    a model that no key can name any more."""
     if is_of(spec, model):
         return spec
     if spec.weights_digest.startswith(UNVERIFIED):

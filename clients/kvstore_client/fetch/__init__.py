@@ -1,5 +1,6 @@
 """Fetches: stored chunks into owned memory, or the caller's.
 
-``wanted`` says what of a prefix, ``target`` and ``paged`` where it goes, ``stream`` brings it, ``transfer`` does so
-beside the caller. A chunk's bytes count only when its plane says afterwards that they were the chunk's.
+``wanted`` selects layers and heads of a prefix, ``target`` and ``paged`` are destinations, ``stream`` brings the bytes,
+``transfer`` does so beside the caller. Bytes count only when their plane confirms, after the copy, that they were the
+chunk's.
 """

@@ -78,7 +78,7 @@ def redeem(
     held = Held(ticket)
     wanted = Wanted.of(held.spec, layers, heads, (), verify)
     given = given_places(wanted, into)
-    given(held.token_count)  # what does not fit is said now
+    given(held.token_count)  # raises now if it does not fit
     transfer = Transfer(held.token_count, wanted.layers, exactness=EXACTNESSES[held.exactness])
     transfer.start(partial(_redeemed, context, held, wanted, given))
     return transfer

@@ -1,4 +1,4 @@
-"""Fetches: extents in, owned tensors out. A chunk's bytes count only if its generation is unchanged after the copy."""
+"""Fetches into owned tensors. A chunk's bytes count only if its generation is unchanged after the copy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger("kvstore.client")
 
 
 class FetchedKV(LayeredKV):
-    """Per requested layer (K, V), each [kv_heads, token_count, head_dim], or where a spec keeps E that,
-    [token_count, hidden_size]; owned memory. A miss has 0 tokens.
+    """A fetched cache in owned memory: per requested layer (K, V), each [kv_heads, token_count, head_dim], or E,
+    [token_count, hidden_size], where a spec keeps E. A miss has 0 tokens.
 
-    ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where
-    it does (NONE: the whole prompt was there). ``exactness``: what it may be stored as.
+    ``hidden`` maps each requested hidden layer to [token_count, hidden]. ``reason`` says why the prefix ends where it
+    does (NONE: the whole prompt was there). ``exactness``: the exactness to store it with.
     """
 
     token_count: int = 0
@@ -32,9 +32,9 @@ class FetchedKV(LayeredKV):
 
 
 def copy_all(prefix: Prefix, target: Target, context: Context) -> int:
-    """Copy every requested layer. Returns the tokens that are good; what lies beyond them is garbage. Raises what a
-    copy raised; Internal where one may still be writing to the caller's tensors, which is no miss: who takes a miss
-    puts what he computes there."""
+    """Copy every requested layer. Returns the number of good tokens; memory beyond them is garbage. Raises the error of
+    a failed copy. Raises Internal where a copy may still be writing to the caller's tensors: as a miss, the caller
+    would compute into them meanwhile."""
     try:
         return _copied(prefix, target, context)
     except DeadlineExceeded as error:
@@ -59,21 +59,22 @@ def _settled(prefix: Prefix, target: Target, bad: set[int], began: int) -> int:
 
 
 def before(prefix: Prefix, target: Target) -> int:
-    """What is not exact is known as such before its first byte is there. Returns when that was, for ``after``."""
+    """Mark the target as derived before its first byte arrives, if the prefix is not exact. Returns the number of that
+    moment, for ``after``."""
     if prefix.exactness is not Exactness.EXACT:
         remember(*target.places(prefix.token_count))
     return now()
 
 
 def after(prefix: Prefix, target: Target, token_count: int, began: int) -> None:
-    """So many tokens have come, whatever lay there before they began to; what was merged with them since then is no
-    more exact for it."""
+    """Unmark the memory of the fetched tokens, if the prefix is exact. Memory marked since ``began`` stays marked: a
+    derived cache was merged into it meanwhile."""
     if prefix.exactness is Exactness.EXACT:
         written_anew(*target.places(token_count), since=began)
 
 
 def gathered(wanted: Wanted, prefix: Prefix, given: Places, context: Context) -> FetchedKV:
-    """All of a prefix that is good, in its place."""
+    """Return all good tokens of a prefix, copied to their destination."""
     target = given(prefix.token_count)
     good = copy_all(prefix, target, context) if prefix.token_count else 0
     result = FetchedKV(target.layer(position, good) for position in range(len(wanted.layers)))

@@ -1,7 +1,7 @@
-"""One pass over all of a dense fetch: copies of all layers, made ready in few steps and run in few operations.
+"""Copies all layers of a dense fetch at once: prepared in few steps, and run in few operations.
 
 Views cost more than bytes where a fetch is small: 256 tokens of 30 layers are 60 planes of 100 KB. Where the slabs of
-the layers lie at one distance, all their views are cut from one.
+the layers lie at one distance, one view is cut into all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Geometry(NamedTuple):
-    """Where the planes of some layers lie in a chunk, in items from its first byte on."""
+    """The places of some layers' planes in a chunk, in items from its first byte on."""
 
     begin: int
     layer_step: int
@@ -31,7 +31,7 @@ class Geometry(NamedTuple):
 
 @lru_cache(maxsize=256)
 def geometry_of(layout: ChunkLayout, layers: tuple[int, ...]) -> Geometry | None:
-    """None where the slabs of these layers are not alike, or not at one distance."""
+    """Return the geometry; None where the slabs of these layers differ, or lie at different distances."""
     slabs = [layout.slabs[layout.slab_of_layer[layer]] for layer in layers]
     steps = {after.offset - before.offset for before, after in pairwise(slabs)} or {0}
     kinds = {(slab.dims, slab.strip_count) for slab in slabs}
@@ -53,9 +53,9 @@ def pairs_of(
     heads: range,
 ) -> list[Pair] | None:
     """Return all copies of these chunks into ``planes``, per layer K and V, each [heads, tokens, dim] with at least
-    ``token_count`` tokens, all tensors of one dtype. None where they have to be made layer by layer: without torch,
-    where slabs or chunks do not lie regularly, and where a chunk ends behind ``token_count``, as a confused sidecar may
-    have it: views are made by their steps alone, and would reach beyond their plane."""
+    ``token_count`` tokens, all tensors of one dtype. None where copies must be made layer by layer: without torch;
+    where slabs or chunks lie irregularly; and where a chunk ends behind ``token_count``, as a confused sidecar may say.
+    The views are made from strides alone, without bounds, and would reach beyond their plane."""
     pairs: list[Pair] = []
     for run in runs:
         last = run.chunks[-1]
@@ -93,8 +93,8 @@ def _pairs(
 
 
 def _token_runs(planes: Iterable[Tensor], shape: tuple[int, ...], start: int) -> Iterator[Tensor]:
-    """Yield of each plane a view of its tokens from ``start`` on, [heads, chunks, tokens, dim]. It is made in one step,
-    and planes of the same strides share their numbers, because a view costs more than a small copy."""
+    """Yield, of each plane, a view of its tokens from ``start`` on, [heads, chunks, tokens, dim]. Each view is made in
+    one step, and planes of the same strides share the computed steps, because a view costs more than a small copy."""
     strides: tuple[int, ...] = ()
     for plane in planes:
         if strides != (found := plane.stride()):
@@ -105,7 +105,7 @@ def _token_runs(planes: Iterable[Tensor], shape: tuple[int, ...], start: int) ->
 
 
 def copy_pairs(faults: FaultPoints, pairs: Sequence[Pair]) -> None:
-    """Run copies, in two operations that hold no lock of Python's meanwhile."""
+    """Run copies, in two operations, which release the GIL."""
     torch = torch_module()
     middle = len(pairs) // 2
     for some in (pairs[:middle], pairs[middle:]):

@@ -1,4 +1,4 @@
-"""Asking for a prefix, by whichever plane."""
+"""Opens a prefix at the sidecar, by either plane."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def open_prefix(
     session: Session, wanted: Wanted, name: bytes, digests: list[bytes], exactness: int, timeout_s: float,
     ticket: bytes = b"", provenance: int = 0,
 ) -> Prefix:  # fmt: skip
-    """Ask for the resident prefix of a chain, or redeem a ticket for all of it. Where a limit on leases was in the way,
-    once more after those on their way back were given back. Raises the typed error of a failed call."""
+    """Ask for the resident prefix of a chain, or redeem a ticket for all of it. If the limit on leases is reached, wait
+    for the leases on their way back, and ask once more. Raises the typed error of a failed call."""
     query = pb.ChainQuery(
         fingerprint=name,
         digests=b"".join(digests),
@@ -42,7 +42,7 @@ def open_prefix(
 
 
 def open_longest(session: Session, name: bytes, wanted: Wanted, prompt: Prompt, timeout_s: float) -> Prefix:
-    """The resident chunks, and the partial chunk after them when one matches. Raises the typed error of a failed
+    """Open the resident chunks, and the partial chunk after them when one matches. Raises the typed error of a failed
     call."""
     digests, how = prompt.digests, (prompt.exactness, timeout_s, b"", prompt.provenance)
     prefix = open_prefix(session, wanted, name, digests, *how)
@@ -55,13 +55,13 @@ def open_longest(session: Session, name: bytes, wanted: Wanted, prompt: Prompt, 
         raise
     if tail is None:
         return prefix
-    # Its digest stands for its whole prefix; ask for the chain with it in the next chunk's place.
+    # The tail's digest stands for its whole prefix: ask for the chain with it in place of the next chunk.
     prefix.close()
     return open_prefix(session, wanted, name, [*digests[:hits], tail[1]], *how)
 
 
 class NoPrefix:
-    """A prefix of which nothing is there: its ``reason`` says why."""
+    """An empty prefix; ``reason`` says why nothing is there."""
 
     exactness = Exactness.EXACT
     tier = Tier.NONE
@@ -75,7 +75,7 @@ class NoPrefix:
         self.wanted, self.reason = wanted, reason
 
     def copy_all(self, *_: object) -> None:
-        """There is nothing to copy."""
+        """Copy nothing."""
 
     def landing(self, *_: object) -> NoReturn:
         raise AssertionError("nothing lands of what is not there")
@@ -87,14 +87,15 @@ class NoPrefix:
         return 0
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: it holds no lease."""
 
     cancel = abandon = close
 
 
 def open_resident(context: Context, wanted: Wanted, prompt: Prompt, *, is_brief: bool = False) -> Prefix:
-    """The resident chunks, or, where it shows without a call that there are none, why. ``is_brief``: they are copied at
-    once, and asked for again where they left meanwhile, so that no lease is needed where all of them are in memory."""
+    """Open the resident chunks; where shared memory shows that there are none, return NoPrefix without a call.
+    ``is_brief``: the caller copies them at once, and asks again for any that left meanwhile, so that no lease is needed
+    where all of them are in memory."""
     session, name = context.ready(wanted.spec)
     seen = session.presence.look_up([prompt.chain(name, prompt.digests)]) if session.presence is not None else None
     if session.presence is not None and seen is not None:

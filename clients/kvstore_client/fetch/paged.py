@@ -29,7 +29,7 @@ class Paged:
     """Pages of a paged KV cache.
 
     ``layers``: per wanted layer one tensor that holds K and V, or a pair (K, V) of tensors.
-    ``slots``: [tokens], where each token of the prompt lies: page * page_size + its place in the page; negative: the
+    ``slots``: [tokens], the slot of each token of the prompt: page * page_size + its place in the page; negative: the
     token is not wanted (or not there).
     ``layout``: the names of the tensors' axes, in order, of kv, page, slot, head, dim. Without ``kv`` one tensor holds
     K and then V along ``dim``; without ``head`` there is one head.
@@ -46,7 +46,7 @@ class Paged:
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens that lie together: ``page_count`` whole pages, or slots of one page."""
+    """Consecutive tokens that lie together: ``page_count`` whole pages, or slots of one page (``page_count`` 0)."""
 
     token: int
     token_count: int
@@ -56,8 +56,8 @@ class Piece(NamedTuple):
 
 
 class Pages:
-    """Checked pages. ``views[layer]`` are K and V as strided views [pages, page_size, heads, dim], ``planes`` the same
-    as plain integers.
+    """Checked pages. ``views[layer]``: K and V as strided views [pages, page_size, heads, dim]; ``planes``: the same as
+    plain integers.
 
     Raises: InvalidRequest naming what does not fit the model.
     """
@@ -80,18 +80,18 @@ class Pages:
             raise InvalidRequest(f"slot {int(self.slots.max())} lies outside {page_count} pages of {self.page_size}")
         settle_device([plane for pair in self.planes for plane in pair])
         self.arrays = [(_array(k), _array(v)) for k, v in self.planes]
-        """The planes as numpy sees them; None where they are a GPU's."""
+        """The planes as numpy arrays; None for a GPU's."""
         self._cut: dict[tuple[int, int], tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]] = {}
 
     def check_writable(self) -> None:
-        """Raises InvalidRequest for pages that cannot be fetched into."""
+        """Raise InvalidRequest for pages that cannot be fetched into."""
         check_targets(self.views, "layers")
         self._check_slots()
 
     def _check_slots(self) -> None:
-        """Raises InvalidRequest where two tokens would lie in one slot."""
+        """Raise InvalidRequest where two tokens would lie in one slot."""
         slots = self.slots[self.slots >= 0]
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1  # sorting runs is a tenth of sorting slots
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1  # sorting runs costs a tenth of sorting slots
         firsts, lasts = slots[[0, *breaks] if slots.size else []], slots[[*(breaks - 1), -1] if slots.size else []]
         order = np.argsort(firsts)
         again = firsts[order][1:][firsts[order][1:] <= lasts[order][:-1]]
@@ -99,7 +99,7 @@ class Pages:
             raise InvalidRequest(f"slots names slot {int(again[0])} for two tokens")
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The tokens ``start .. stop`` in as few pieces as their slots allow."""
+        """Yield the tokens ``start .. stop`` in as few pieces as their slots allow."""
         slots = self.slots[start:stop]
         breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[:-1] < 0)) + 1
         bounds = [0, *breaks.tolist(), len(slots)]
@@ -116,11 +116,12 @@ class Pages:
                 token, slot = token + count, slot + count
 
     def pieces_only(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
-        """As ``whole_pages``, where whole pages are nothing special."""
+        """Return as ``whole_pages`` does, but all of it as pieces."""
         return [], list(self.pieces(start, stop))
 
     def whole_pages(self, start: int, stop: int) -> tuple[list[tuple[int, NDArray[np.intp]]], list[Piece]]:
-        """The tokens ``start .. stop`` as runs of whole pages in any order, (first token, pages), and what is left."""
+        """Return the tokens ``start .. stop`` as runs of whole pages in any order, (first token, pages), and the rest
+        as pieces."""
         known = self._cut.get((start, stop))
         if known is None:
             known = self._cut[start, stop] = self._cut_up(start, stop)
@@ -145,13 +146,13 @@ class Pages:
         return runs, [*rest, *self.pieces(first + count * size, stop)]
 
     def place(self, plane: Tensor, piece: Piece) -> Tensor:
-        """The memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
+        """Return the memory of a piece: [pages, page_size, heads, dim], or [tokens, heads, dim] inside one page."""
         if piece.page_count:
             return plane[piece.page : piece.page + piece.page_count]
         return plane[piece.page, piece.slot : piece.slot + piece.token_count]
 
     def shaped(self, strip: Tensor, piece: Piece) -> Tensor:
-        """Strips of a piece's tokens, [heads, tokens, dim], in the order of axes that ``place`` has. A view."""
+        """Return strips of a piece's tokens, [heads, tokens, dim], in the order of axes of ``place``. A view."""
         if not piece.page_count:
             return strip.permute(1, 0, 2) if is_tensor(strip) else strip.transpose(1, 0, 2)
         if is_tensor(strip):
@@ -161,7 +162,7 @@ class Pages:
 
 
 class PagedTarget:
-    """A prefix goes into pages. Tokens whose slot is negative are left out."""
+    """Pages as the destination of a prefix. Tokens whose slot is negative are left out."""
 
     is_callers = True
 
@@ -175,11 +176,11 @@ class PagedTarget:
         self._pages = pages
 
     def layer(self, position: int, token_count: int) -> Layer:
-        """A wanted layer as the caller knows it: (K, V) of its pages."""
+        """Return a wanted layer in the caller's form: (K, V) of its pages."""
         return self._pages.views[position]
 
     def places(self, token_count: int) -> tuple[list[Tensor], NDArray[np.int64]]:
-        """The memory of so many tokens: the pages, and the slots in them."""
+        """Return the memory of the first ``token_count`` tokens: the pages, and the slots in them."""
         slots = self._pages.slots[:token_count]
         return [plane for pair in self._pages.views for plane in pair], slots[slots >= 0]
 
@@ -187,7 +188,7 @@ class PagedTarget:
         raise AssertionError("no hidden states go into pages")
 
     def pairs(self, runs: Sequence[MappedRun]) -> None:
-        """Pages are written layer by layer."""
+        """Return None: pages are written layer by layer."""
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one wanted layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
@@ -204,7 +205,7 @@ class PagedTarget:
                     self._put(position, part.which, part.array[0, heads], chunk.token_start + part.token_start)
 
     def copy_strips(self, position: int, strips: Strips) -> None:
-        """Copy strips of one wanted layer, as a message brought them."""
+        """Copy the strips of one wanted layer that a message brought."""
         chunk, extent = strips.chunk, strips.extent
         layout = chunk.layout
         head = 0 if layout.blocked else extent.first - self._wanted.head_start
@@ -218,8 +219,8 @@ class PagedTarget:
         raise AssertionError("no hidden states go into pages")
 
     def _put(self, position: int, which: int, strips: NDArray[Any], token: int, head: int = 0) -> None:
-        """Tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in one
-        call: numpy's indexed assignment moves three times what a call per page does, and lets other threads run."""
+        """Copy tokens from ``token`` on, [heads, tokens, dim], into one plane, from its ``head`` on. Whole pages go in
+        one call: numpy's indexed assignment is three times as fast as a call per page, and lets other threads run."""
         pages, stop = self._pages, token + strips.shape[1]
         array = pages.arrays[position][which]
         cut = pages.whole_pages if array is not None else pages.pieces_only
@@ -261,7 +262,7 @@ def _slots(slots: Tensor) -> NDArray[np.int64]:
 
 
 def _planes(wanted: Wanted, layer: int, given: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """K and V of one layer as views [pages, page_size, heads, dim]."""
+    """Return K and V of one layer as views [pages, page_size, heads, dim]. Raises InvalidRequest."""
     names = tuple(layout.split())
     if len(set(names)) != len(names) or not set(names) <= set(AXES) or not {"page", "slot", "dim"} <= set(names):
         raise InvalidRequest(
@@ -292,7 +293,7 @@ def _planes(wanted: Wanted, layer: int, given: Tensor, layout: str) -> tuple[Ten
 
 
 def _ordered(tensor: Tensor, names: tuple[str, ...], what: str, dtype: str) -> Tensor:
-    """A view with the axes kv, page, slot, head, dim; those that are missing have one entry."""
+    """Return a view with the axes kv, page, slot, head, dim; a missing axis has one entry."""
     check_memory(tensor, what)
     check_dtype(tensor, dtype, what)
     if len(tensor.shape) != len(names):

@@ -16,12 +16,13 @@ from kvstore_client.planes.prefix import Landing, Prefix, Target
 class LayerStream:
     """Yields (layer, (K, V)), or (layer, E) where a spec keeps E, in order while later layers are still being copied.
 
-    ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a
-    chunk was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
+    ``token_count`` is known before the first layer; 0 is a miss, and nothing is yielded. Raises: DataLoss when a chunk
+    was lost under the copy, DeadlineExceeded when a copy hangs: discard what came, recompute.
+
     ``hidden``: E of the requested hidden layers, [token_count, hidden_size], once the iteration has ended.
-    ``exactness``: what it may be stored as.
-    ``began_s``: when the first was asked for; ``landed_s``: when the last layer was there.
-    ``good_token_count``: what is left of ``token_count`` when chunks were lost.
+    ``exactness``: the exactness to store it with.
+    ``began_s``: when the first layer was asked for; ``landed_s``: when the last layer landed.
+    ``good_token_count``: the part of ``token_count`` that is left when chunks were lost.
     """
 
     def __init__(self, prefix: Prefix, target: Target | None, context: Context) -> None:
@@ -46,12 +47,12 @@ class LayerStream:
         layers = prefix.wanted.layers
         bad: set[int] = set()
         began = before(prefix, target)
-        # What memory has is copied at once: nothing is gained by holding copies back; two threads bound them.
+        # Begin all copies of resident chunks now: holding copies back gains nothing, and two threads bound them.
         landing = prefix.landing(target, context.copier, context.faults, bad, self._landed)
         try:
             for position, layer in enumerate(layers):
                 while not landing.has_landed(position) and landing.advance():
-                    pass  # each step says whether there is another
+                    pass  # until ``advance`` says that no more will come
                 wait_all(landing.layers[position], context.timeout_s)
                 self.good_token_count = prefix.settle(bad)
                 if self.good_token_count < self.token_count:
@@ -69,7 +70,7 @@ class LayerStream:
         if not layers:
             return
         while landing.is_waiting and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         landing.finish(self._context.timeout_s)
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
@@ -77,11 +78,11 @@ class LayerStream:
         self.hidden = {layer: target.rows(layer, self.token_count) for layer in layers}
 
     def _await_commit(self, prefix: Prefix, landing: Landing, bad: set[int]) -> None:
-        """Layers of a store in flight count once it is committed."""
+        """Wait for the commit of a store in flight: its layers count only then."""
         if not prefix.is_provisional:
             return
         while prefix.is_provisional and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         self.good_token_count = prefix.settle(bad)
         if self.good_token_count < self.token_count:
             raise DataLoss("a store was not committed that this fetch had joined: discard what came")
@@ -95,13 +96,14 @@ class LayerStream:
         return self._context.clock.monotonic() - self.began_s
 
     def cancel(self) -> None:
-        """From another thread: wait no longer for what has not landed. The iteration ends soon, as when it is lost."""
+        """From another thread: stop waiting for layers that have not landed. The iteration ends soon, as after a
+        loss."""
         self._prefix.cancel()
 
     def abandon(self) -> None:
-        """As ``cancel``, from a destructor: the call that it takes is made elsewhere."""
+        """Cancel from a destructor: another thread makes the call that this takes."""
         self._prefix.abandon()
 
     def close(self) -> None:
-        """Give the lease back; done by itself at the end of the iteration."""
+        """Give the lease back. The end of the iteration does so, too."""
         self._prefix.close()

@@ -1,4 +1,4 @@
-"""Where a prefix goes: owned memory or the caller's tensors, and the copies into it."""
+"""Destinations of a prefix: owned memory or the caller's tensors, and the copies into it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from kvstore_client.planes.stream.strips import Strips
 ALIGNMENT = 64
 Into: TypeAlias = Sequence[Layer] | Paged | None
 Places = Callable[[int], Target]
-"""Where the caller wants it: gives the place of so many tokens. Raises InvalidRequest when it is too short."""
+"""Returns the destination of so many tokens. Raises InvalidRequest when the caller's memory is too short."""
 
 
 class DenseTarget:
-    """Where a prefix goes: one run of owned memory, or the caller's tensors."""
+    """A dense destination of a prefix: one run of owned memory, or the caller's tensors."""
 
     def __init__(self, wanted: Wanted, given: list[list[Tensor]] | None, token_count: int) -> None:
-        """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one is too short."""
+        """``given``: the caller's planes, from ``given_planes``. Raises InvalidRequest when one of them is too
+        short."""
         spec = wanted.spec
         self._wanted = wanted
         self._token_count = token_count
@@ -51,22 +52,23 @@ class DenseTarget:
         self._raw_hidden = {layer: raw(plane) for layer, plane in self.hidden.items()}
 
     def layer(self, position: int, token_count: int) -> Layer:
-        """A requested layer as the caller knows it: its own tensors, or so many tokens of ours."""
+        """Return a requested layer in the caller's form: its own tensors, or the first ``token_count`` tokens of
+        ours."""
         spec, planes = self._wanted.spec, self._layers[position]
         if not self.is_callers:
             planes = [presented(plane, spec.cache_dtype)[:, :token_count] for plane in planes]
         return shown(spec, planes)
 
     def places(self, token_count: int) -> tuple[Iterator[Tensor], None]:
-        """The memory of so many tokens: the caller's planes, or all of ours. They
-        are views, made one by one as they are asked for, because most fetches ask for none."""
+        """Return the memory of the first ``token_count`` tokens: views of the caller's planes, or all of ours. Views
+        are made one by one, when asked for, because most fetches ask for none."""
         planes = (plane for planes in self._layers for plane in planes)
         return chain(
             (plane[:, :token_count] for plane in planes) if self.is_callers else planes, self.hidden.values()
         ), None
 
     def rows(self, layer: int, token_count: int) -> Tensor:
-        """So many tokens of E of a requested hidden layer."""
+        """Return the first ``token_count`` tokens of E of a requested hidden layer."""
         return presented(self.hidden[layer], self._wanted.spec.hidden_dtype)[0, :token_count]
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
@@ -81,7 +83,7 @@ class DenseTarget:
                 self._copy_run(run, index, self._raw[position])
 
     def pairs(self, runs: Sequence[MappedRun]) -> list[Pair] | None:
-        """All copies of the requested layers at once; None where each layer has work of its own."""
+        """Return all copies of the requested layers at once; None where each layer has work of its own."""
         wanted = self._wanted
         if wanted.verify or wanted.spec.keeps_e or not wanted.layers:
             return None
@@ -97,7 +99,7 @@ class DenseTarget:
                 self._copy_run(run, 0, [self._raw_hidden[layer]])
 
     def copy_strips(self, position: int, strips: Strips) -> None:
-        """Copy strips of one requested layer, as a message brought them."""
+        """Copy the strips of one requested layer that a message brought."""
         self._copy_strips(self._whole[position], strips)
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
@@ -116,7 +118,7 @@ class DenseTarget:
         self._put(planes, chunk.token_start, chunk.layout, extent.slab, strips.memory, extent.first, extent.stop)
 
     def _copy_checked(self, run: MappedRun, index: int, planes: list[Tensor], bad: set[int]) -> None:
-        """Chunk by chunk: what was hashed is copied while the processor's cache still has it."""
+        """Check and copy chunk by chunk: hashed bytes are copied while they are in the processor's cache."""
         wanted = self._wanted
         for chunk in run.chunks:
             if not chunk.is_intact(index, wanted.head_start, wanted.head_stop):
@@ -132,7 +134,7 @@ class DenseTarget:
         self, planes: list[Tensor], token_start: int, layout: ChunkLayout, slab: int, memory: Bytes, first: int,
         stop: int | None,
     ) -> None:  # fmt: skip
-        """Strips ``first .. stop`` of one chunk's slab, which lie at the start of ``memory``."""
+        """Copy the strips ``first .. stop`` of one chunk's slab, which lie at the start of ``memory``."""
         head = 0 if layout.blocked else first - self._wanted.head_start
         for part in slab_parts(layout, slab, memory, first=first, stop=stop):
             source = part.array[0]
@@ -149,7 +151,7 @@ class DenseTarget:
 
 
 def _owned_layers(wanted: Wanted, token_count: int) -> list[list[Tensor]]:
-    """Per requested layer its planes, in one run of memory."""
+    """Return, per requested layer, its planes, all in one run of memory."""
     spec = wanted.spec
     shapes = [plane_shapes(spec, layer, token_count, wanted.heads_of(layer)) for layer in wanted.layers]
     planes = iter(_owned([shape for each in shapes for shape in each], spec.item_size))
@@ -167,15 +169,16 @@ def _owned(shapes: list[tuple[int, int, int]], size: int) -> list[Tensor]:
 
 
 def given_places(wanted: Wanted, into: Into) -> Places:
-    """``into``, checked before anything is sent: planes, pages, or None for memory of our own."""
+    """Check ``into`` (planes, pages, or None for owned memory) before anything is sent. Returns a function that gives
+    the destination of so many tokens. Raises InvalidRequest."""
     if isinstance(into, Paged):
         return partial(PagedTarget, wanted, Pages(wanted, into))
     return partial(DenseTarget, wanted, given_planes(wanted, into))
 
 
 def given_planes(wanted: Wanted, into: Into) -> list[list[Tensor]] | None:
-    """Per requested layer its planes of ``into``, checked before anything is sent. Raises InvalidRequest naming the one
-    that is wrong."""
+    """Return, per requested layer, its planes of ``into``, checked before anything is sent. Raises InvalidRequest
+    naming the plane that is wrong."""
     if into is None:
         return None
     if not isinstance(into, Sequence) or len(into) != len(wanted.layers):

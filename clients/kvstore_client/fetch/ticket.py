@@ -1,4 +1,4 @@
-"""Tickets: what other processes fetch by."""
+"""Tickets, by which other processes fetch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TICKET_BYTES = 16
 
 
 def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness: int, token_count: int) -> bytes:
-    """What another process needs to fetch by this ticket, as one run of bytes."""
+    """Return all that another process needs to fetch by this ticket, as one run of bytes."""
     return pb.HeldPrefix(
         ticket=ticket, spec=spec_to_message(spec), digests=b"".join(digests), token_count=token_count,
         exactness=exactness,  # type: ignore[arg-type]  # the wire's number
@@ -30,13 +30,13 @@ def pack_ticket(ticket: bytes, spec: ModelSpec, digests: list[bytes], exactness:
 
 
 def cut(digests: bytes) -> list[bytes]:
-    """Digests that travelled as one run."""
+    """Split digests that travelled as one run."""
     return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
 
 class Held:
-    """A ticket, read: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
-    Raises InvalidRequest when the bytes are none."""
+    """A ticket, decoded: of a match with hold=True, or of a writer (``is_store``), which has the same fields and more.
+    Raises InvalidRequest when the bytes are no ticket."""
 
     def __init__(self, ticket: bytes) -> None:
         try:
@@ -56,7 +56,7 @@ class Held:
 
 
 def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout_s: float) -> Prefix:
-    """What a ticket holds. A store that was committed meanwhile is fetched like any other."""
+    """Open the prefix that a ticket holds. A store that was committed meanwhile is opened like any other prefix."""
     if held.is_store:
         try:
             return open_prefix(session, wanted, name, held.digests, held.exactness, COMMIT_S_MAX, held.ticket)
@@ -66,7 +66,7 @@ def open_held(session: Session, wanted: Wanted, name: bytes, held: Held, timeout
 
 
 def release(context: Context, ticket: bytes | None) -> None:
-    """Let go of what a ticket holds. Takes the match's ticket, or the sidecar's own; unknown ones are fine."""
+    """Release what a ticket holds. ``ticket``: the match's, or the sidecar's own; unknown tickets are ignored."""
     if not ticket:
         return
     identity = ticket if len(ticket) == TICKET_BYTES else Held(ticket).ticket

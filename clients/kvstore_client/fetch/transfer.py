@@ -22,8 +22,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 def without_frames(error: BaseException) -> None:
-    """Take from an error, and from what it came from, the frames they passed: these hold a whole cache, and where the
-    error is part of what they hold only garbage collection would end both."""
+    """Drop the frames that an error and its causes have passed. The frames hold a whole cache; where the cache also
+    holds the error, only garbage collection would free the two."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
@@ -31,10 +31,11 @@ def without_frames(error: BaseException) -> None:
 
 
 class Transfer:
-    """A fetch on its way. Its destination belongs to it until ``is_done``. One that is dropped is cancelled.
+    """A fetch in flight. Its destination belongs to it until ``is_done``. Dropping a transfer cancels it.
 
-    ``token_count``: how many tokens come, 0 for a miss; ``reason``: why no more, where it was asked for by its tokens.
-    ``exactness``: what it may be stored as.
+    ``token_count``: number of tokens that come, 0 for a miss; ``reason``: why no more, if the prefix was asked for by
+    its tokens.
+    ``exactness``: the exactness to store it with.
     """
 
     def __init__(
@@ -48,22 +49,22 @@ class Transfer:
         self._thread: threading.Thread | None = None
 
     def start(self, open_stream: Callable[[], LayerStream]) -> None:
-        """Bring the layers in order, on a thread of its own. Raises Unavailable where none can be had."""
+        """Bring the layers in order, on a thread of its own. Raises Unavailable where no thread can be had."""
         self._thread = start_thread(partial(self._bringing.run, within_trace(open_stream)), "kvstore-transfer")
 
     @property
     def layers(self) -> list[int]:
-        """Those it brings, in order."""
+        """The layers that it brings, in order."""
         return list(self._bringing.layers)
 
     @property
     def error(self) -> KVStoreError | None:
-        """Why it ended before its last layer, or None."""
+        """The error that ended it before its last layer, or None."""
         return self._bringing.error
 
     @property
     def measured(self) -> BusyTime | None:
-        """Bytes and seconds of a transfer that came from the sidecar's memory and has landed whole; None for others."""
+        """Bytes and seconds of a transfer from the sidecar's memory that has landed whole; None for others."""
         stream = self._bringing.stream
         if stream is None or stream.tier is not Tier.DRAM or self.failed or self.poll() < len(self.layers):
             return None
@@ -83,25 +84,26 @@ class Transfer:
         return self._bringing.good_token_count
 
     def brings(self, layer: int) -> bool:
-        """Whether a layer is part of it."""
+        """Return True when a layer is part of the transfer."""
         return layer in self._bringing.layers
 
     def wait_layer(self, layer: int, timeout: float | None = None) -> Layer:
-        """Return when the layer is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises what
-        ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does not bring."""
+        """Return the layer when it is in its place: (K, V), or E where the spec keeps that; None for a miss. Raises the
+        error that ended the transfer; DeadlineExceeded after ``timeout`` seconds; InvalidRequest for a layer it does
+        not bring."""
         return _landed(self.landing(layer), f"layer {layer}", timeout)
 
     def landing(self, layer: int) -> Future[Layer]:
-        """What is done when the layer is in its place, or will not come. Raises InvalidRequest."""
+        """Return a future that is done when the layer is in its place, or will not come. Raises InvalidRequest."""
         return _part(self._bringing.layers, layer, f"layer {layer}")
 
     def wait_hidden(self, layer: int, timeout: float | None = None) -> Tensor:
-        """Return when E of a hidden layer has come: it, [token_count, hidden_size]; None for a miss. Raises like
+        """Return E of a hidden layer when it has come, [token_count, hidden_size]; None for a miss. Raises like
         ``wait_layer``."""
         return _landed(self.landing_hidden(layer), f"E of layer {layer}", timeout)
 
     def landing_hidden(self, layer: int) -> Future[Tensor]:
-        """As ``landing``, of E."""
+        """Return a future like ``landing``, for E."""
         return _part(self._bringing.hidden, layer, f"E of layer {layer}")
 
     def wait(self, timeout: float | None = None) -> None:
@@ -112,18 +114,18 @@ class Transfer:
 
     @property
     def ending(self) -> Future[None]:
-        """What is done when the transfer is."""
+        """A future that is done when the transfer is."""
         return self._bringing.ended
 
     def poll(self) -> int:
-        """How many leading layers are in their place."""
+        """Return the number of leading layers that are in their place."""
         futures = list(self._bringing.layers.values())
         landed = (number for number, each in enumerate(futures) if not each.done() or each.exception() is not None)
         return next(landed, len(futures))
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing writes to the destination any more."""
+        """True when nothing writes to the destination any more."""
         return self._bringing.ended.done()
 
     @property
@@ -131,18 +133,18 @@ class Transfer:
         return self.error is not None
 
     def stop(self) -> None:
-        """Let it end soon, and wait for nothing."""
+        """Ask the transfer to end soon; wait for nothing."""
         self._bringing.is_cancelled = True
         stream = self._bringing.stream
         if stream is not None:
             stream.cancel()
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Stop it. True once nothing writes to the destination any more, or holds it on its behalf; waits for that at
-        most ``timeout`` s."""
+        """Stop the transfer, and wait for its end for at most ``timeout`` s. Returns True once nothing writes to the
+        destination any more, or holds memory for it."""
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)  # what it holds goes with it
+            self._thread.join(timeout)  # the thread's references go with it
         return self.is_done
 
     def __del__(self) -> None:
@@ -153,7 +155,8 @@ class Transfer:
 
 
 class Bringing:
-    """What a transfer's thread does and knows. It does not know the transfer: who drops that ends this."""
+    """The state and work of a transfer's thread. It has no reference to the transfer, so that dropping the transfer can
+    end it."""
 
     def __init__(self, token_count: int, layers: Iterable[int], hidden_layers: Iterable[int]) -> None:
         self.token_count = token_count
@@ -166,7 +169,7 @@ class Bringing:
         self.stream: LayerStream | None = None
 
     def run(self, open_stream: Callable[[], LayerStream]) -> None:
-        """Bring what the stream has."""
+        """Bring the layers of the stream."""
         try:
             stream = open_stream()
             if stream.token_count < self.token_count:
@@ -174,7 +177,7 @@ class Bringing:
                 raise DataLoss(f"a chunk of this ticket was lost: {stream.reason.name}", reason=stream.reason.name)
             self._bring(stream)
         except KVStoreError as error:
-            without_frames(error)  # a cancelled call is its own error, and its frames hold the call
+            without_frames(error)  # a cancelled gRPC call is its own error, and its frames hold the call
             self._fail(Unavailable("the transfer was cancelled") if self.is_cancelled else error)
         except Exception as error:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
             _log.exception("a transfer failed")
@@ -230,8 +233,8 @@ def _landed(future: Future[Result], name: str, timeout: float | None) -> Result:
 
 
 def _again(error: KVStoreError) -> KVStoreError:
-    """What ended a transfer, anew for each who waits: one that was raised has the frames it passed, which hold the
-    transfer, and that holds its error."""
+    """Return a new copy of the error that ended a transfer, one for each waiter. A raised error keeps the frames it
+    passed; these hold the transfer, which holds its error."""
     again = type(error)(error.message, **error.fields)
     again.__cause__ = error.__cause__
     return again

@@ -1,4 +1,4 @@
-"""What of a prefix a fetch brings: layers, heads, hidden layers."""
+"""The part of a prefix that a fetch brings: layers, heads, hidden layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Heads: TypeAlias = range | tuple[int, int]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a prefix to bring: checked against the spec."""
+    """The part of a prefix to bring, checked against the spec."""
 
     spec: ModelSpec
     layers: tuple[int, ...]
@@ -30,7 +30,8 @@ class Wanted:
         spec: ModelSpec, layers: Sequence[int] | None, heads: Heads | None,
         hidden_layers: Sequence[int], verify: bool,
     ) -> Wanted:  # fmt: skip
-        """Raises InvalidRequest for layers, heads or hidden layers the spec does not have."""
+        """Return the checked part. Raises InvalidRequest for layers, heads or hidden layers that the spec does not
+        have."""
         chosen = spec.slab_layers if layers is None else _numbers("layers", layers)
         for layer in chosen:
             if layer not in spec.slab_layers:
@@ -48,7 +49,7 @@ class Wanted:
 
     @property
     def head_count(self) -> int | None:
-        """How many kv heads are wanted of each layer; None: all that it has."""
+        """Number of kv heads wanted of each layer; None: all that it has."""
         return None if self.head_stop is None else self.head_stop - self.head_start
 
     def heads_of(self, layer: int) -> int:
@@ -56,7 +57,7 @@ class Wanted:
         return (kv_heads if self.head_stop is None else self.head_stop) - self.head_start
 
     def byte_count(self, token_count: int) -> int:
-        """What that many tokens of it weigh."""
+        """Return the bytes that ``token_count`` tokens of this part take."""
         spec = self.spec
         if not spec.layers:
             return token_count * spec.hidden_size * item_size(spec.hidden_dtype)
@@ -73,7 +74,8 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _head_range(heads: Heads, most: int) -> tuple[int, int]:
-    """(first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the cache has no heads: MLA, or E."""
+    """Return (first, stop) of a range of kv heads, or of such a pair. ``most`` 0: the cache has no heads: MLA, or E.
+    Raises InvalidRequest."""
     if not most:
         raise InvalidRequest("heads: this cache has no kv heads (MLA, or E in the place of KV): leave it out")
     if isinstance(heads, range):

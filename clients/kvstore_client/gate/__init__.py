@@ -1,7 +1,7 @@
-"""The gate: what lets lossy reuse through, by the profiles of this user, and watches it while it is in use.
+"""The gate: allows lossy reuse by this user's profiles, and checks its answers while it is in use.
 
-`gate` asks and counts, `profiles` is where profiles lie, `drift` notices that answers are no longer what they were when
-they were profiled. What a profile means is decided in `kvstore.planning`. Needs no torch: logits come as they are.
+`gate` permits and counts, `profiles` is the store of profiles, `drift` notices when answers get worse than when they
+were profiled. `kvstore.planning` decides what a profile means. Needs no torch: logits come in the caller's type.
 """
 
 from kvstore_client.gate.gate import DRIFT_COUNTERS, Gate

@@ -1,7 +1,8 @@
-"""Drift: whether lossy reuse still answers as it did when it was profiled.
+"""Drift: finds out when lossy reuse no longer answers as it did when it was profiled.
 
-The check is a full prefill beside the lossy one: KV deeper than the group depends on all tokens in all layers below,
-so that even one token's exact KV costs nearly as much, and says less about the answer.
+The check is a full prefill beside the lossy one. Checking exact KV of a few tokens instead would be no cheaper: KV
+deeper than the group depends on all tokens in all layers below, so even one token's exact KV costs nearly as much, and
+says less about the answer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ FALSE_ALARM_CHECKS = 10_000
 
 
 def misled(full: torch.Tensor, lossy: torch.Tensor) -> torch.Tensor:
-    """Whether a lossy prefill's next token is not even half as probable as the best, as full prefill has it: so that
-    near ties do not count. Shapes: logits [..., vocab_size] of both; bool [...]. What is not finite misleads."""
+    """Return True where a lossy prefill's next token is not even half as probable as the best one, by full prefill: so
+    near ties do not count. Shapes: logits [..., vocab_size] of both; bool [...]. Logits that are not finite count as
+    misled."""
     said = lossy.float().argmax(-1, keepdim=True)
     known = full.float().log_softmax(-1)
     gap = known.amax(-1) - known.gather(-1, said)[..., 0]
@@ -28,10 +30,10 @@ def misled(full: torch.Tensor, lossy: torch.Tensor) -> torch.Tensor:
 class DriftWatch:
     """A running sum of evidence that answers mislead more often than they did on calibration.
 
-    Each check adds ln(p1 / p0) when it misled, ln((1 - p1) / (1 - p0)) when not, and the sum never falls below 0; p0 is
-    the profile's rate (with one answer more of each kind, for it may be 0), p1 four times that, at least 0.2 more.
-    Above ln(10,000) it is drift: without drift, at most one alarm in 10,000 checks on average. Departure: p1 is set,
-    not estimated. Source: CUSUM (Page, 1954); the bound, Lorden (1971).
+    Each check adds ln(p1 / p0) when it misled, ln((1 - p1) / (1 - p0)) when not, and the sum never falls below 0. p0 is
+    the profile's rate (with one answer more of each kind, because it may be 0); p1 is four times that, at least 0.2
+    more. A sum above ln(10,000) is drift: without drift, at most one alarm in 10,000 checks on average. Departure: p1
+    is set, not estimated. Source: CUSUM (Page, 1954); the bound, Lorden (1971).
     """
 
     def __init__(self, rate: float, answers: int) -> None:
@@ -49,7 +51,7 @@ class DriftWatch:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether there is any evidence: then the next request is checked too."""
+        """True when there is any evidence: then the next request is checked too."""
         return self._evidence > 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The gate: lossy reuse is let through by a valid profile of these weights, and watched while it is in use.
+"""The gate: a valid profile of these weights permits lossy reuse, whose answers are checked while it is in use.
 
     permit = gate.permit(receiver_spec, sender_spec, "sibling")
     permit.setting            # None: not allowed, permit.reason says why
@@ -6,8 +6,8 @@
         reason = gate.checked(permit, full_logits, lossy_logits)
 
 Every ``check_every``-th lossy request of a pair is checked, the first one too; while there is evidence of drift, every
-one, so that few wrong answers get out before it is switched off. Then it stays off, in every process that reads the
-same directory, until there is another profile.
+request is, so that few wrong answers get out before reuse is switched off. Then it stays off, in every process that
+reads the same directory, until there is another profile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHECK_EVERY = 32
 
 @dataclass
 class _State:
-    """What is known of a pair while its files stay as they are. ``permits``: those of the specs that were asked for.
+    """The state of a pair while its files stay unchanged. ``permits``: the permits given so far, by specs.
     ``until_check``: lossy requests before the next check."""
 
     stamp: tuple[object, ...]
@@ -53,8 +53,8 @@ DRIFT_COUNTERS = ("drift_checks", "drift_misled", "lossy_switched_off")
 class Gate:
     """Lossy reuse of one client. Safe to share between threads; a forked child goes on by itself.
 
-    ``floor``: the least share of full prefill's quality. ``counters``: drift_checks, drift_misled,
-    lossy_switched_off."""
+    ``floor``: the least share of full prefill's quality. ``counters``: drift_checks, drift_misled, lossy_switched_off.
+    """
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Gate:
     def permit(
         self, receiver: ModelSpec, sender: ModelSpec | None, reuse: str, provenance: Origin | None = None
     ) -> Permit:
-        """Whether ``receiver`` may reuse these caches, and how. Reads the profile when its file has changed; else it
-        costs two stat calls. ``provenance``: by default what the reuse implies."""
+        """Return a permit that says if and how ``receiver`` may reuse these caches. Reads the profile when its file has
+        changed; else it costs two stat calls. ``provenance``: by default the one that the reuse implies."""
         pair = Pair.of(receiver, sender, reuse, provenance or PROVENANCE.get(reuse, Origin.IN_CONTEXT))
         with self._locked():
             state, stamp = self._states.get(pair), self._profiles.stamp(pair)
@@ -91,7 +91,7 @@ class Gate:
             return state.permits[receiver, sender]
 
     def is_due(self, permit: Permit) -> bool:
-        """Whether a request that goes by this permit is to be checked. Ask once per request."""
+        """Return True when a request under this permit is to be checked. Ask once per request."""
         with self._locked():
             state = self._states.get(permit.pair)
             if state is None or state.watch is None:
@@ -103,8 +103,8 @@ class Gate:
             return True
 
     def checked(self, permit: Permit, full: torch.Tensor, lossy: torch.Tensor) -> str:
-        """Take note of one check: logits of the same token by a full and by the lossy prefill, [vocab_size]. Returns
-        what to tell. Switches the pair off when answers have drifted."""
+        """Record one check: logits of the same token by a full and by the lossy prefill, [vocab_size]. Returns the text
+        to report. Switches the pair off when answers have drifted."""
         wrong = bool(misled(full.reshape(1, -1), lossy.reshape(1, -1)))
         with self._locked():
             self.counters["drift_checks"] += 1
@@ -119,7 +119,7 @@ class Gate:
         return f"checked against a full prefill, which is the answer: lossy reuse {found}"
 
     def _opened(self, pair: Pair, stamp: tuple[object, ...]) -> _State:
-        """Read the files, and decide by what they say."""
+        """Read the files, and return the state that follows from them."""
         try:
             profile = self._profiles.read(pair)
             off = profile and (self._off.get(profile.digest) or self._profiles.switched_off(pair, profile))
@@ -128,7 +128,7 @@ class Gate:
             reason, before = INVALID.format(error.message), self._states.get(pair)
             if before is None or before.ruling.reason != reason:
                 _log.warning("kvstore: no lossy reuse: %s", error.message)
-            # A file that cannot be read now, for want of a descriptor perhaps, is read again for the next permit.
+            # A file that cannot be read now, for lack of a descriptor perhaps, is read again for the next permit.
             return _State(() if isinstance(error, Unavailable) else stamp, Ruling(pair, reason=reason))
         if ruling.point is None or profile is None:
             return _State(stamp, ruling)
@@ -154,5 +154,5 @@ class Gate:
 
     def _locked(self) -> threading.Lock:
         if self._pid != os.getpid():
-            self._pid, self._lock = os.getpid(), threading.Lock()  # the parent's may be held by a thread that is gone
+            self._pid, self._lock = os.getpid(), threading.Lock()  # a thread of the parent may hold its lock
         return self._lock

@@ -1,4 +1,4 @@
-"""Where profiles lie: a file per pair, found by the models' weights, and beside it a note if it was switched off."""
+"""The store of profiles: a file per pair, named by the models' weights, and beside it a note if it was switched off."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore.planning.profile import AGAIN, PROFILE_BYTES_MAX, parsed
 
 
 def default_directory() -> Path:
-    """``profiles`` in the user's state directory: $XDG_STATE_HOME/kvstore, else ~/.local/state/kvstore. For a user
-    without a home "~" is a name like others, where pathlib would raise."""
+    """Return ``profiles`` in the user's state directory: $XDG_STATE_HOME/kvstore, else ~/.local/state/kvstore. For a
+    user without a home directory "~" stays in the path, where pathlib would raise."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "kvstore" / "profiles"
 
@@ -29,12 +29,12 @@ class Profiles:
         return self.directory / pair.file_name
 
     def stamp(self, pair: Pair) -> tuple[object, ...]:
-        """Equal as long as neither the profile nor the note beside it changed. Cost: two stat calls."""
+        """Return a value that changes when the profile or the note beside it does. Cost: two stat calls."""
         return tuple(_stamp(path) for path in (self.path(pair), _note(self.path(pair))))
 
     def read(self, pair: Pair) -> Profile | None:
-        """None: there is none. Raises: InvalidRequest for a file that is none, Unavailable for one that cannot be
-        read."""
+        """Return the pair's profile, or None. Raises: InvalidRequest for a file that is no profile, Unavailable for a
+        file that cannot be read."""
         text = _text(self.path(pair))
         if text is None:
             return None
@@ -44,13 +44,14 @@ class Profiles:
             raise InvalidRequest(f"{self.path(pair)}: {error.message}") from error
 
     def write(self, profile: Profile, path: Path) -> None:
-        """Put a profile in its place, and forget that the one before was switched off."""
+        """Put a profile in its place, and delete the note that switched off the old one."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _replace(path, profile.to_json())
         _note(path).unlink(missing_ok=True)
 
     def switch_off(self, pair: Pair, profile: Profile, reason: str) -> None:
-        """Leave a note for every process, until there is another profile. Raises: Unavailable when it cannot be."""
+        """Leave a note for every process, until there is another profile. Raises: Unavailable when it cannot be
+        written."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace(_note(self.path(pair)), json.dumps({"profile": profile.digest, "reason": reason}) + "\n")
@@ -58,8 +59,8 @@ class Profiles:
             raise Unavailable(f"{_note(self.path(pair))}: {error.strerror}") from error
 
     def switched_off(self, pair: Pair, profile: Profile) -> str:
-        """Why this profile was switched off; empty when it was not. A note that is none counts. Raises: Unavailable for
-        one that cannot be read."""
+        """Return why this profile was switched off; empty when it was not. An invalid note counts as switched off.
+        Raises: Unavailable for a note that cannot be read."""
         note = _note(self.path(pair))
         try:
             text = _text(note)
@@ -100,7 +101,7 @@ def _text(path: Path) -> str | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, also when the machine stops."""
+    """Replace a file, whole or not at all, also when the machine stops."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,5 +1,5 @@
-"""Partial prefills as calls: the sidecar looks a prompt up, plans with what it knows of its tiers, and holds what the
-plan loads. Afterwards it is told what came of the plan."""
+"""Partial prefills as calls: the sidecar looks a prompt up, plans with its tiers' rates, and holds the chunks to load.
+Afterwards the client tells how the plan went."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from kvstore_client.planes.session import Session, noted, translated
 from kvstore_client.prompt import Prompt
 
 CALL_S_MAX = 3600.0
-"""A prefill that takes longer is not told of."""
+"""Seconds after which a prefill's outcome is not reported any more."""
 
 
 class Asked(NamedTuple):
-    """What a partial prefill is to be. ``reusable_tokens``: those from there on are computed in any case; ``ways``:
-    what the engine can do; ``readers``: how many fetch by the plan's ticket."""
+    """The request for a partial prefill. ``reusable_tokens``: tokens from there on are computed in any case; ``ways``:
+    the plans that the engine can carry out; ``readers``: number of fetches by the plan's ticket."""
 
     reusable_tokens: int
     step_tokens: int
@@ -46,12 +46,12 @@ class Asked(NamedTuple):
 
 
 class PrefillCall:
-    """One partial prefill, from the plan on. ``answer``: what is stored, and a ticket for what is to be loaded of it:
-    ``answer.chunk_count`` chunks from ``answer.chunk_first`` on. ``end`` it, or it is taken back: close it in any
-    case."""
+    """One partial prefill, from the plan on. ``answer``: the stored chunks, and a ticket for those to load:
+    ``answer.chunk_count`` chunks from ``answer.chunk_first`` on. ``end`` reports the outcome; closing without it takes
+    the call back. Close it in any case."""
 
     def __init__(self, session: Session, begin: pb.BeginPrefill, timeout_s: float) -> None:
-        """Raises the typed error of a call that fails; DeadlineExceeded where nothing comes in time."""
+        """Raises the typed error of a call that fails; DeadlineExceeded when no answer comes in time."""
         self._timeout_s = timeout_s
         self._said: SimpleQueue[pb.PartialPrefillRequest | None] = SimpleQueue()
         self._said.put(pb.PartialPrefillRequest(begin=begin))
@@ -80,7 +80,7 @@ class PrefillCall:
         self.plan = plan_from_message(answer.plan) if answer.HasField("plan") else None
 
     def end(self, ttft_s: float, wait_s: float, *, is_given_up: bool, computed: Prefill | None) -> None:
-        """Say what came of it. Waits for nothing: a sidecar that does not listen is told nothing."""
+        """Report the outcome. Does not wait: a sidecar that does not listen learns nothing."""
         told = pb.EndPrefill(ttft_seconds=ttft_s, wait_seconds=wait_s, is_given_up=is_given_up)
         if computed is not None:
             told.computed.MergeFrom(prefill_to_message(computed))
@@ -89,7 +89,7 @@ class PrefillCall:
         self._returns.soon(partial(_ended, self._is_over, self._stream, self._timeout_s))
 
     def close(self) -> None:
-        """Take it back, unless it has ended: the sidecar holds nothing for it any more. Idempotent."""
+        """Take the call back, unless it has ended: the sidecar then holds nothing for it. Idempotent."""
         self._said.put(None)
         stream = getattr(self, "_stream", None)
         if stream is not None:
@@ -103,11 +103,11 @@ class PrefillCall:
 
 
 class _Unplanned(Internal):
-    """Nobody plans this prompt: it is looked up like any other."""
+    """This prompt gets no plan: it is looked up like any other."""
 
 
 class _Unknown(_Unplanned):
-    """The sidecar is of a release that knows no partial prefills."""
+    """The sidecar is of a release without partial prefills."""
 
 
 def _start(target: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ def _failure(error: grpc.RpcError) -> KVStoreError:
 
 
 def _read(stream: Any, answers: SimpleQueue[Any], is_over: threading.Event) -> None:
-    """Take what the sidecar says until it has no more to say."""
+    """Read the sidecar's answers until the stream ends."""
     try:
         for message in stream:
             answers.put(message)
@@ -138,7 +138,7 @@ def _read(stream: Any, answers: SimpleQueue[Any], is_over: threading.Event) -> N
 
 
 def _ended(is_over: threading.Event, stream: Any, timeout_s: float) -> None:
-    """Wait until the sidecar has heard the end; one that does not answer in time is left."""
+    """Wait until the sidecar has received the outcome; after ``timeout_s`` cancel the call."""
     if not is_over.wait(timeout_s):
         stream.cancel()
 
@@ -146,8 +146,8 @@ def _ended(is_over: threading.Event, stream: Any, timeout_s: float) -> None:
 def begin(
     context: Context, prompt: Prompt, asked: Asked, rate: ComputeRate, link: TierRate | None
 ) -> PrefillCall | None:
-    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar is of a release that knows none. ``rate``
-    and ``link``: what the client measured. Raises as ``PrefillCall``."""
+    """Begin a partial prefill of a prompt's whole chunks; None: this sidecar's release has none. ``rate`` and ``link``:
+    the client's measurements. Raises as ``PrefillCall``."""
     session, name = context.ready(prompt.spec)
     if not session.has_prefills:
         return None
@@ -170,8 +170,8 @@ def begin(
 
 
 def matched(context: Context, prompt: Prompt, call: PrefillCall) -> Match:
-    """What a call has found: as a lookup's match, with a ticket for what is to be loaded of it. Where all is, the
-    partial chunk behind it is, too. Raises what asking for that raises."""
+    """Return the call's stored chunks as a lookup's match, with a ticket for those to load. Where all of them are
+    loaded, the match includes the partial chunk behind them. Raises the error of the lookup for that chunk."""
     step, found = prompt.spec.chunk_tokens, call.answer.found
     first, count = call.answer.chunk_first, call.answer.chunk_count
     chunks = chunk_matches(found.runs, step, 0, prompt.token_count)

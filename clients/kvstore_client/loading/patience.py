@@ -1,4 +1,4 @@
-"""Patience: a load that its plan was wrong about is given up, and the prompt computed."""
+"""Patience: gives up a load that takes much longer than planned, so that the prompt is computed."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ if TYPE_CHECKING:
     from kvstore_client.client import Client
 
 BUDGET = 0.05
-"""A load may take longer than a plain prefill by this share of it."""
+"""The share of a plain prefill's time by which a load may take longer than that prefill."""
 LOOK_S_MIN = 0.005
 LEFT_S_MIN, LEFT_S_MAX = 0.05, 3600.0
-"""No load is given up earlier than the first, because a busy scheduler may take as long, and none goes on beyond the
-second."""
+"""Bounds of the time after which a load is given up: a busy scheduler may take as long as the first."""
 _log = logging.getLogger("kvstore.client")
 
 
 def _until(plan: LoadPlan) -> float:
-    """How many seconds a load may take. One whose front is computed beside it is given up when it is late by a part of
-    a prefill, for no more than what it was to bring is lost with it."""
+    """Return how many seconds a load may take. A load whose front is computed beside it may only be late by a part of a
+    prefill: giving it up loses no more than the tokens it was to bring."""
     chosen, prefill_s = plan.chosen, plan.prefill.ttft_s
     late_s = max(chosen.front_s, chosen.load_s) + chosen.ttft_high_s - chosen.ttft_s
     return (late_s if chosen.front_s else prefill_s) + BUDGET * prefill_s
 
 
 class Patience:
-    """Ends a load that has not landed when a plain prefill, and a twentieth of it, would have been over: whoever waits
-    for it then computes the prompt. So a tier that stops in the middle of a plan costs one prefill more at most, and
-    no deadline of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
+    """Ends a load that has not landed after the time of a plain prefill and a twentieth more: the waiting caller then
+    computes the prompt. So a tier that stops in the middle of a plan costs at most one prefill more, not the deadline
+    of a call. ``with`` it around the load; ``end`` it once all has landed. Cost: a thread per load."""
 
     def __init__(
         self, client: Client, plan: LoadPlan | None, since_s: float, is_waiting: Callable[[], bool],
         give_up: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``since_s``: when the request began, on the client's clock. ``is_waiting``: whether somebody waits for the
-        load now; a load that nobody waits for yet is not given up. Without a plan that is carried out, and loads what a
-        measured engine could compute, patience has no end."""
+        """``since_s``: when the request began, on the client's clock. ``is_waiting``: returns True while a caller waits
+        for the load; a load that nobody waits for yet is not given up. Gives nothing up without a measured plan that is
+        carried out and loads tokens."""
         self._client, self._is_waiting, self._give_up = client, is_waiting, give_up
         self._has_ended = threading.Event()
         self._deciding = threading.Lock()
@@ -62,7 +61,7 @@ class Patience:
         while not self._has_ended.wait(left_s):
             left_s = min(max(BUDGET * self._prefill_s, LOOK_S_MIN), LEFT_S_MAX)
             with self._deciding:
-                if self._has_ended.is_set():  # it landed just now
+                if self._has_ended.is_set():  # the load landed just now
                     return
                 self.is_spent = self._is_waiting()
             if self.is_spent:

@@ -1,4 +1,4 @@
-"""One client's planner: what it measured, what the sidecar told, and the plans that follow."""
+"""One client's planner: its own measurements, the sidecar's rates, and the plans made from them."""
 
 from __future__ import annotations
 
@@ -35,29 +35,28 @@ from kvstore_client.prompt import Prompt
 
 MODES = ("off", "observe", "on")
 ENGINE_WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
-"""What engines can do: none begins to load in the middle."""
+"""The plans that engines can carry out: none begins to load in the middle."""
 RATES_AGE_S_MAX = 1.0
-"""How long the sidecar's word on its tiers is good for."""
+"""Seconds for which the sidecar's rates of its tiers are used."""
 RATES_WAIT_S = 1.0
-"""A plan waits no longer than this for the sidecar's rates."""
+"""The most seconds that a plan waits for the sidecar's rates."""
 LOOK_S_MIN = 1.0
-"""Partial prefills look no more often for what their plans left out."""
+"""The least seconds between two looks of partial prefills at tiers that their plans left out."""
 GIVEN_UP = "loads_given_up"
 ENGINES_MAX = 64
-"""The planner remembers the prefills of so many engines: of those that computed last."""
+"""The most engines whose prefills the planner remembers: those that computed last."""
 
 
 class Probe(NamedTuple):
-    """What is to be fetched on the side: a prompt's first ``token_stop`` tokens, to measure a tier; ``Tier.DRAM``: the
-    way from memory."""
+    """A fetch to measure a tier: a prompt's first ``token_stop`` tokens. ``Tier.DRAM`` measures the way from memory."""
 
     token_stop: int
     tier: Tier
 
 
 class Planner:
-    """``mode``: "off" loads all that is stored; "observe" plans as well, and does it all the same; "on" does what the
-    plan says. Safe to share between threads."""
+    """``mode``: "off" loads all that is stored; "observe" plans as well, but still loads all; "on" carries out the
+    plan. Safe to share between threads."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -85,7 +84,7 @@ class Planner:
     # ------------------------------------------------------------ what is measured
 
     def landed(self, byte_count: int, seconds: float) -> None:
-        """So many bytes that were in the sidecar's memory took so long to come."""
+        """Learn that so many bytes of the sidecar's memory took so many seconds to come."""
         with self._lock:
             self._link = self._link.observed(BusyTime(byte_count, seconds))
 
@@ -100,13 +99,13 @@ class Planner:
             self._context.counters[GIVEN_UP] += 1
 
     def computed(self, spec: ModelSpec, step_tokens: int, prefill: Prefill) -> None:
-        """An engine that computes ``step_tokens`` at a time, 0: all at once, took so long for a prefill. What no engine
-        takes is left out."""
+        """Learn the time of a prefill by an engine that computes ``step_tokens`` at a time, 0: all at once. Impossible
+        times are left out."""
         key = spec, step_tokens
         with self._lock:
             known = self._prefills.pop(key, None) or Prefills(Operations.of(spec).pair_share)
             self._prefills[key] = known.observed(prefill)
-            if len(self._prefills) > ENGINES_MAX:  # a model in training has other weights each time
+            if len(self._prefills) > ENGINES_MAX:  # a model in training has new weights each time
                 del self._prefills[next(iter(self._prefills))]
 
     # ------------------------------------------------------------ plans
@@ -115,9 +114,9 @@ class Planner:
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
         ways: frozenset[Way] = ENGINE_WAYS,
     ) -> LoadPlan:  # fmt: skip
-        """The plan for a prompt of ``token_count`` tokens of which the match says what is stored, and of which those
-        from ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of tiers that the prompt
-        lies in, once a second at most."""
+        """Return the plan for a prompt of ``token_count`` tokens. ``match``: what is stored of it; tokens from
+        ``reusable_tokens`` on are computed in any case. Asks the sidecar for the rates of the tiers that have the
+        prompt, at most once a second."""
         return plan_loading(self.facts(spec, match, token_count, reusable_tokens, step_tokens, ways))
 
     def or_miss(self) -> Miss:
@@ -125,8 +124,8 @@ class Planner:
         return self._context.or_miss()
 
     def begin(self, prompt: Prompt, asked: Asked) -> PrefillCall | None:
-        """Begin a partial prefill, planned by the sidecar with what was measured here. None: it is of a release that
-        plans none. Raises the typed error of a call that fails."""
+        """Begin a partial prefill, planned by the sidecar with this client's measurements. None: its release plans
+        none. Raises the typed error of a call that fails."""
         with self._lock:
             prefills = self._prefills.get((prompt.spec, asked.step_tokens)) or Prefills(0.0)
             link = self._link.rate
@@ -140,7 +139,7 @@ class Planner:
         self, spec: ModelSpec, match: Match, token_count: int, reusable_tokens: int, step_tokens: int,
         ways: frozenset[Way],
     ) -> LoadFacts:  # fmt: skip
-        """What ``plan`` rests on: for whoever wants to know what other facts would make of it."""
+        """Return the facts that ``plan`` uses, for callers that change some of them."""
         stored = list(_stored(match))
         if any(tier not in IN_MEMORY for _, tier in stored):
             self._ask()
@@ -153,8 +152,8 @@ class Planner:
         )  # fmt: skip
 
     def probe(self, spec: ModelSpec, chunks: Sequence[ChunkMatch], loaded_tokens: int) -> Probe | None:
-        """What is to be fetched so that a tier is measured of which a prompt's plan left chunks out, or the way from
-        memory where it loads nothing: else nobody would learn that they are fast again. None: nothing, for now."""
+        """Return a fetch that measures a tier whose chunks a prompt's plan left out, or the way from memory where it
+        loads nothing. Otherwise nobody would learn that they are fast again. None: nothing to measure now."""
         tried: set[Tier] = set()
         for chunk in chunks:
             if chunk.state is not ChunkState.HIT:
@@ -168,7 +167,8 @@ class Planner:
         return None
 
     def may_look(self) -> bool:
-        """True when it is time to look what plans left out; the time until the next look begins then."""
+        """Return True when it is time to look at the tiers that plans left out; the time until the next look begins
+        then."""
         with self._lock:
             now = self.clock.monotonic()
             is_time = now - self._looked_s >= LOOK_S_MIN
@@ -177,7 +177,7 @@ class Planner:
         return is_time
 
     def _is_due(self, tier: Tier, byte_count: int) -> bool:
-        """True when it is time to measure a tier; the time until the next measurement begins then."""
+        """Return True when it is time to measure a tier; the time until the next measurement begins then."""
         with self._lock:
             now = self.clock.monotonic()
             told = self._tiers.get(tier)
@@ -189,7 +189,7 @@ class Planner:
         return is_due
 
     def _ask(self) -> None:
-        """The sidecar's rates. While it is gone, what it said last holds."""
+        """Ask for the sidecar's rates. While it is gone, its last rates hold."""
         with self._lock:
             now = self.clock.monotonic()
             if now - self._asked_s < RATES_AGE_S_MAX:
@@ -203,7 +203,7 @@ class Planner:
 
 
 def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
-    """Of a prompt's exact prefix, chunk by chunk: tokens, and the tier that has them."""
+    """Yield, per chunk of a prompt's exact prefix, its token count, and the tier that has it."""
     for chunk in match.chunks:
         stop = min(chunk.token_stop, match.prefix_token_count)
         if stop <= chunk.token_start or chunk.state is not ChunkState.HIT:
@@ -212,8 +212,8 @@ def _stored(match: Match) -> Iterator[tuple[int, Tier]]:
 
 
 def told_facts(rates: Iterable[admin_pb2.TierRate]) -> dict[Tier, TierFacts]:
-    """What a sidecar told of its tiers. What no tier has, like a rate that is no number, is left out: that tier's is
-    assumed."""
+    """Return the sidecar's facts of its tiers. Impossible rates, such as NaN, are left out: those tiers get assumed
+    rates."""
     told = []
     for each in rates:
         byte_s = 1.0 / each.bytes_per_second if each.bytes_per_second else math.inf

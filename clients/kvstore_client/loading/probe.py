@@ -1,4 +1,4 @@
-"""Probes: a fetch of one chunk on the side, of what plans leave out. Without it nobody would learn that a tier or a
+"""Probes: fetch one chunk on the side, from a tier that plans leave out. Otherwise nobody would learn that a tier or a
 network is fast again."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _log = logging.getLogger("kvstore.client")
 
 
 def probe(client: Client, spec: ModelSpec, tokens: Any, loaded_tokens: int, match: Match | None = None) -> None:
-    """Fetch a chunk, if it is time, of what a plan that loads ``loaded_tokens`` of a prompt left out, and throw it
-    away. ``match``: what is stored of it, where that is known. Blocks; never raises."""
+    """Fetch a chunk, if it is time, that a plan to load ``loaded_tokens`` of a prompt left out, and throw it away.
+    ``match``: what is stored of the prompt, if known. Blocks; never raises."""
     try:
         found = client.peek(spec, tokens) if match is None else match
         if found is None:

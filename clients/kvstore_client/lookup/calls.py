@@ -1,4 +1,4 @@
-"""Lookups: by a call, or by what shows in shared memory."""
+"""Lookups: by a call, or in shared memory."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _look_up(
 def with_tail(
     context: Context, prompt: Prompt, found: pb.LookupResponse | Answer, readers: int
 ) -> tuple[int, bytes | None]:
-    """What was found of a prompt's whole chunks, with the partial chunk behind them where one is stored that the prompt
-    has: how many tokens that are, and a ticket for all of them where there are ``readers``. Lets go of the ticket that
-    it takes the place of, and of both when it raises."""
+    """Return the tokens found, and a ticket for all of them where there are ``readers``. Beyond the whole chunks, they
+    include the partial chunk behind these where a stored one matches the prompt. Releases the ticket that the new one
+    replaces, and both when it raises."""
     hits, ticket = found.hit_count, found.ticket
     prefix = min(hits * prompt.spec.chunk_tokens, prompt.token_count)
     digests, longer = prompt.digests[:hits], None
@@ -76,7 +76,7 @@ def with_tail(
         if not ticket or not isinstance(error, Exhausted):
             release(context, ticket)  # nobody else knows of it
             raise
-        tail = None  # there is room for one ticket, and not for two at a time: the whole chunks are held
+        tail = None  # the limit has room for one ticket, not for two at a time: hold the whole chunks
     if tail and longer:
         if longer.hit_count > hits:
             release(context, ticket)

@@ -1,4 +1,4 @@
-"""A stream of messages whose reader waits no longer than it wants to."""
+"""A stream of messages that can be read with a time limit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Asked = SimpleQueue[Future[pb.WatchResponse] | None]
 
 
 class Feed:
-    """Reads a stream on a thread of its own, one message for each ``ask``: what nobody asks for stays with the sidecar.
-    The thread does not keep the feed alive: a feed that is dropped ends its stream."""
+    """Reads a stream on a thread of its own, one message for each ``ask``: messages not asked for stay with the
+    sidecar. The thread does not keep the feed alive: a feed that is dropped ends its stream."""
 
     def __init__(self, stream: Any, translated: Callable[[grpc.RpcError], KVStoreError], returns: Returns) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class Feed:
         start_thread(lambda: _read(stream, asked, translated), "kvstore-feed")
 
     def ask(self) -> Future[pb.WatchResponse]:
-        """The next message. Its failure is a typed error."""
+        """Return a future of the next message. Its failure is a typed error."""
         future: Future[pb.WatchResponse] = Future()
         self._asked.put(future)
         if self._is_closed:
@@ -41,7 +41,7 @@ class Feed:
         return future
 
     def close(self) -> None:
-        """End the stream and the thread; what was asked for fails. Idempotent. A forked child leaves it to its
+        """End the stream and the thread; pending messages fail. Idempotent. A forked child leaves the stream to its
         parent."""
         self._is_closed = True
         self._asked.put(None)
@@ -76,4 +76,4 @@ def _fail(future: Future[pb.WatchResponse], error: KVStoreError) -> None:
     try:
         future.set_exception(error)
     except InvalidStateError:
-        return  # the other of the two who may say so has
+        return  # the other of two threads that may fail it was first

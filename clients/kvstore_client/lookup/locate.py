@@ -1,4 +1,4 @@
-"""Where a prompt's prefix is among nodes and tiers, for whoever chooses a node."""
+"""Finds the nodes and tiers that have a prompt's prefix, for a router that chooses a node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore_client.prompt import Prompt
 
 
 class PrefixAt(NamedTuple):
-    """So many leading tokens of a context are on ``node``, in ``tier`` or faster ones. No node: a tier that nodes share
-    has them by itself."""
+    """``node`` has the first ``token_count`` tokens of a context in ``tier`` or faster ones. No node: a tier that nodes
+    share has them by itself."""
 
     node: str
     tier: Tier
@@ -23,9 +23,9 @@ class PrefixAt(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """Where one context's prefix is. ``prefixes``: a row per node and tier that has more of it than the node's faster
-    tiers; of the node that was asked certain, of others and of shared tiers hints. ``asked``: that node's name; empty
-    when it was gone. ``reason``: why other nodes are not among them; empty: they are."""
+    """The places of one context's prefix. ``prefixes``: a row per node and tier that has more of it than the node's
+    faster tiers. Rows of the asked node are certain; rows of others and of shared tiers are hints. ``asked``: that
+    node's name; empty when it was gone. ``reason``: why other nodes are missing; empty: they are included."""
 
     prefixes: tuple[PrefixAt, ...]
     asked: str
@@ -33,7 +33,7 @@ class Location:
 
     @property
     def nodes(self) -> dict[str, int]:
-        """How many leading tokens each node has in its own tiers."""
+        """Number of leading tokens that each node has in its own tiers."""
         found: dict[str, int] = {}
         for each in self.prefixes:
             if each.node:
@@ -42,7 +42,7 @@ class Location:
 
 
 def locate(context: Context, prompts: Sequence[Prompt]) -> list[Location]:
-    """Where each prompt's prefix is, in one call. See ``Client.locate``."""
+    """Locate each prompt's prefix, in one call. See ``Client.locate``."""
     with context.or_miss() as miss:
         queries = []
         for prompt in prompts:

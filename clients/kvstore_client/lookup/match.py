@@ -1,4 +1,4 @@
-"""What a lookup found."""
+"""The result of a lookup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ChunkMatch(NamedTuple):
-    """One chunk of the prompt: where it is, or why not."""
+    """One chunk of the prompt: the tier that has it, or the reason for a miss."""
 
     token_start: int
     token_stop: int
@@ -28,9 +28,9 @@ class ChunkMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a prompt is stored. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
-    hold, what other processes fetch the prefix by; None when there is none. ``segments``: one per segment that was
-    asked for."""
+    """The stored part of a prompt. ``chunks`` covers the prompt; the leading hits make the prefix. ``ticket``: with
+    hold, the ticket by which other processes fetch the prefix; None when there is none. ``segments``: one per segment
+    that was asked for."""
 
     prefix_token_count: int
     chunks: tuple[ChunkMatch, ...]
@@ -42,7 +42,7 @@ class Match:
 
 
 def chunk_matches(runs: Iterable[pb.ChunkRun | StateRun], step: int, start: int, stop: int) -> tuple[ChunkMatch, ...]:
-    """What runs of chunks of ``step`` tokens say of the tokens ``start .. stop``."""
+    """Expand runs of chunks of ``step`` tokens, for the tokens ``start .. stop``."""
     chunks: list[ChunkMatch] = []
     for run in runs:
         states = ChunkState(run.state), Tier(run.tier), Encoding(run.encoding), MissReason(run.reason)
@@ -56,6 +56,6 @@ def chunk_matches(runs: Iterable[pb.ChunkRun | StateRun], step: int, start: int,
 
 
 def missed_chunks(step: int, start: int, stop: int, reason: MissReason) -> tuple[ChunkMatch, ...]:
-    """The same when none of it is there."""
+    """Return the matches of the tokens ``start .. stop`` when none of their chunks is stored."""
     gone = (ChunkState.MISS, Tier.NONE, Encoding.NONE, reason)
     return tuple(ChunkMatch(first, min(first + step, stop), *gone) for first in range(start, stop, step))

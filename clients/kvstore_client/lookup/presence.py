@@ -1,4 +1,4 @@
-"""Lookups without a call: what a session reads of the sidecar's presence table."""
+"""Lookups without a call: a session reads the sidecar's presence table in shared memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _log = logging.getLogger("kvstore.client")
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """As the wire's ChunkRun."""
+    """Same fields as the wire's ChunkRun."""
 
     count: int
     state: int
@@ -63,8 +63,8 @@ class StateRun:
 
 
 class Answer(NamedTuple):
-    """As the wire's LookupResponse, of a lookup that holds nothing. ``has_tails``: partial chunks hang on the last
-    hit; only a call tells which."""
+    """Same fields as the wire's LookupResponse, for a lookup that holds nothing. ``has_tails``: partial chunks follow
+    the last hit; only a call tells which."""
 
     hit_count: int
     runs: Sequence[StateRun]
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What is asked for: digests of one namespace, each of a chunk of at most ``chunk_tokens`` tokens."""
+    """The subject of a lookup: digests of one namespace, each of a chunk of at most ``chunk_tokens`` tokens."""
 
     salt: int
     digests: Sequence[bytes]
@@ -92,17 +92,17 @@ class ChainName(NamedTuple):
 
 
 class Presence:
-    """One session's view of the table. Safe to share between threads; waits for nobody: while there is no table, or
-    another one is on its way, lookups are calls.
+    """One session's view of the table. Safe to share between threads. It waits for nothing: while there is no table, or
+    a new one is on its way, lookups are calls.
 
-    The sidecar counts what is looked up, and is told of it by packets that it does not answer, one a second at most.
+    The sidecar counts lookups too. The client reports them in packets without an answer, at most one a second.
     """
 
     def __init__(
         self, send: Callable[[Question], bool], is_open: Callable[[], bool], clock: Clock | None = None
     ) -> None:
-        """``send``: a packet by the hand-off, without waiting; whether it was taken. ``is_open``: whether the sidecar
-        has not closed the hand-off, as it does when it ends, however it ends."""
+        """``send``: sends a packet by the hand-off, without waiting; returns True if it was taken. ``is_open``: returns
+        True until the sidecar closes the hand-off, as it does when it ends, however it ends."""
         self._send = send
         self._is_open = is_open
         self._clock = clock or SystemClock()
@@ -111,19 +111,19 @@ class Presence:
         self._token_count_max = self._tail_tokens_max = 0
         self._counts: Counter[str] = Counter()
         self._used: dict[tuple[str, int, int, str], tuple[int, int]] = {}
-        """How often each chain was fetched, and how many tokens that brought."""
+        """Per chain, the number of its fetches, and the tokens that they brought."""
         self._told_s = self._asked_s = -math.inf
         self._is_closed = False
 
     def ask(self) -> None:
-        """Ask for the table, at most once a second. It comes when it comes: ``take``."""
+        """Ask for the table, at most once a second. ``take`` gets it when it comes."""
         now = self._clock.monotonic()
         if not self._is_closed and now - self._asked_s >= INTERVAL_S:
             self._asked_s = now
             self._send(PresenceQuestion())
 
     def take(self, answer: PresenceAnswer, descriptors: Sequence[int]) -> None:
-        """The sidecar's table. One that cannot be had here is asked for again some time."""
+        """Map the sidecar's table. A table that cannot be mapped is asked for again later."""
         with closing_all(descriptors):
             try:
                 check_descriptors(answer, descriptors)
@@ -140,28 +140,29 @@ class Presence:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a table to look into."""
+        """True when there is a table to look into."""
         return self._words is not None
 
     def find(self, salt: int, digests: Sequence[bytes]) -> Found | None:
-        """The news of each chunk by itself, as the table has them. None while there is no table."""
+        """Return the table's news of each chunk by itself. None while there is no table."""
         words = self._words
         if words is None:
             self.ask()
             return None
         found = find(words, tags_of(salt, b"".join(digests)))
-        if found is not None and self._is_open():  # after the words: a table outlives the sidecar that wrote it
+        if found is not None and self._is_open():  # checked after reading: a table outlives the sidecar that wrote it
             return found
-        if self._words is words:  # else another one has come meanwhile
+        if self._words is words:  # else a new table has come meanwhile
             self._words = None
         self.ask()
         return None
 
     def look_up(self, chains: Sequence[Chain]) -> list[Answer] | None:
-        """What a lookup of each chain says. None when only a call can tell. Who needs no call ``count``s it."""
+        """Return the answer for each chain. None when only a call can tell. A caller that then needs no call ``count``s
+        it."""
         token_count = sum(max(1, (len(each.digests) - 1) * each.chunk_tokens) for each in chains)
         if self.is_there and token_count > self._token_count_max:
-            return None  # the sidecar says which limit that is
+            return None  # the call's error names the limit
         answers = []
         for chain in chains:
             found = self.find(chain.salt, [ROOT_DIGEST, *chain.digests])
@@ -169,13 +170,12 @@ class Presence:
                 return None
             answers.append(answer_of(found.news))
             if not (found.is_whole or answers[-1].hit_count):
-                return None  # whether tails hang on the root
+                return None  # only a call tells if partial chunks follow the root
         return answers
 
     def answer(self, chains: Sequence[Chain], readers: int) -> Answer | None:
-        """What the first of these chains, and the segments behind it, are said to be, with the lengths of the partial
-        chunks that may go on with the first; counted. None where only a call can tell, and where it has something to
-        hold."""
+        """Return the answer for the first chain, with the segments behind it and the lengths of the partial chunks that
+        may follow the first; count the lookup. None where only a call can tell, or must hold chunks."""
         seen = self.look_up(chains)
         if seen is None or (readers and seen[0].hit_count):
             return None
@@ -190,7 +190,7 @@ class Presence:
         return seen[0]._replace(segments=seen[1:])
 
     def _tail_lengths(self, chain: Chain, hit_count: int) -> bytes | None:
-        """Which lengths the partial chunks after the last hit have. None when only a call can tell."""
+        """Return the lengths of the partial chunks after the last hit, as bits. None when only a call can tell."""
         words = self._words
         if words is None or chain.chunk_tokens > self._tail_tokens_max:
             return None
@@ -202,7 +202,7 @@ class Presence:
         return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
     def holds(self, salt: int, digests: Sequence[bytes]) -> list[bool] | None:
-        """Which chunks are there, each by itself; counted. None when only a call can tell."""
+        """Return, per chunk, True when it is stored; count the lookup. None when only a call can tell."""
         held = self._held(salt, digests)
         if held is not None:
             self.count(lookup_calls=1, lookup_hit_chunks=sum(held), lookup_miss_chunks=len(held) - sum(held))
@@ -216,22 +216,22 @@ class Presence:
         return held
 
     def first_held(self, salt: int, digests: Sequence[bytes]) -> int | None:
-        """The number of the first of these chunks that is there, from 1 on; 0: none. None when only a call can tell."""
+        """Return the number of the first of these chunks that is stored, from 1 on; 0: none. None when only a call can
+        tell."""
         held = self._held(salt, digests)
         return None if held is None else held.index(True) + 1 if True in held else 0
 
     def use(self, name: ChainName, last: bytes, token_count: int) -> None:
-        """Have the sidecar know that the chain up to this digest, of so many tokens, was fetched, when it is told what
-        was counted."""
+        """Note that the chain up to this digest, of so many tokens, was fetched. The next report tells the sidecar."""
         used = name.fingerprint.hex(), name.exactness, name.provenance, last.hex()
         with self._counting:
             fetch_count, before = self._used.pop(used, (0, 0))
             self._used[used] = min(fetch_count + 1, COUNTED_MAX), min(before + token_count, TOKENS_MAX)
-            if len(self._used) > USED_MAX:  # the sidecar took no packet
+            if len(self._used) > USED_MAX:  # the sidecar took no packets for a while
                 del self._used[next(iter(self._used))]
 
     def count(self, **counts: int) -> None:
-        """Have the sidecar's counters of these names grow."""
+        """Add to the sidecar's counters of these names, with the next report."""
         with self._counting:
             self._counts.update(counts)
             is_due = self._clock.monotonic() - self._told_s >= INTERVAL_S or len(self._used) >= USED_MAX
@@ -239,7 +239,7 @@ class Presence:
             self.tell()
 
     def tell(self) -> None:
-        """Let the sidecar count what was counted here since it was told last."""
+        """Report the counts since the last report to the sidecar."""
         with self._counting:
             self._told_s = self._clock.monotonic()
             most = {"fetch_bytes": FETCHED_BYTES_MAX}
@@ -250,17 +250,17 @@ class Presence:
                 self._used.clear()
 
     def close(self) -> None:
-        """Let go of the table."""
+        """Drop the table."""
         self._is_closed, self._words = True, None
 
 
 def answer_of(found: NDArray[np.uint64]) -> Answer:
-    """``found``: the news of the root, and of each chunk. As the sidecar's catalog walks: a chunk behind one that is
-    missing is no hit."""
+    """Return the answer for ``found``, the news of the root, and of each chunk. It follows the sidecar's catalog: a
+    chunk behind a missing one is no hit."""
     states = found & _STATE
     states[0] = ChunkState.HIT
     hits = int((states != ChunkState.HIT).argmax()) - 1
-    if hits < 0:  # none is missing
+    if hits < 0:  # no chunk is missing
         hits = found.size - 1
     news = found[1:] & _BUT_TAILS
     behind = news[hits:]

@@ -1,7 +1,7 @@
-"""Partial chunks: finding the longest that a prompt begins with, and naming those that a new chunk begins with.
+"""Partial chunks: finds the longest that a prompt begins with, and names those that a new chunk begins with.
 
-The sidecar says which lengths there are, the client computes the names that its own tokens have at these lengths, and
-asks which of them is stored. The names are digests of all tokens up to there: what is found is the prompt's own.
+The sidecar says which lengths there are. The client computes the digests of its own tokens at these lengths, and asks
+which of them is stored. A digest covers all tokens up to its length, so a hit is the prompt's own.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvstore_client.planes.session import Session
 from kvstore_client.prompt import Prompt
 
 NAMES_MAX = 1024
-"""How many names are asked for at a time; chunks of up to so many tokens need one question."""
+"""The most digests asked for at a time; chunks of up to so many tokens need one call."""
 HASHED_TOKENS_MAX = 16 << 20
-"""How many tokens are hashed for one prompt at most. Chunks of more than 4,096 tokens with a partial chunk of nearly
-every length get there; shorter ones are not found then, and not named as superseded."""
+"""The most tokens hashed for one prompt. Only chunks of more than 4,096 tokens with a partial chunk of nearly every
+length reach it; their shorter partial chunks are not found then, and not named as superseded."""
 SUPERSEDES_MAX = 4096
 FirstHeld = Callable[[Sequence[bytes]], int]
-"""The number of the first of these digests that is stored, from 1 on; 0: none."""
+"""Returns the number of the first of these digests that is stored, from 1 on; 0: none."""
 
 
 class Said(Protocol):
-    """What a lookup or a fetch says of the partial chunks after the last hit. ``tail_lengths`` is empty while ``tails``
-    are all of them."""
+    """The partial chunks after the last hit, as a lookup or a fetch tells them. ``tail_lengths`` is empty while
+    ``tails`` lists all of them."""
 
     @property
     def tails(self) -> Sequence[pb.PartialTail]: ...
@@ -38,7 +38,7 @@ class Said(Protocol):
 
 
 def longest_tail(prompt: Prompt, prefix: int, hits: int, said: Said, held: FirstHeld) -> tuple[int, bytes] | None:
-    """The longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
+    """Return the longest stored partial chunk after the prefix that holds exactly our tokens: (token count, digest)."""
     parent = prompt.digests[hits - 1] if hits else ROOT_DIGEST
     if not said.tail_lengths:
         if not said.tails:
@@ -58,8 +58,8 @@ def first_held(
     session: Session, name: bytes, prompt: Prompt, hidden_layers: Sequence[int], timeout_s: float,
     digests: Sequence[bytes],
 ) -> int:  # fmt: skip
-    """A ``FirstHeld``, with the hidden layers: from shared memory, or by a call. Raises the typed error of a failed
-    call."""
+    """Answer as a ``FirstHeld``, with the hidden layers: from shared memory, or by a call. Raises the typed error of a
+    failed call."""
     if session.presence is not None and not hidden_layers:
         seen = session.presence.first_held(prompt.chain(name, ()).salt, digests)
         if seen is not None:
@@ -70,8 +70,8 @@ def first_held(
 
 
 def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, seen: Answer) -> int | None:
-    """How many tokens the longest partial chunk after the prefix has, by what shows in shared memory; 0: there is none.
-    None when only a call can tell."""
+    """Return the token count of the longest partial chunk after the prefix, from shared memory; 0: there is none. None
+    when only a call can tell."""
     needs_call = False
 
     def held(digests: Sequence[bytes]) -> int:
@@ -85,12 +85,12 @@ def peeked_tail(presence: Presence, name: bytes, prompt: Prompt, prefix: int, se
 
 
 def superseded(prompt: Prompt, beside: Iterable[pb.TailsBeside]) -> bytes:
-    """Digests of the stored partial chunks, as far as they can be, that the prompt's own chunks begin with. ``beside``:
-    which lengths there are beside each chunk."""
+    """Return digests of the stored partial chunks that the prompt's own chunks begin with, up to a limit. ``beside``:
+    the lengths that are stored beside each chunk."""
     step, found = prompt.spec.chunk_tokens, bytearray()
     for each in beside:
         if each.chunk >= len(prompt.digests):
-            continue  # no sidecar says so
+            continue  # no correct sidecar sends this
         start = each.chunk * step
         count = min(step, prompt.token_count - start)
         parent = prompt.digests[each.chunk - 1] if each.chunk else ROOT_DIGEST
@@ -102,12 +102,12 @@ def superseded(prompt: Prompt, beside: Iterable[pb.TailsBeside]) -> bytes:
 
 
 def lengths_of(bits: bytes) -> list[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Return the numbers of the bits that are set, ascending."""
     return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
 def _names(prompt: Prompt, start: int, parent: bytes, lengths: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-    """The prompt's partial chunks from ``start`` on, by these token counts, the longest first."""
+    """Yield (token count, digest) of the prompt's partial chunks from ``start`` on, in the order of ``lengths``."""
     hashed = 0
     for count in lengths:
         if not 0 < count <= min(prompt.token_count - start, prompt.spec.chunk_tokens):

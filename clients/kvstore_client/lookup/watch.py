@@ -1,4 +1,4 @@
-"""What happens in the sidecar, as it happens."""
+"""Events of the sidecar's chunks, as they happen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvstore_client.planes.session import Session, noted, translated
 
 @dataclass(frozen=True)
 class ChunkEvent:
-    """One chunk that was stored, removed or moved to another tier; or, with the kind GAP, ``lost_count`` events, the
-    last of them ``sequence``, that this reader was too slow for: ask ``lookup`` what is there."""
+    """One chunk that was stored, removed or moved to another tier. The kind GAP stands for ``lost_count`` events, the
+    last of them ``sequence``, that this reader was too slow for: ask ``lookup`` what is stored."""
 
     kind: EventKind
     sequence: int
@@ -35,9 +35,10 @@ class ChunkEvent:
 class Watch:
     """An iterator of ChunkEvents, in order and without an end. ``close`` ends it, from any thread.
 
-    Raises while iterating: Unavailable when the sidecar goes, or does not answer: where nothing comes for the client's
-    ``timeout_s`` it is asked whether it is there, and has as long again to say so. Watching anew begins at what happens
-    then: compare ``epoch`` and ``sequence`` with the last event's to see whether something was missed in between.
+    Raises while iterating: Unavailable when the sidecar goes, or does not answer. When no event comes for the client's
+    ``timeout_s``, the watch asks the sidecar for a sign of life, and waits as long again. A new watch begins at the
+    events of its time: compare ``epoch`` and ``sequence`` with the last event's to see if events were missed in
+    between.
     """
 
     def __init__(self, session: Session, tenant: str, timeout_s: float) -> None:
@@ -53,9 +54,9 @@ class Watch:
         first = self._first()
         self._events: Iterator[pb.ChunkEvent] = iter(first.events)
         self.sequence: int = first.sequence
-        """Of the last event before this watch began."""
+        """The number of the last event before this watch began."""
         self.epoch: bytes = first.epoch
-        """Names this start of the sidecar; another start counts from 0 again."""
+        """Identifies this start of the sidecar; another start counts from 0 again."""
 
     def _first(self) -> pb.WatchResponse:
         asked = self._feed.ask()
@@ -70,13 +71,14 @@ class Watch:
         return first
 
     def pending(self) -> Future[pb.WatchResponse]:
-        """What brings the next events. ``take`` them once it is done."""
+        """Return a future of the next events. ``take`` them once it is done."""
         if self._asked is None:
             self._asked = self._feed.ask()
         return self._asked
 
     def take(self) -> bool:
-        """Make the events that came the next ones. False when the watch was closed. Raises what ended it."""
+        """Make the events that came the next ones. Returns False when the watch was closed. Raises the error that ended
+        it."""
         asked = self.pending()
         if asked.done():
             self._asked = None
@@ -88,11 +90,11 @@ class Watch:
         return not self._is_closed
 
     def ready(self) -> ChunkEvent | None:
-        """The next event, where it has come already."""
+        """Return the next event if it has come already, else None."""
         return None if self._is_closed else next(map(_event, self._events), None)
 
     def check(self) -> None:
-        """Nothing came for a while: ask whether the sidecar is there. Raises Unavailable when it does not say so."""
+        """Ask for a sign of life after a silence. Raises Unavailable when the sidecar does not answer."""
         try:
             self._session.call(self._session.cache.Release, pb.ReleaseRequest(), self.timeout_s)
         except KVStoreError as error:
@@ -111,7 +113,7 @@ class Watch:
         return event
 
     def close(self) -> None:
-        """Watch no longer. Idempotent."""
+        """End the watch. Idempotent."""
         self._is_closed = True
         self._feed.close()
 
@@ -123,10 +125,10 @@ class Watch:
 
 
 class AsyncWatch:
-    """The same for ``async for``. No thread of the client's waits while nothing comes."""
+    """The watch for ``async for``. No thread of the client waits while no event comes."""
 
     def __init__(self, watch: Watch, call: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
-        """``call`` asks without blocking the loop."""
+        """``call`` runs a blocking check without blocking the loop."""
         self._watch = watch
         self._call = call
         self.sequence, self.epoch = watch.sequence, watch.epoch
@@ -143,7 +145,7 @@ class AsyncWatch:
         return event
 
     def close(self) -> None:
-        """Watch no longer. Idempotent, and waits for nobody."""
+        """End the watch. Idempotent, and waits for nothing."""
         self._watch.close()
 
     async def __aenter__(self) -> Self:

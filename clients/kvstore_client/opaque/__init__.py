@@ -1,4 +1,4 @@
-"""Opaque values by namespace and key, and what is kept as such: encoder caches.
+"""Opaque values by namespace and key, and encoder caches, which are kept as such values.
 
-``value`` says how a value lies in chunks, ``reader`` reads them, ``encoder`` packs embeddings.
+``value`` lays a value out in chunks, ``reader`` reads them, ``encoder`` packs embeddings.
 """

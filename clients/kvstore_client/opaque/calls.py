@@ -1,4 +1,4 @@
-"""Opaque values: kept, read, and asked for."""
+"""Calls for opaque values: put, get, exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvstore_client.store.receipt import Receipt
 from kvstore_client.store.store import Store
 
 PUTS_AT_ONCE = 64
-"""Values of one call whose stores have not ended: a session may have a few hundred, and is not this call's alone."""
+"""The most unfinished stores of one call: a session may have a few hundred, shared by all its calls."""
 Result = TypeVar("Result")
 
 
@@ -121,7 +121,7 @@ def put_each(
 
 
 def _is_kept(receipt: Receipt | None, timeout_s: float) -> bool:
-    """None: of what was there already."""
+    """Return True when a store has kept its value in time. ``receipt`` None: the value was stored already."""
     if receipt is None:
         return True
     try:
@@ -131,7 +131,7 @@ def _is_kept(receipt: Receipt | None, timeout_s: float) -> bool:
 
 
 def exists(context: Context, namespace: str, keys: Sequence[str | bytes]) -> list[bool]:
-    """Which of these keys have a value."""
+    """Return, per key, True when it has a value."""
     names = [Key.of(key) for key in keys]
     return _read(context, namespace, False, lambda reader: reader.exists(names), [False] * len(names))
 

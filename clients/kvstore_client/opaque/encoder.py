@@ -1,5 +1,5 @@
-"""Encoder caches: a multimodal item's embeddings, [tokens, hidden], by the hash of the item. What vLLM's encoder-cache
-connectors keep; a thin layer over opaque values."""
+"""Encoder caches: a multimodal item's embeddings, [tokens, hidden], by the hash of the item. vLLM's encoder-cache
+connectors use them. A thin layer over opaque values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def namespace_of(spec: ModelSpec) -> str:
-    """Encoder caches of one model, by its fingerprint: whoever shares them names its weights and its chunks alike."""
+    """Return the namespace of one model's encoder caches, by its fingerprint: users that share them must give the same
+    weights and chunk size."""
     if not isinstance(spec, ModelSpec):
         raise InvalidRequest(f"spec must be a ModelSpec, not {type(spec).__name__}")
     return f"encoder/{fingerprint(spec, spec.kind).hex()}"
 
 
 def packed(embeddings: Tensor, dtype: str | None) -> NDArray[np.uint8]:
-    """Dtype, shape and bytes as one value. Raises InvalidRequest for anything but [tokens, hidden] of a known dtype."""
+    """Pack dtype, shape and bytes as one value. Raises InvalidRequest for anything but [tokens, hidden] of a known
+    dtype."""
     check_memory(embeddings, "embeddings")
     found = dtype_name(embeddings)
     name = found if dtype is None else dtype
@@ -48,14 +50,14 @@ def packed(embeddings: Tensor, dtype: str | None) -> NDArray[np.uint8]:
 
 
 def unpacked(value: NDArray[np.uint8]) -> Tensor | None:
-    """The embeddings again, a view of the value: a tensor when the process uses torch. None for other bytes."""
+    """Return the packed embeddings, a view of the value: a tensor when the process uses torch. None for other bytes."""
     if value.size < PREFACE.size:
         return None
     magic, name, tokens, hidden = PREFACE.unpack(value[: PREFACE.size].tobytes())
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
     if magic != MAGIC or dtype not in DTYPES or value.size != PREFACE.size + tokens * hidden * DTYPES[dtype]:
         return None
-    if max(tokens, hidden) > AXIS_MAX:  # one of them may be as large as it likes when the other is 0
+    if max(tokens, hidden) > AXIS_MAX:  # the size check above allows any number when the other is 0
         return None
     array = value[PREFACE.size :].view(_UNSIGNED[DTYPES[dtype]]).reshape(tokens, hidden)
     return presented(array, dtype)

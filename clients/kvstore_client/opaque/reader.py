@@ -1,4 +1,4 @@
-"""Reading opaque values: one by one, many at once, and whether they are there."""
+"""Reads opaque values, one by one or many at once, and checks that they exist."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvstore_client.planes.prefix import Received, WholeChunk
 from kvstore_client.planes.session import Session
 
 BATCH = 256
-"""Keys in one call: what is asked for at once holds up the sidecar's other clients."""
+"""The most keys in one call: a call with many keys delays the sidecar's other clients."""
 TRIES = 3
-"""How often a read begins anew because the value was replaced under it."""
+"""The most attempts at a read whose value is replaced meanwhile."""
 
 
 class Reader:
@@ -34,7 +34,7 @@ class Reader:
         self._wanted = Wanted(spec, (), 0, None, (), verify)
 
     def _open(self, digests: list[bytes]) -> Received:
-        """The leading ones of these chunks that are there, all of them in memory: the sidecar's, or received."""
+        """Open the leading chunks of these that are stored, all of them in memory: the sidecar's, or received."""
         prefix = open_prefix(self._session, self._wanted, self._name, digests, EXACT, self._timeout_s)
         try:
             return prefix.received()
@@ -43,7 +43,7 @@ class Reader:
             raise
 
     def _chunks(self, prefix: Received) -> list[WholeChunk]:
-        """By position in the query. The first that is missing ends them."""
+        """Return the chunks by position in the query, up to the first that is missing."""
         step = self._wanted.spec.chunk_tokens
         found = {chunk.token_start // step: chunk for chunk in prefix.chunks}
         return [
@@ -51,8 +51,9 @@ class Reader:
         ]
 
     def _copy(self, prefix: Received, work: Sequence[tuple[WholeChunk, int, Pieces, int, int]]) -> list[bool]:
-        """Copy (chunk, bytes to skip in it, target, where in the target, how many). Which of them are good. However it
-        ends, nothing is written afterwards: who takes a miss puts something else there."""
+        """Copy each (chunk, bytes to skip in it, target, start in the target, byte count). Returns True for each that
+        is good. However it ends, nothing is written afterwards: after a miss the caller may put something else
+        there."""
         bad: set[int] = set()
         is_over = False
 
@@ -72,13 +73,13 @@ class Reader:
                 wait_all(halves, self._timeout_s)
             except BaseException:
                 is_over = True
-                stopped(halves, None)  # each has a chunk left at most
+                stopped(halves, None)  # each has at most one chunk left
                 raise
         good = prefix.settle(bad)
         return [chunk.token_start < good for chunk, *_ in work]
 
     def get(self, key: Key, into: Pieces | None) -> Pieces | None:
-        """The whole value, or None."""
+        """Return the whole value, or None."""
         for _ in range(TRIES):
             for digest in (key.whole, key.first):
                 found, again = self._get(key, digest, into)
@@ -91,7 +92,7 @@ class Reader:
         return None
 
     def _get(self, key: Key, digest: bytes, into: Pieces | None) -> tuple[Pieces | None, bool]:
-        """(value or None, whether to look again: it was replaced while it was read)."""
+        """Return (value or None, True to look again because it was replaced while it was read)."""
         prefix = self._open([digest])
         try:
             chunks = self._chunks(prefix)
@@ -111,8 +112,9 @@ class Reader:
         return self._get_parts(key, head, into)
 
     def _get_parts(self, key: Key, head: Head, into: Pieces | None) -> tuple[Pieces | None, bool]:
-        """As ``_get``, of a value of several chunks: the others first, for memory is taken when all of them are there;
-        then the first once more. A lease on all at a time might be more than a session may have."""
+        """Return as ``_get`` does, for a value of several chunks. The later chunks come first: the target is allocated
+        once all of them are there. Then the first chunk is read once more. A lease on all at a time might exceed the
+        session's limit."""
         first = CHUNK_BYTES - HEAD.size
         with self._rest(key, head) as (rest, others):
             if rest is None:
@@ -136,7 +138,7 @@ class Reader:
 
     @contextmanager
     def _rest(self, key: Key, head: Head) -> Iterator[tuple[Received | None, list[WholeChunk]]]:
-        """The chunks behind a value's first, when all of them are there and as long as they have to be."""
+        """Open the chunks after a value's first; None unless all of them are there and long enough."""
         count = head.chunk_count
         if count - 1 > BATCH and not self._are_there(key, head):
             yield None, []
@@ -152,15 +154,16 @@ class Reader:
             prefix.close()
 
     def _are_there(self, key: Key, head: Head) -> bool:
-        """Whether every chunk behind a value's first is. The first that is missing ends the search, however long the
-        value says that it is."""
+        """Return True when every chunk after a value's first is stored. The first missing one ends the search, whatever
+        length the value claims."""
         starts = range(1, head.chunk_count, BATCH)
         batches = (range(start, min(start + BATCH, head.chunk_count)) for start in starts)
         return all(all(self._found(key.parts(head.version, batch))) for batch in batches)
 
     def get_each(self, keys: Sequence[Key], targets: Sequence[Pieces]) -> list[bool]:
-        """Values of known sizes into their targets, one call for as many as are there, ``BATCH`` at most. A value of
-        another size than its target's, or that is not there, is False; its target's bytes mean nothing then."""
+        """Fetch values of known sizes into their targets, in one call for as many as are stored, ``BATCH`` at most. A
+        value that is not stored, or of another size than its target, is False; its target's bytes are then
+        undefined."""
         done = [False] * len(keys)
         start = 0
         while start < len(keys):
@@ -182,7 +185,7 @@ class Reader:
             if len(chunks) == len(batch):
                 start = stop
                 continue
-            if targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be there in several chunks
+            if targets[stop].size > CHUNK_BYTES - HEAD.size:  # it may be stored in several chunks
                 done[stop] = self._is_got(keys[stop], targets[stop])
             start = stop + 1
         return done
@@ -191,10 +194,10 @@ class Reader:
         try:
             return self.get(key, target) is not None
         except InvalidRequest:
-            return False  # of another size
+            return False  # the value has another size
 
     def count_leading(self, keys: Sequence[Key]) -> int:
-        """How many of the leading ones are there, whole."""
+        """Return the number of leading keys whose value is stored, whole."""
         for start in range(0, len(keys), BATCH):
             batch = keys[start : start + BATCH]
             whole = self._found([key.whole for key in batch])
@@ -204,14 +207,14 @@ class Reader:
         return len(keys)
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Whether each is there, whole."""
+        """Return, per key, True when its value is stored, whole."""
         whole = self._found([key.whole for key in keys])
         others = [key for key, is_there in zip(keys, whole, strict=True) if not is_there]
         begun = iter(self._found([key.first for key in others]))
         return [is_there or (next(begun) and self._has_parts(key)) for key, is_there in zip(keys, whole, strict=True)]
 
     def _found(self, digests: list[bytes]) -> list[bool]:
-        """Which chunks are there, each by itself."""
+        """Return, per chunk, True when it is stored."""
         if digests and self._session.presence is not None:
             salt = presence_salt(self._name, Provenance.IN_CONTEXT, Exactness.EXACT)
             seen = self._session.presence.holds(salt, digests)
@@ -223,7 +226,8 @@ class Reader:
         return found
 
     def _called(self, digests: list[bytes]) -> list[bool]:
-        """Which of them are there; of a sidecar that looks up one chain at a time, whether the first is."""
+        """Ask by a call which chunks are stored. An older sidecar looks up one chain at a time, and answers for the
+        first chunk only."""
         exactness: Any = EXACT  # the wire's number
         first, *rest = (pb.ChainQuery(fingerprint=self._name, digests=each, exactness=exactness) for each in digests)
         request = pb.LookupRequest(query=first, segments=rest)
@@ -231,7 +235,7 @@ class Reader:
         return [each.hit_count == 1 for each in (reply, *reply.segments)]
 
     def _has_parts(self, key: Key) -> bool:
-        """Whether a value of several chunks is there, of which the first is."""
+        """Return True when a value of several chunks, whose first chunk is stored, is whole."""
         prefix = self._open([key.first])
         try:
             chunks = self._chunks(prefix)

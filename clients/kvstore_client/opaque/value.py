@@ -1,9 +1,9 @@
-"""Opaque values by namespace and key: the states of engines whose caches have no layers that we know.
+"""Opaque values by namespace and key: the states of engines whose caches have no known layers.
 
 A value is stored as chunks of its namespace, through the same staging, arena, checksums, device and recovery as
-attention caches. Its first chunk begins with its length and a version drawn for this put; the names of the others
-follow from that version, so that chunks of two puts never meet. A value of one chunk and one of several have
-different names, so that ``exists`` needs no bytes of the first.
+attention caches. Its first chunk begins with its length and a random version of this put. The names of the other chunks
+follow from that version, so that chunks of two puts never meet. A value of one chunk and one of several have different
+names, so that ``exists`` needs no bytes of the first chunk.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MAGIC = b"kvvalue1"
 KEY_BYTES_MAX = 1024
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 EXACT = 1
-"""The wire's number."""
+"""The wire's number of EXACT."""
 
 
 def namespace_spec(namespace: str) -> ModelSpec:
-    """The spec of a namespace of opaque values. Raises InvalidRequest for a name that is none."""
+    """Return the spec of a namespace of opaque values. Raises InvalidRequest for an invalid name."""
     if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
         raise InvalidRequest(
             f"namespace {namespace!r:.80} must be 1..200 letters, digits and . _ : / - that name the engine "
@@ -51,7 +51,7 @@ def namespace_spec(namespace: str) -> ModelSpec:
 
 
 def flat(data: Buffer, name: str = "data") -> NDArray[np.uint8]:
-    """Any contiguous buffer, array or CPU tensor as bytes, without a copy. Raises InvalidRequest."""
+    """Return any contiguous buffer, array or CPU tensor as bytes, without a copy. Raises InvalidRequest."""
     if isinstance(data, np.ndarray) and (data.dtype.hasobject or isinstance(data, np.ma.MaskedArray)):
         raise InvalidRequest(
             f"{name} has no plain bytes: {type(data).__name__} of {data.dtype}; give an array of numbers"
@@ -69,7 +69,7 @@ def flat(data: Buffer, name: str = "data") -> NDArray[np.uint8]:
 
 
 def writable(target: Buffer) -> NDArray[np.uint8]:
-    """A buffer as bytes to write to. Raises InvalidRequest."""
+    """Return a buffer as bytes to write to. Raises InvalidRequest."""
     if is_tensor(target) and not target.is_contiguous():
         raise InvalidRequest("into must be contiguous: a copy of it would be filled in its place")
     view = flat(target, "into")
@@ -86,14 +86,14 @@ def _byte_type() -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """A key's two names: of a value in one chunk, and of one in several."""
+    """A key's two chunk names: ``whole`` for a value in one chunk, ``first`` for one in several."""
 
     whole: bytes
     first: bytes
 
     @staticmethod
     def of(key: str | bytes) -> Key:
-        """Raises InvalidRequest for a key that is too long, empty, or no text or bytes."""
+        """Return a key's names. Raises InvalidRequest for a key that is too long, empty, or not text or bytes."""
         data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
         if not isinstance(data, bytes) or not 0 < len(data) <= KEY_BYTES_MAX:
             raise InvalidRequest(
@@ -102,27 +102,27 @@ class Key:
         return Key(blake3(b"kvstore/value/1\0" + data).digest(), blake3(b"kvstore/values/1\0" + data).digest())
 
     def chain(self, version: bytes, chunk_count: int) -> list[bytes]:
-        """The names of a value's chunks."""
+        """Return the names of a value's chunks."""
         if chunk_count == 1:
             return [self.whole]
         return [self.first, *self.parts(version, range(1, chunk_count))]
 
     def parts(self, version: bytes, numbers: range) -> list[bytes]:
-        """The names of these of its chunks behind the first."""
+        """Return the names of the chunks with these numbers, from 1 on: those after the first."""
         rest = (self.first + version + struct.pack("<Q", number) for number in numbers)
         return [blake3(b"kvstore/value/part/1\0" + each).digest() for each in rest]
 
 
 class Head(NamedTuple):
-    """How a value begins: with its length, and the version that its other chunks are named by."""
+    """The beginning of a value: its length, and the version that names its other chunks."""
 
     size: int
     version: bytes
 
     @staticmethod
     def of(chunk: WholeChunk, *, is_whole: bool) -> Head | None:
-        """The head in a value's first chunk, which is all of it or of several. None for other bytes, and for a length
-        that such a chunk cannot begin: it is a reader's to believe, so it allocates nothing before this."""
+        """Decode the head in a value's first chunk. ``is_whole``: this chunk is the whole value. None for other bytes,
+        and for a length that such a chunk cannot have: readers trust it, so nothing is allocated before this check."""
         magic, size, version = HEAD.unpack(bytes(chunk.slab(0)[: HEAD.size]))
         room = room_of(chunk) - HEAD.size
         if magic != MAGIC or (size <= room) != is_whole or not (is_whole or room == CHUNK_BYTES - HEAD.size):
@@ -135,7 +135,7 @@ class Head(NamedTuple):
 
 
 def room_of(chunk: WholeChunk) -> int:
-    """The bytes of a value that a chunk has."""
+    """Return the bytes of a value that a chunk has."""
     return int(chunk.layout.token_count) * UNIT_BYTES
 
 
@@ -147,7 +147,7 @@ class Pieces:
         self.size = sum(array.size for array in arrays)
 
     def parts(self, start: int, count: int) -> Iterator[tuple[NDArray[np.uint8], int]]:
-        """The buffers under a run of the bytes: each part, and where in the run it begins."""
+        """Yield the buffers under a run of the bytes: each part, and its offset in the run."""
         begin = 0
         for array in self.arrays:
             low, high = max(start, begin), min(start + count, begin + array.size)
@@ -158,7 +158,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Value:
-    """A value on its way in: the source of a store. Its bytes are the head, then the data, then zeros."""
+    """A value to be stored: the source of a store. Its bytes are the head, then the data, then zeros."""
 
     spec: ModelSpec
     content: Pieces
@@ -184,7 +184,7 @@ class Value:
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
         stride: int = 0,
     ) -> None:  # fmt: skip
-        """As ``planes.store.StoreSource.copy``: strips are runs of units, of the one slab that there is."""
+        """Copy as ``planes.store.StoreSource.copy`` does: strips are runs of units of the only slab."""
         layout = unit.layout
         skip = int(layout.strip_offsets[first])
         end = layout.token_count * UNIT_BYTES if stop is None else skip + memory.size
@@ -200,7 +200,7 @@ class Value:
 
 
 def reserve_value(value: Value, name: bytes, digests: list[bytes], replaces: bytes) -> pb.StoreRequest:
-    """Ask for room for a value, in the place of what ``replaces`` names."""
+    """Return the request that reserves room for a value, in place of the chunks that ``replaces`` names."""
     digest = b"".join(digests)
     query = pb.ChainQuery(fingerprint=name, digests=digest, exactness=EXACT)  # type: ignore[arg-type]  # the wire's number
     tail = value.token_count % value.spec.chunk_tokens

@@ -1,4 +1,4 @@
-"""Where a sidecar is, and so by which plane it is reached."""
+"""The address of a sidecar, which decides the plane that reaches it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ UNIX = "unix://"
 
 @dataclass(frozen=True, kw_only=True)
 class TLS:
-    """``ca_file``: who signed the server's certificate (empty: whom the system trusts). ``certificate_file`` and
-    ``key_file``: this client's own, where the server asks for one. ``server_name``: the name in the server's
-    certificate, when it is not the address's."""
+    """``ca_file``: the authority that signed the server's certificate (empty: those the system trusts).
+    ``certificate_file`` and
+    ``key_file``: this client's own, if the server asks for one. ``server_name``: the name in the server's certificate,
+    if it is not the address's."""
 
     ca_file: str | Path = ""
     certificate_file: str | Path = ""
@@ -30,7 +31,7 @@ class TLS:
     server_name: str = ""
 
     def credentials(self) -> Any:
-        """Raises InvalidRequest naming the file that cannot be read."""
+        """Return gRPC's credentials. Raises InvalidRequest naming the file that cannot be read."""
         if bool(self.certificate_file) != bool(self.key_file):
             raise InvalidRequest("tls: certificate_file and key_file go together")
         ca, key, chain = (_pem(name, self) for name in ("ca_file", "key_file", "certificate_file"))
@@ -55,7 +56,7 @@ class LocalPlace:
     plane = "local"
 
     def open(self, timeout_s: float) -> MappedSession:
-        """A session. Raises Unavailable when nobody answers."""
+        """Open a session. Raises Unavailable when nobody answers."""
         session = MappedSession(self.path, timeout_s)
         session.staging = StagingPool(session)
         return session
@@ -74,7 +75,7 @@ class RemotePlace:
     plane = "remote"
 
     def open(self, timeout_s: float) -> StreamSession:
-        """A session. Raises Unavailable when nobody answers, Unauthenticated for a wrong token."""
+        """Open a session. Raises Unavailable when nobody answers, Unauthenticated for a wrong token."""
         credentials = self.tls.credentials() if self.tls else None
         return StreamSession(self.address, self.token, credentials, self.tls.server_name if self.tls else "", timeout_s)
 
@@ -86,7 +87,7 @@ Place = LocalPlace | RemotePlace
 
 
 def default_socket() -> Path:
-    """$KVSTORE_SOCKET, else the sidecar's default for this user."""
+    """Return $KVSTORE_SOCKET, else the sidecar's default for this user."""
     named = os.environ.get("KVSTORE_SOCKET")
     if named:
         return Path(named.removeprefix(UNIX))
@@ -98,8 +99,8 @@ def default_socket() -> Path:
 
 
 def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> Place:
-    """``token``: by default $KVSTORE_TOKEN. Raises InvalidRequest for an address that is none, and for a token that
-    would travel in the open."""
+    """Return the place of an address. ``token``: by default $KVSTORE_TOKEN. Raises InvalidRequest for an invalid
+    address, and for a token that would travel unencrypted."""
     if address is None or address.startswith(UNIX):
         if token is not None or tls:
             raise InvalidRequest("token and tls are for HOST:PORT addresses; a unix socket serves its own user")
@@ -108,7 +109,7 @@ def place_of(address: str | None, token: str | None, tls: TLS | bool | None) -> 
         raise InvalidRequest(f"address {address!r}: use unix:///path/to/kvstore.sock, or HOST:PORT")
     host, _ = split_address(address, "address")
     token = os.environ.get("KVSTORE_TOKEN") if token is None else token
-    token = token.strip() if isinstance(token, str) else ""  # a file's last line end comes along
+    token = token.strip() if isinstance(token, str) else ""  # a token read from a file may end with a newline
     if not (token and token.isascii() and token.isprintable()):
         raise InvalidRequest(
             f"token: {address} needs one that its server knows (remote.token_file there), here or as $KVSTORE_TOKEN"

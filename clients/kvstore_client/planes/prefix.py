@@ -1,4 +1,4 @@
-"""What a plane says of a prefix that was asked for, and how its bytes come: the same on each plane."""
+"""The interface of a prefix that was asked for, and of its copies: the same on each plane."""
 
 from __future__ import annotations
 
@@ -25,60 +25,61 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Where a prefix goes. One plane has runs of chunks in memory, another one strips as messages bring them."""
+    """The destination of a prefix. The shared-memory plane copies runs of chunks into it; the stream plane, strips of
+    messages."""
 
     is_callers: bool
-    """Whether the memory is the caller's own."""
+    """True when the memory is the caller's own."""
 
     def layer(self, position: int, token_count: int) -> Layer:
-        """A requested layer as the caller knows it."""
+        """Return a requested layer in the caller's form."""
 
     def rows(self, layer: int, token_count: int) -> Tensor:
-        """So many tokens of E of a requested hidden layer."""
+        """Return the first ``token_count`` tokens of E of a requested hidden layer."""
 
     def places(self, token_count: int) -> tuple[Iterable[Tensor], NDArray[np.int64] | None]:
-        """The memory of so many tokens: tensors, and of pages the slots in them."""
+        """Return the memory of the first ``token_count`` tokens: tensors, and for pages the slots in them."""
 
     def copy_layer(self, position: int, runs: Sequence[MappedRun], bad: set[int], faults: FaultPoints) -> None:
         """Copy one requested layer of each chunk. With verify, a chunk whose strips fail joins ``bad``."""
 
     def pairs(self, runs: Sequence[MappedRun]) -> list[Pair] | None:
-        """All copies of the requested layers, for one pass. None where each layer has work of its own."""
+        """Return all copies of the requested layers, for one pass. None where each layer has work of its own."""
 
     def copy_hidden(self, layer: int, runs: Sequence[MappedRun], bad: set[int]) -> None:
-        """The same of E of a hidden layer."""
+        """Copy E of a hidden layer, as ``copy_layer`` does."""
 
     def copy_strips(self, position: int, strips: Strips) -> None:
         """Copy strips of one requested layer."""
 
     def copy_hidden_strips(self, layer: int, strips: Strips) -> None:
-        """The same of E of a hidden layer."""
+        """Copy strips of E of a hidden layer."""
 
 
 class Landing(Protocol):
-    """Copies of a prefix as it comes. ``layers``: of each requested layer the copies that run beside the caller."""
+    """Copies of a prefix as it comes. ``layers``: per requested layer, the copies that run beside the caller."""
 
     layers: list[list[Future[None]]]
 
     def advance(self) -> bool:
-        """Wait for news, and copy, or begin to copy, what it brought. False when no more will come."""
+        """Wait for news, and copy, or begin to copy, the bytes it brought. Returns False when no more will come."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that is wanted has not come yet."""
+        """True while wanted bytes have not come yet."""
 
     def has_landed(self, position: int) -> bool:
-        """Whether all copies of a layer have been started."""
+        """Return True when all copies of a layer have been started."""
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the copies. Raises DeadlineExceeded while one may still be running."""
 
     def stop(self, timeout_s: float) -> None:
-        """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and let go of all of them."""
+        """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and drop all of them."""
 
 
 class WholeChunk(Protocol):
-    """A chunk all of whose bytes are at hand."""
+    """A chunk with all of its bytes in this process."""
 
     @property
     def token_start(self) -> int: ...
@@ -87,30 +88,30 @@ class WholeChunk(Protocol):
     def layout(self) -> ChunkLayout: ...
 
     def slab(self, index: int) -> Bytes:
-        """The bytes of one slab."""
+        """Return the bytes of one slab."""
 
     def is_intact(self, index: int, head_start: int, head_stop: int | None) -> bool:
-        """Whether the strips of a slab are what the header says."""
+        """Return True when the strips of a slab match the header's checksums."""
 
 
 class Received(Protocol):
-    """The leading chunks of a query that are there, whole."""
+    """The leading chunks of a query that are stored, whole."""
 
     @property
     def chunks(self) -> Sequence[WholeChunk]: ...
 
     def settle(self, bad: set[int]) -> int:
-        """Leading tokens that are good (``bad``: ids of chunks)."""
+        """Return the number of leading tokens that are good (``bad``: ids of chunks)."""
 
     def close(self) -> None:
-        """As ``Prefix.close``."""
+        """See ``Prefix.close``."""
 
 
 class Prefix(Protocol):
-    """A prefix that was asked for. Its chunks are there, or on their way, until it is closed or nobody has it.
+    """A prefix that was asked for. Its chunks are in memory, or on their way there, until it is closed or garbage.
 
-    ``token_count``: how far it reaches; ``reason``: why no further. ``tails`` and ``tail_lengths``: what is said of the
-    partial chunks behind it. ``is_provisional``: stores that some of it comes from have not been committed yet.
+    ``token_count``: its length in tokens; ``reason``: why no longer. ``tails`` and ``tail_lengths``: the partial chunks
+    that may follow it. ``is_provisional``: some of it comes from stores that are not committed yet.
     """
 
     exactness: Exactness
@@ -119,7 +120,8 @@ class Prefix(Protocol):
     reason: MissReason
     token_count: int
     is_leased: bool
-    """Whether none of it leaves before it is closed. Where not, what left under the copy is to be asked for."""
+    """True when a lease keeps all of it in memory until it is closed. Without a lease, chunks that left under the copy
+    must be asked for again."""
 
     @property
     def tails(self) -> Sequence[pb.PartialTail]: ...
@@ -136,29 +138,30 @@ class Prefix(Protocol):
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
     ) -> Landing:
-        """The same, layer by layer. ``on_copied`` is called after each copy."""
+        """Return copies of the requested layers, layer by layer. ``on_copied`` is called after each copy."""
 
     def received(self) -> Received:
-        """Its chunks, once all that come are here."""
+        """Return its chunks, once all that come have come."""
 
     def settle(self, bad: set[int]) -> int:
-        """Leading tokens whose copies are good (``bad``: ids of chunks). Where that is not all, ``reason`` says why."""
+        """Return the number of leading tokens whose copies are good (``bad``: ids of chunks). Sets ``reason`` when that
+        is not all of them."""
 
     def cancel(self) -> None:
-        """Wait no longer for what is on its way. From any thread."""
+        """Stop waiting for bytes on their way. From any thread."""
 
     def abandon(self) -> None:
-        """As ``cancel``, from a destructor."""
+        """Cancel from a destructor."""
 
     def close(self) -> None:
-        """Give the lease back, and wait for nothing that is on its way. Idempotent."""
+        """Give the lease back, without waiting for bytes on their way. Idempotent."""
 
 
 def land(landing: Landing, timeout_s: float) -> None:
     """Bring all that is wanted, and wait for the copies."""
     try:
         while landing.is_waiting and landing.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         landing.finish(timeout_s)
     except BaseException:
         landing.stop(timeout_s)
@@ -166,4 +169,4 @@ def land(landing: Landing, timeout_s: float) -> None:
 
 
 def nothing() -> None:
-    """For who need not know of each copy."""
+    """Do nothing: an ``on_copied`` for callers that need no news of each copy."""

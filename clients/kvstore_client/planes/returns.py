@@ -1,4 +1,4 @@
-"""What a session gives back while nobody waits: leases, streams, tickets, what a dropped writer reserved."""
+"""Gives back a session's leases, streams, tickets and a dropped writer's reservations, while nobody waits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Item = int | Callable[[], object] | None
 
 
 class Returns:
-    """One thread per session that makes these calls. A call that is not answered is made again until it is, or until
-    the session has ended: with it all that it had is given back.
+    """One thread per session that makes these calls. It repeats a call until it is answered, or until the session has
+    ended, which gives back all that the session had.
 
-    Handing over takes no lock, so that a destructor may do it: the garbage collector runs destructors in whichever
-    thread it likes, and a gRPC call from there could wait for a lock that this very thread holds.
+    Handing over takes no lock, so that a destructor may do it: the garbage collector runs destructors in any thread,
+    and a gRPC call from there could wait for a lock that this very thread holds.
     """
 
     def __init__(self, ended: threading.Event) -> None:
@@ -34,8 +34,8 @@ class Returns:
         self._queue: SimpleQueue[_Item] = SimpleQueue()
 
     def start(self, release: Callable[[list[int]], object]) -> None:
-        """``release`` gives leases back, by a call. It must not keep the session alive, which ends when nobody has it
-        any more."""
+        """Start the thread. ``release`` gives leases back, by a call. It must not keep the session alive, which ends
+        when nobody refers to it any more."""
         start_thread(partial(_work, self._queue, release, self._ended), "kvstore-returns")
 
     def _put(self, item: _Item) -> None:
@@ -43,7 +43,7 @@ class Returns:
             self._queue.put(item)
 
     def lease(self, lease_id: int) -> None:
-        """Give a lease back; 0 is none."""
+        """Give a lease back. The id 0 is no lease."""
         if lease_id:
             self._put(lease_id)
 
@@ -52,13 +52,13 @@ class Returns:
         self._put(call)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until what was handed over so far was given back. False when that takes longer."""
+        """Wait until everything handed over so far was given back. Returns False when that takes longer."""
         done = threading.Event()
         self.soon(done.set)
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """The session has ended, and nothing is owed."""
+        """End the thread: the session has ended, and nothing is left to give back."""
         self._put(None)
 
 
@@ -69,11 +69,11 @@ def _work(queue: SimpleQueue[_Item], release: Callable[[list[int]], object], end
         if leases:
             _until_answered(partial(release, leases), ended)
         while others:
-            _until_answered(others.pop(0), ended)  # afterwards this thread keeps nothing of it alive
+            _until_answered(others.pop(0), ended)  # after the call, this thread keeps nothing of it alive
 
 
 def _taken(item: _Item, queue: SimpleQueue[_Item]) -> tuple[list[int], list[Callable[[], object]]]:
-    """The item and those that wait behind it: leases, which go in one call, and other calls."""
+    """Return the item and those that wait behind it: leases, which go in one call, and other calls."""
     leases: list[int] = []
     others: list[Callable[[], object]] = []
     while item is not None:
@@ -98,7 +98,7 @@ def _until_answered(call: Callable[[], object], ended: threading.Event) -> None:
             ended.wait(RETRY_S)
             continue
         except KVStoreError:
-            return  # the sidecar says that it is gone already
+            return  # the sidecar has given it back already
         except Exception:  # noqa: BLE001 - the boundary: a thread of ours must not die in silence
             _log.exception("what was to be given back was not")
             return

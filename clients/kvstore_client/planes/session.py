@@ -1,4 +1,4 @@
-"""Sessions: calls, and their failures as typed errors; and what differs by the plane that the bytes take."""
+"""Sessions: calls, and their failures as typed errors; and the interface of a plane."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _inherited: list[Any] = []
 
 
 def noted(call: Any) -> Any:
-    """A stream, or a call whose answer is waited for elsewhere: as it is, and a forked child keeps it."""
+    """Return a stream or a pending call as it is, and note it: a forked child must keep it alive."""
     _calls.add(call)
     return call
 
 
 def _after_fork_in_child() -> None:
-    """Keep what gRPC has given: its destructors take locks, and the threads that held them are not here."""
+    """Keep gRPC's objects alive in a child: their destructors take locks, and the threads that hold these are not
+    here."""
     _inherited.extend(_calls)
     _inherited.extend(session.channel for session in _sessions)
 
@@ -50,7 +51,7 @@ class Plane(Protocol):
     """A way for a session's bytes."""
 
     staging: Staging
-    """Where strips are gathered, as long as the session lives."""
+    """The memory where strips are gathered, as long as the session lives."""
 
     def open_prefix(
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
@@ -60,29 +61,29 @@ class Plane(Protocol):
     def open_warm(
         self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Answer, exactness: Exactness
     ) -> Prefix | None:
-        """What a lookup has just shown (``seen``), without a call and without a lease. None where only a call will
-        do."""
+        """Open the prefix that a lookup has just shown (``seen``), without a call and without a lease. None where only
+        a call will do."""
         return None
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> Upload:
-        """How a store's bytes go."""
+        """Return the way for a store's bytes."""
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
-        """Hand over what was gathered in ``runs``. Returns when nothing of them is needed any more. Raises the typed
-        error of what failed."""
+        """Hand over the strips gathered in ``runs``. Returns when the runs are not needed any more. Raises the typed
+        error of a failed step."""
 
     def close(self) -> None:
         """End the session. Idempotent."""
 
 
 class Session(Plane):
-    """Stubs, what every call carries, and what the session's end gives back. Each plane has its own."""
+    """Stubs, the metadata of every call, and the returns at the session's end. Each plane has its own subclass."""
 
     cache: cache_pb2_grpc.CacheServiceStub
     admin: admin_pb2_grpc.AdminServiceStub
     prefills: prefill_pb2_grpc.PrefillServiceStub
     has_prefills = True
-    """Until the sidecar says that it is of a release that knows no partial prefills."""
+    """False once the sidecar has shown that its release has no partial prefills."""
     channel: grpc.Channel
     staging: Staging
     metadata: tuple[tuple[str, str | bytes], ...]
@@ -90,7 +91,7 @@ class Session(Plane):
     server_pid: int
     _is_begun = False
     presence: Presence | None = None
-    """Where lookups need no call."""
+    """The presence table, for lookups without a call; None where there is none."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -99,16 +100,16 @@ class Session(Plane):
         self.returns = Returns(self.ended)
 
     def _ending(self) -> Callable[[], object]:
-        """The call that ends the session. It must not keep the session alive."""
+        """Return the call that ends the session. It must not keep the session alive."""
         raise NotImplementedError
 
     def __del__(self) -> None:
-        """A session that nobody has any more, neither a client nor what one gave, is ended."""
+        """End a session that nothing refers to any more, neither a client nor a result of one."""
         if self._is_begun and self.is_usable:
             self.returns.soon(self._ending())
 
     def _start_returns(self, timeout_s: float) -> None:
-        """Once the session is there."""
+        """Begin to give leases back. Call it once the session is open."""
         self._is_begun = True
         _sessions.add(self)
         self.returns.start(partial(_release, self.cache.Release, self.metadata, timeout_s))
@@ -119,22 +120,24 @@ class Session(Plane):
 
     @property
     def carried(self) -> tuple[tuple[str, str | bytes], ...]:
-        """What a request's call carries: whose it is, and the trace that it is part of."""
+        """The metadata of a request's call: the session, and the trace that the request is part of."""
         return (*self.metadata, *trace_headers())
 
     def _check_process(self) -> None:
-        """A forked child has none of gRPC's threads: a call there would wait for ever, whatever its deadline."""
+        """Raise Unavailable in a forked child. It has none of gRPC's threads: a call there would wait for ever,
+        whatever its deadline."""
         if self.pid != os.getpid():
             raise Unavailable("this session is of the process that this one is a fork of: begin anew with the client")
 
     def call(self, method: Any, request: Any, timeout_s: float) -> Any:
-        """A unary call. Raises the typed error its status means."""
+        """Make a unary call. Raises the typed error of its status."""
         self._check_process()
         return _called(method, request, timeout_s, self.carried)
 
     def give_back(self, call: Callable[[], object]) -> None:
-        """Make a call that gives something back. One that is not answered is made again beside the caller until it is.
-        Raises what the first one raised."""
+        """Make a call that gives something back. A call without an answer is repeated beside the caller until it has
+        one.
+        Raises the error of the first attempt."""
         try:
             call()
         except UNANSWERED:
@@ -142,7 +145,7 @@ class Session(Plane):
             raise
 
     def begin(self, method: Any, request: Any, timeout_s: float) -> Any:
-        """A unary call whose answer is waited for elsewhere: gRPC's future of it. Raises Unavailable."""
+        """Begin a unary call whose answer is awaited elsewhere; return gRPC's future of it. Raises Unavailable."""
         self._check_process()
         try:
             return noted(method.future(request, timeout=timeout_s, metadata=self.carried))
@@ -150,7 +153,7 @@ class Session(Plane):
             raise Unavailable("the sidecar is gone") from error
 
     def answer(self, begun: Any) -> Any:
-        """Of a call that is done. Raises the typed error its status means."""
+        """Return the answer of a call that is done. Raises the typed error of its status."""
         try:
             return begun.result()
         except grpc.RpcError as error:
@@ -160,8 +163,8 @@ class Session(Plane):
 
 
 def translated(error: grpc.RpcError) -> KVStoreError:
-    """What a failed call means. A stream is its own error: without the frames it passed, or they and all they hold
-    would hold each other."""
+    """Return the typed error of a failed call. A stream is its own error: drop the frames it passed, or they and all
+    they hold would hold each other."""
     error.__traceback__ = None
     fields: dict[str, Any] = {}
     for key, value in error.trailing_metadata() or ():

@@ -1,4 +1,4 @@
-"""How a plane takes a store's bytes: the same on each plane."""
+"""The interface by which a plane takes a store's bytes: the same on each plane."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Staging(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """What was taken and not given back."""
+        """Bytes that were taken and not given back."""
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
-        """A run, or None when there is no room. ``expected_bytes``: what the store still needs. Raises Exhausted when
-        the machine has no memory for it."""
+        """Return a run, or None when there is no room. ``expected_bytes``: the bytes that the store still needs. Raises
+        Exhausted when the machine has no memory for it."""
 
     def give_back(self, run: StagingRun) -> None:
-        """Nobody reads it any more: it may be used again."""
+        """Free a run that nobody reads any more."""
 
 
 class StoreSource(Protocol):
-    """What a store's bytes are copied from. ``part_count``: the parts of a chunk, the cache first, then E of each
-    hidden layer."""
+    """The source of a store's bytes. ``part_count``: the parts of a chunk, the cache first, then E of each hidden
+    layer."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -55,7 +55,7 @@ class StoreSource(Protocol):
     def part_count(self) -> int: ...
 
     def layout(self, part: int, token_count: int) -> ChunkLayout:
-        """Of a chunk's part with so many tokens."""
+        """Return the layout of a chunk's part with so many tokens."""
 
     def copy(
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
@@ -67,7 +67,7 @@ class StoreSource(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of slabs of one chunk: what is staged and filled together."""
+    """A run of slabs of one chunk, staged and filled together."""
 
     chunk: int
     part: int
@@ -97,7 +97,7 @@ class Unit:
 
 
 def units_of(source: StoreSource, states: Sequence[int]) -> list[Unit]:
-    """What is wanted of a source. ``states``: one per chunk and part."""
+    """Return the units of the chunks and parts that are wanted. ``states``: one per chunk and part."""
     units: list[Unit] = []
     step = source.spec.chunk_tokens
     for chunk, state in enumerate(states):
@@ -119,14 +119,16 @@ class Upload(Protocol):
     """The bytes of one store on their way to the sidecar."""
 
     def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
-        """Returns when nothing reads the caller's memory any more. Raises the typed error of what failed."""
+        """Take the bytes of these units. Returns when nothing reads the caller's memory any more. Raises the typed
+        error of a failed step."""
 
     def finish(self) -> list[pb.Fill]:
-        """Wait until the bytes are in place; what is to be filled by the commit. Raises the typed error of a failed
-        stream."""
+        """Wait until the bytes are in place; return the fills that are left for the commit. Raises the typed error of a
+        failed stream."""
 
     def free(self) -> None:
-        """The commit was taken: nothing of it is needed any more."""
+        """Free the memory: the commit was taken, and nothing reads it any more."""
 
     def stop(self) -> list[StagingRun]:
-        """End it. Afterwards nothing reads the caller's memory; the sidecar may still read these runs."""
+        """End the upload. Afterwards nothing reads the caller's memory; the sidecar may still read the returned
+        runs."""

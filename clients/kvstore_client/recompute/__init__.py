@@ -1,16 +1,16 @@
-"""Recompute: reuse where exact prefixes end. The same text at another position, the cache of a sibling model, or both:
-what is there is merged into one cache, what is wrong with it is computed again, as far as a ``Recompute`` setting says.
+"""Recompute: reuse where exact prefixes end: the same text at another position, the cache of a sibling model, or both.
+The stored caches are merged into one, and its wrong rows are computed again, as far as a ``Recompute`` setting says.
 
     from kvstore_client.recompute import GivenKV, Run, recompute
     result = recompute(runner, tokens, [Run(0, 512, GivenKV(kv), rotated_from=0)], Recompute(0, 2, 0.15))
     result.kv, result.logits, result.exactness, result.share
 
-Needs torch, and of an engine a ``ModelRunner``. What is built on KV that was not exact is DERIVED; a full prefill,
-r = 1 from the embeddings and an exact prefix are EXACT. Cost: (layers of the group + the ratio of the rest) of a
-prefill of the context, and the suffix; loading overlaps, for a layer's bytes are waited for when it is computed.
+Needs torch, and an engine's ``ModelRunner``. A cache built on KV that was not exact is DERIVED; a full prefill, r = 1
+from the embeddings and an exact prefix are EXACT. Cost: (layers of the group + the ratio of the rest) of a prefill of
+the context, and the suffix. Loading overlaps, because the pass waits for a layer's bytes only when it computes it.
 
-A partial prefill asks what is there (`inquiry`), decides (`kvstore.planning`) and acts (`fetching`, `fused`); settings,
-plans and profiles are defined there, the gate in `kvstore_client.gate`, and neither needs torch.
+A partial prefill looks up stored caches (`inquiry`), decides (`kvstore.planning`) and acts (`arrivals`, `fused`).
+`kvstore.planning` defines settings, plans and profiles, `kvstore_client.gate` the gate; neither needs torch.
 """
 
 from kvstore.planning import Permit, Plan, PlannedRun, Profile, check_sender

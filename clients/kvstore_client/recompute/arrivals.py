@@ -1,4 +1,4 @@
-"""Arrivals: the transfers of a plan, which bring its runs to where they are merged."""
+"""Arrivals: the transfers of a plan, which bring its runs to the memory where they are merged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Arrivals:
-    """What is fetched of one prompt, and where it goes. ``held``: what holds it until then."""
+    """The transfers of one prompt, and their targets. ``held``: the tickets and the call that hold its chunks until
+    then."""
 
     def __init__(self, client: Client, request: Request, timeout_s: float) -> None:
         self._client, self._request, self._timeout_s = client, request, timeout_s
@@ -37,13 +38,14 @@ class Arrivals:
         self._ahead: dict[tuple[StoredCache, int], Transfer] = {}
 
     def fetch_e(self, cache: StoredCache, layer: int) -> StoredE:
-        """Fetch E of a layer, and KV of layer 0, which is always loaded then. How much is there shows at once."""
+        """Fetch E of a layer, and KV of layer 0, which is always loaded then. Returns when the sidecar has said how
+        much is stored."""
         transfer = self._ahead[cache, layer] = self._asked(cache, (0,), None, (layer,))
         return StoredE(cache, layer, transfer.token_count, transfer.reason)
 
     def run(self, plan: Plan) -> tuple[list[Run], Planes]:
-        """Start what the plan fetches. Returns its runs, and where they land. The merge of these runs waits for each
-        layer that is fetched: after it nothing is on its way there."""
+        """Start the plan's fetches. Returns its runs, and the memory where they land. The merge of these runs waits for
+        each layer that is fetched: after it nothing writes there any more."""
         runner = self._request.runner
         planes = dense_planes(runner.spec, plan.token_count, runner.device)
         runs = []
@@ -56,7 +58,7 @@ class Arrivals:
                     planned.is_exact)
             )  # fmt: skip
         self._release()
-        self._ahead.clear()  # the runs have it, until each took its E
+        self._ahead.clear()  # the runs keep these transfers until each took its E
         return runs, planes
 
     @property
@@ -73,11 +75,11 @@ class Arrivals:
                 self._client.planner.late(late.byte_count, late.busy_s)
 
     def measured(self) -> list[BusyTime]:
-        """Bytes and seconds of each transfer that came whole from the sidecar's memory."""
+        """Return bytes and seconds of each transfer that came whole from the sidecar's memory."""
         return [each.measured for each in self._transfers.values() if each.measured is not None]
 
     def close(self) -> bool:
-        """Stop what is on its way, and hold nothing. True: nothing writes to where it was to land any more.
+        """Stop the transfers in flight, and hold nothing. Returns True when nothing writes to their targets any more.
         Idempotent."""
         for source in self._sources:
             source.close()
@@ -104,7 +106,8 @@ class Arrivals:
         return FetchedRun(self._timeout_s, runner.device, ahead)
 
     def _follow(self, source: FetchedRun, plan: Plan, run: PlannedRun, planes: Planes) -> None:
-        """Let the source's other layers come, by the one transfer of its cache; the first came with E, if that did."""
+        """Bring the source's other layers by the one transfer of its cache; the first layer came with E, if E was
+        fetched."""
         layers = run.layers if run.hidden_layer is None else run.layers[1:]
         if not layers:
             return
@@ -125,7 +128,7 @@ class Arrivals:
             into = places(windows, layers, wanted, is_last=is_last)
         if not cache.is_standalone:
             transfer = self._client.start_fetch(self.held.tickets[spec], into=into, layers=layers)
-            # The transfer redeems it; one that could not begin does not.
+            # The transfer redeems the ticket; a transfer that could not begin does not.
             self._given.append(self.held.tickets.pop(spec))
             return transfer
         transfer = self._asked(cache, layers, into)
@@ -137,7 +140,7 @@ class Arrivals:
     def _asked(
         self, cache: StoredCache, layers: tuple[int, ...], into: Any, hidden_layers: tuple[int, ...] = ()
     ) -> Transfer:
-        """Fetch by tokens what a cache is stored under."""
+        """Begin to fetch a cache by the tokens that it is stored under."""
         spec, tokens, extras = self._spec(cache), self._request.tokens, self._request.extras
         if not cache.is_standalone:
             return self._client.start_fetch_prefix(

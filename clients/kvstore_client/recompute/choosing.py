@@ -1,4 +1,4 @@
-"""Choosing: which context tokens are carried beyond a layer."""
+"""Choosing: selects the context tokens that are carried beyond a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore_client.recompute.rows import Split
 class Choosing:
     """The choice of one prompt, from the check layer on. ``survivors``: int64 places in the context, ascending.
 
-    ``attention``: fp32 [context], the suffix's attention, for the selectors that ask it.
+    ``attention``: fp32 [context], the suffix's attention, for the selectors that use it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Choosing:
         return self._selector in (Selector.DEVIATION, Selector.PRODUCT)
 
     def at(self, layer: int) -> bool:
-        """Whether a layer chooses."""
+        """Return True when this layer chooses."""
         first = self._setting.check_layer
         return self._setting.chooses and (layer == first or (layer > first and self._setting.gradual > 0))
 
@@ -45,16 +45,18 @@ class Choosing:
         fresh: tuple[torch.Tensor, torch.Tensor],
         cached: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Take note of what rows lie from their cached KV, before that is overwritten.
+        """Record how far the rows' fresh KV deviates from their cached KV, before that is overwritten.
 
-        Shapes: ``positions`` int64 [rows], suffix or context; (K, V) each [kv_heads, rows, dim]."""
+        Shapes: ``positions`` int64 [rows], suffix or context; (K, V) each [kv_heads, rows, dim].
+        """
         place = self._places(positions)
         among = place >= 0
         planes = [tuple(plane[:, among] for plane in pair) for pair in (fresh, cached)]
         self._deviation[place[among]] = deviation_of(planes[0], planes[1], self._metric)  # type: ignore[arg-type]
 
     def choose(self, layer: int) -> torch.Tensor:
-        """The context tokens that leave this layer, as positions; of those that entered it."""
+        """Return the positions of the context tokens that are carried beyond this layer, out of those that entered
+        it."""
         setting, split = self._setting, self._split
         scores = scores_of(
             self._selector,
@@ -69,7 +71,7 @@ class Choosing:
         return split.context[self.survivors]
 
     def _places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the context each position is; -1 for the suffix's."""
+        """Return each position's place in the context; -1 for the suffix's."""
         context = self._split.context
         place = torch.searchsorted(context, positions).clamp(max=len(context) - 1)
         return torch.where(context[place] == positions, place, -1)

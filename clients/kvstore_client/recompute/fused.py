@@ -1,13 +1,13 @@
 """Fused recompute: CacheBlend, DroidSpeak, exact reuse and full prefill are settings of one pass over the layers.
 
-A layer's rows write their K and V into the merged cache and attend over all of it by absolute position. Which rows
-these are changes twice: at ``first_layer`` the context joins the suffix, from the embeddings or from E; at the check
-layer those leave that are not chosen. Departures from the papers: every row that enters the check layer (a later one,
-with gradual filtering) leaves its K and V there, since they are computed anyway; in the last layer only rows whose
-logits are wanted go on from K and V, since nothing reads what the others would give.
+A layer's rows write their K and V into the merged cache and attend over all of it by absolute position. The set of rows
+changes twice: at ``first_layer`` the context joins the suffix, from the embeddings or from E; at the check layer the
+rows that are not chosen leave. Departures from the papers: every row that enters the check layer (a later one, with
+gradual filtering) leaves its K and V there, since they are computed anyway. In the last layer only rows whose logits
+are wanted go on from K and V, since nothing reads the results of the others.
 
-Departure from those that ask the suffix: its attention's geometric mean over layers, not the sum, which one layer with
-a sharp head decides; at the same ratio fewer answers are lost, in the testbed a quarter to a half fewer.
+Departure from the papers that ask the suffix: its attention's geometric mean over layers, not the sum, which one layer
+with a sharp head decides. At the same ratio fewer answers are lost, in the testbed a quarter to a half fewer.
 
 Sources: CacheBlend (EuroSys '25), DroidSpeak (NSDI '26); asking the suffix, ProphetKV and A3.
 """
@@ -33,7 +33,8 @@ from kvstore_client.recompute.runner import ModelRunner, check_runner
 from kvstore_client.recompute.runs import Run, check_runs
 
 LEAST_MASS = 1e-3
-"""What a token that a layer's suffix does not see counts as there, of an even share of its attention."""
+"""The attention of a token that a layer's suffix does not see, as a share of an even distribution: without it, one such
+layer would make the token's geometric mean zero."""
 
 
 @torch.inference_mode()
@@ -48,16 +49,15 @@ def recompute(
     kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     clock: Clock | None = None,
 ) -> Recomputed:
-    """The cache and the last logits of a prompt of which runs are there.
+    """Compute the cache and the last logits of a prompt, some runs of which are stored.
 
-    Shapes: ``tokens`` one run of whole numbers; ``runs`` in order, each waited for layer by layer, when its layer is
-    needed; tokens of no run are always computed. ``logit_count``: of how many last tokens logits are wanted.
-    ``hidden_layers``: E to hand back as well, of a prompt without runs. ``kv``: memory to merge in, as ``dense_planes``
-    makes it, in which runs may already be landing.
+    Shapes: ``tokens``: one run of whole numbers. ``runs``: in order; the pass waits for each run's layer when it needs
+    that layer; tokens of no run are always computed. ``logit_count``: number of last tokens whose logits are wanted.
+    ``hidden_layers``: layers whose E is returned as well, of a prompt without runs. ``kv``: memory to merge in, as
+    ``dense_planes`` makes it, in which runs may already be landing.
     Memory: the merged cache, the residual stream and queries of the rows that are carried, and what a layer needs
     inside for 512 of them. Raises: InvalidRequest for arguments that do not fit, and when the model's weights change
-    meanwhile; KVStoreError when a run does not
-    come: then the cache is worth nothing.
+    meanwhile; KVStoreError when a run does not come: discard the cache then.
     """
     given = checked_tokens(tokens, runner.spec.vocab_size)
     if not given.size:
@@ -75,7 +75,7 @@ def recompute(
 
 
 class _Pass:
-    """One prompt on its way through the layers."""
+    """One prompt's pass through the layers."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Pass:
         return rows
 
     def _land(self, layer: int) -> None:
-        """Wait for the layer of every run that it is needed of."""
+        """Wait for this layer of every run that loads it."""
         if layer in self._landed:
             return
         self._landed.add(layer)
@@ -167,7 +167,7 @@ class _Pass:
                 run.source.land(layer, k[:, place], v[:, place], turn)
 
     def _enter(self, layer: int, rows: Rows, *, compares: bool) -> torch.Tensor:
-        """K and V of the rows into the cache, step by step. Returns their queries, [heads, rows, dim]."""
+        """Write K and V of the rows into the cache, step by step. Returns their queries, [heads, rows, dim]."""
         k, v = self._planes[layer]
         queries = None
         for step in rows.steps():
@@ -183,14 +183,14 @@ class _Pass:
         return queries
 
     def _stay(self, layer: int) -> torch.Tensor:
-        """Who leaves a layer that chooses: the chosen, and the suffix, always. Bool [tokens]."""
+        """Choose the rows that go on beyond this layer: the chosen, and the suffix, always. Returns bool [tokens]."""
         stay = ~self._is_context
         self._chosen[layer] = self._choosing.choose(layer)
         stay[self._chosen[layer]] = True
         return stay
 
     def _attend(self, layer: int, rows: Rows, q: torch.Tensor) -> Rows:
-        """Attention over everything merged, and the rest of the layer, step by step, each in its own place."""
+        """Attend over everything merged, and run the rest of the layer, step by step, in place."""
         k, v = self._planes[layer]
         window = self._runner.spec.layers[layer].window
         for step in rows.steps():
@@ -206,13 +206,14 @@ class _Pass:
         return Rows(positions, self._runner.embed(self._tokens[positions]))
 
     def _receive(self) -> list[torch.Tensor]:
-        """E of the context, run by run, where the setting starts from it."""
+        """Return E of the context, run by run, where the setting starts from it."""
         if not self._setting.needs_hidden or not len(self._split.context):
             return []
         return [run.source.hidden() for run in self._runs if not run.is_exact]
 
     def _with_context(self, rows: Rows, received: list[torch.Tensor]) -> Rows:
-        """The rows, and the context's as they enter the first layer that computes them, when one does."""
+        """Return the rows joined by the context's, as these enter the first layer that computes them; the rows alone
+        when no layer does."""
         context = self._split.context
         nothing = not self._setting.ratio and self._setting.last_layer < self._setting.first_layer
         if nothing or not len(context):
@@ -222,9 +223,9 @@ class _Pass:
         return rows.joined(context, (self._embedded(part).hidden for part in torch.split(context, STEP_ROWS)))
 
     def _look_ahead(self, rows: Rows) -> tuple[int, Rows]:
-        """The suffix over everything as it was reused: how much attention it gives each token, summed over heads, then
-        the geometric mean over layers; or the most that any head gives it in any layer. Returns the layer to start
-        from, and the suffix as it enters that: what lies before stays as it is."""
+        """Pass the suffix over the reused cache. It measures the attention to each token: summed over heads, then the
+        geometric mean over layers; or the most that any head gives it in any layer. Returns the layer to start from,
+        and the suffix as it enters that layer: earlier layers stay as they are."""
         logs = torch.zeros(len(self._tokens), dtype=torch.float32, device=self._tokens.device)
         peaks, takes_peak = torch.zeros_like(logs), self._setting.selector == "suffix_peak"
         resumed = rows
@@ -249,12 +250,13 @@ class _Pass:
         return self._setting.first_layer, resumed
 
     def _portion(self, rows: Rows) -> float:
-        """The part of rows that are the context's."""
+        """Return the share of rows that belong to the context."""
         return float(self._is_context[rows.positions].float().mean())
 
 
 def _turn(runner: ModelRunner, run: Run, device: torch.device) -> Rotation | None:
-    """From where its keys were rotated for to where they stand; None when that is the same."""
+    """Return the rotation of a run's keys from the positions they were rotated for to their own; None when these are
+    the same."""
     if run.rotated_from == run.token_start:
         return None
     target = torch.arange(run.token_start, run.token_stop, device=device)

@@ -1,4 +1,4 @@
-"""The inquiry: what is there of a prompt, asked of the sidecar and of the gate. What is found is held."""
+"""The inquiry: asks the sidecar and the gate which caches a prompt may reuse, and holds those found."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Held:
-    """What an inquiry holds for whoever acts on it. ``tickets``: by which caches are held, by model. ``call``: the
-    partial prefill that the sidecar knows of; None: it was not asked to plan."""
+    """The chunks that an inquiry holds for the fetches after it. ``tickets``: one per model. ``call``: the partial
+    prefill at the sidecar; None: it was not asked to plan."""
 
     tickets: dict[ModelSpec, bytes] = field(default_factory=dict)
     call: PrefillCall | None = None
@@ -32,7 +32,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Own:
-    """What is stored of the model's own prefix, from ``load_start`` on, as far as it is worth loading."""
+    """The stored part of the model's own prefix, from ``load_start`` on, as far as it is worth loading."""
 
     match: Match
     loading: LoadPlan | None = None
@@ -40,9 +40,9 @@ class _Own:
 
 
 def ask(client: Client, request: Request, held: Held, *, in_memory: bool = False) -> Facts:
-    """What the model itself has, and the senders of which a profile, or the caller's setting, lets anything through.
-    Senders are not asked where nothing of theirs may be reused. ``held`` gets what holds what was found.
-    ``in_memory``: only the prefix that lies in memory now."""
+    """Return the stored caches of the model itself, and of senders whose reuse a profile, or the caller's setting,
+    permits. Senders without a permit are not looked up. ``held`` gets the tickets of what was found.
+    ``in_memory``: look only at the prefix that is in memory now."""
     receiver = request.runner.spec
     own = _in_memory(client, request, held) if in_memory else _planned(client, request, held)
     facts = Facts(
@@ -75,8 +75,8 @@ def _lookup(client: Client, request: Request, spec: ModelSpec, held: Held) -> Ma
 
 
 def _planned(client: Client, request: Request, held: Held) -> _Own:
-    """The model's own prefix, as far as it is worth loading: by the sidecar's plan, or by this client's where all of it
-    shows in shared memory. With segments and senders it is no question what is loaded: the sidecar plans nothing."""
+    """Return the model's own prefix, as far as it is worth loading: by the sidecar's plan, or by this client's where
+    all of it shows in shared memory. With segments and senders everything is loaded, so the sidecar plans nothing."""
     if request.segments or request.senders:
         return _Own(_lookup(client, request, request.runner.spec, held))
     seen = client.peek(request.runner.spec, request.tokens, extras=request.extras)
@@ -86,7 +86,7 @@ def _planned(client: Client, request: Request, held: Held) -> _Own:
 
 
 def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
-    """By the sidecar's plan; None: it makes none. While it is gone nothing is stored."""
+    """Return the prefix by the sidecar's plan; None: it makes none. While it is gone nothing is stored."""
     planner, spec, step = client.planner, request.runner.spec, request.runner.spec.chunk_tokens
     prompt = Prompt.of(spec, request.tokens, request.extras, Exactness.EXACT)
     with planner.or_miss() as miss:
@@ -106,12 +106,13 @@ def _by_call(client: Client, request: Request, held: Held) -> _Own | None:
 
 
 def _ways(spec: ModelSpec) -> frozenset[Way]:
-    """What this library's pass over the layers can do. K and V that are projected from E have to begin the prompt."""
+    """Return the plans that this library's pass over the layers can carry out. K and V that are projected from E have
+    to begin the prompt."""
     return ENGINE_WAYS if spec.keeps_e else ENGINE_WAYS | {Way.MEET}
 
 
 def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
-    """By this client's plan; all of it where planning is off."""
+    """Return the prefix by this client's plan; all of it where planning is off."""
     planner, spec, tokens = client.planner, request.runner.spec, request.tokens
     match = _lookup(client, request, spec, held)
     if planner.mode == "off" or not match or request.extras:
@@ -125,7 +126,7 @@ def _worth_loading(client: Client, request: Request, held: Held) -> _Own:
 
 
 def _in_memory(client: Client, request: Request, held: Held) -> _Own:
-    """What lies in the sidecar's memory now."""
+    """Return the prefix that is in the sidecar's memory now."""
     match = _lookup(client, request, request.runner.spec, held)
     stop = 0
     for chunk in match.chunks:
@@ -157,7 +158,7 @@ def _holding(request: Request, match: Match) -> Holding:
 
 
 def _permits(client: Client, request: Request, sender: ModelSpec | None, *reuses: str) -> tuple[Permit, ...]:
-    """None where the caller gave the setting."""
+    """Return the gate's permits; none where the caller gave the setting."""
     if request.setting is not None:
         return ()
     behind = Origin.PREAMBLE if request.preamble.size else None

@@ -17,8 +17,8 @@ ALIGNMENT = 64
 def dense_planes(
     spec: ModelSpec, token_count: int, device: torch.device | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Memory for a cache, not initialised: per layer (K, V), each [kv_heads, token_count, dim]; on the host one run of
-    it, in huge pages where there are any."""
+    """Return memory for a cache, not initialised: per layer (K, V), each [kv_heads, token_count, dim]. On the host it
+    is one run, in huge pages where the system has any."""
     shapes = [
         (layer.kv_heads, token_count, dim) for layer in spec.layers for dim in (layer.k_dim, layer.v_dim)
     ]  # fmt: skip
@@ -27,13 +27,13 @@ def dense_planes(
 
 
 def hidden_planes(spec: ModelSpec, token_count: int, device: torch.device | None = None) -> list[torch.Tensor]:
-    """As ``dense_planes``, for E of every layer: [token_count, hidden_size] each."""
+    """Return memory as ``dense_planes`` does, for E of every layer: [token_count, hidden_size] each."""
     shapes = [(token_count, spec.hidden_size)] * spec.layer_count
     return _planes(shapes, spec.hidden_dtype, device)
 
 
 def _planes(shapes: Sequence[tuple[int, ...]], dtype: str, device: torch.device | None) -> list[torch.Tensor]:
-    with torch.inference_mode(False):  # what leaves must be the caller's to write to
+    with torch.inference_mode(False):  # the caller must be able to write to the planes
         if device is not None and device.type != "cpu":
             return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes]
         size = item_size(dtype)

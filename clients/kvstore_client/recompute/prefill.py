@@ -1,10 +1,10 @@
-"""Partial prefill: what the sidecar has of a prompt is fetched and reused, as far as the setting allows, the rest is
-computed. Three steps: ask what is there (facts), decide (a plan), and act on the plan.
+"""Partial prefill: fetches and reuses the stored caches of a prompt, as far as the setting allows, and computes the
+rest. Three steps: look up stored caches (facts), decide (a plan), and act on the plan.
 
 A prompt's exact prefix comes first and is never touched. Where it loads slowly its front may be computed meanwhile.
-Behind it segments may follow that were computed alone, and a sibling's cache of the same tokens where there are none of
-these. E of the transition layer is asked for before anything else is fetched, since only that tells whether it is
-there, and waited for where it is needed. Whatever does not come is computed: the answer says so.
+Behind it segments may follow that were computed alone, and elsewhere a sibling's cache of the same tokens. E of the
+transition layer is asked for before anything else is fetched, since only that tells if it is stored; the pass waits for
+it where it needs it. Anything that does not come is computed: the answer says so.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
     try:
         plan, result, prepared_s = prompt.reused()
         lossy_by = () if result.exactness is Exactness.EXACT else plan.permits
-        due = [client.gate.is_due(permit) for permit in lossy_by]  # each is asked once per request
+        due = [client.gate.is_due(permit) for permit in lossy_by]  # ask for each permit once per request
         if any(due):
             lossy = result.logits[-1].clone()
             del result  # one cache at a time
@@ -67,9 +67,9 @@ def partial_prefill(client: Client, request: Request, timeout_s: float, clock: C
 
 
 class _Prompt:
-    """One prompt on its way: reused as planned; where that fails, with what is left of it; and what the sidecar is told
-    in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, whatever becomes of what was to follow;
-    ``_took``: what computing them took, where it was in one piece."""
+    """One prompt on its way: reused as planned, or after a failure with the rest that is left; and the report to the
+    sidecar in the end. ``_front``: tokens whose cache is in ``_planes`` and stays, even if the load behind them fails.
+    ``_took``: the time of computing them, if it was in one piece."""
 
     def __init__(self, client: Client, request: Request, timeout_s: float, clock: Clock) -> None:
         self._client, self._request, self._timeout_s, self._clock = client, request, timeout_s, clock
@@ -81,13 +81,13 @@ class _Prompt:
         self._race: Race | None = None
 
     def reused(self) -> tuple[Plan, Recomputed, float]:
-        """The prompt with what is there of it, and when computing began."""
+        """Reuse what the plan names, compute the rest, and return (plan, result, when computing began)."""
         try:
             return self._attempted()
         except LOST as error:
             reason = error.message
             without_frames(error)
-        # Only now: the spoiled cache is gone with the error's frames, and there is one at a time.
+        # Only here, outside of ``except``: the error's frames are gone, and with them the spoiled cache.
         if self._front:
             return self._from_front(reason)
         self._planes = None
@@ -135,12 +135,12 @@ class _Prompt:
                     raise
         except BaseException:
             self._call = self._call or arrivals.held.call
-            if not arrivals.close():  # something may still be written where the front is
+            if not arrivals.close():  # a copy may still write to the front's memory
                 self._front = 0
             if self._race is not None and self._race.token_count:
                 self._front, self._planes = self._race.token_count, self._race.planes
             raise
-        self._planes = self._race = None  # what follows may need memory for another cache
+        self._planes = self._race = None  # the next step may need memory for another cache
         for took in arrivals.measured():
             client.planner.landed(took.byte_count, took.busy_s)
         if not in_memory:
@@ -148,8 +148,8 @@ class _Prompt:
         return plan, result, prepared_s
 
     def _with_front(self, plan: Plan, runs: list[Run]) -> list[Run]:
-        """Compute the tokens before what loads. Afterwards both are one run, which begins the prompt: of the front
-        nothing is waited for."""
+        """Compute the tokens before the loaded ones. Afterwards both are one run that begins the prompt; its front
+        needs no wait."""
         front = plan.front_token_count
         assert self._planes is not None, "the runs land in them"
         planes = [(k[:, :front], v[:, :front]) for k, v in self._planes]
@@ -159,7 +159,8 @@ class _Prompt:
         return [replace(runs[0], token_start=0, token_count=runs[0].token_stop, rotated_from=0), *runs[1:]]
 
     def _raced(self, plan: Plan, runs: list[Run]) -> list[Run]:
-        """An exact prefix and nothing else, in the sidecar's plan: computed meanwhile, should it be late."""
+        """For an exact prefix and nothing else, planned and measured: compute it meanwhile, in case the load is
+        late."""
         loading, source = plan.loading, runs[0].source if len(runs) == 1 else None
         if self._client.planner.mode != "on" or loading is None or not loading.is_measured:
             return runs
@@ -169,7 +170,7 @@ class _Prompt:
         return [replace(runs[0], source=RacedRun(source, self._race))]
 
     def _from_front(self, reason: str) -> tuple[Plan, Recomputed, float]:
-        """The rest of a prompt whose front was computed, and of which nothing came."""
+        """Compute the rest of a prompt whose front was computed, after its load failed."""
         reason = f"{reason}: what was to come was computed"
         _log.warning("kvstore: %s", reason)
         prepared_s = self._clock.monotonic()
@@ -179,15 +180,15 @@ class _Prompt:
         return Plan(len(self._request.tokens), reason=reason), result, prepared_s
 
     def plain(self, plan: Plan, result: Recomputed) -> Prefill | None:
-        """The plain prefill that was computed: the front, where there was one; else what lies behind what was reused.
-        None where that says nothing of a plain prefill."""
+        """Return the plain prefill that was computed: the front, if any; else the tokens behind the reused ones. None
+        where its time tells nothing of a plain prefill."""
         if self._front or plan.recompute is not None or result.exactness is not Exactness.EXACT:
             return self._took
         reused = plan.reused_token_count
         return Prefill(plan.token_count - reused, reused, result.timeline.suffix_s)
 
     def tell(self, timeline: Timeline, took: Prefill | None) -> None:
-        """Tell the sidecar what came of its plan."""
+        """Report the plan's outcome to the sidecar."""
         if self._call is not None:
             self._call.end(
                 timeline.total_s, timeline.load_s + timeline.prepare_s, is_given_up=self._is_given_up, computed=took
@@ -195,7 +196,7 @@ class _Prompt:
             self._call = None
 
     def close(self) -> None:
-        """Give back what the sidecar holds for a plan that came to nothing. Idempotent."""
+        """Give back what the sidecar holds for a plan without a result. Idempotent."""
         if self._call is not None:
             self._call.close()
             self._call = None
@@ -213,7 +214,7 @@ def _probe(client: Client, request: Request, plan: Plan) -> None:
 def _computed(
     request: Request, runs: Sequence[Run], kv: Any, clock: Clock, chosen: Recompute | None = None
 ) -> Recomputed:
-    """``chosen``: the setting of the plan, None where nothing but exact runs is reused."""
+    """Compute the prompt over these runs. ``chosen``: the plan's setting, None where only exact runs are reused."""
     setting = request.setting or chosen or Recompute.reuse()
     tokens = request.tokens.astype("int64")
     return recompute(request.runner, tokens, runs, setting, logit_count=request.logit_count, kv=kv, clock=clock)

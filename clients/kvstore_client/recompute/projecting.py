@@ -1,7 +1,7 @@
-"""E in the place of KV: K and V of a layer are projected from its E when that has landed, while later layers' come.
+"""E in the place of KV: projects K and V of a layer from its E when that has landed, while later layers' E comes.
 
 Exact for the same model: to the bit where E is projected in the steps in which it was computed, else within the
-rounding that other matmul shapes have. Source: HCache (EuroSys '25).
+rounding of other matmul shapes. Source: HCache (EuroSys '25).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _LOST = (DataLoss, DeadlineExceeded)
 
 @runtime_checkable
 class Projector(Protocol):
-    """A runner that gives K and V without the rest of a layer."""
+    """A runner that computes K and V without the rest of a layer."""
 
     def project_kv(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer from the rows that enter it, [rows, hidden_size], at their absolute positions: each
-        [kv_heads, rows, dim], to the bit what ``project`` gives of the same rows."""
+        """Return K and V of a layer from the rows that enter it, [rows, hidden_size], at their absolute positions: each
+        [kv_heads, rows, dim], to the bit those of ``project`` for the same rows."""
 
 
 def projector_of(runner: ModelRunner) -> Projector:
-    """Raises InvalidRequest for a runner that cannot."""
+    """Return the runner as a Projector. Raises InvalidRequest for a runner that is none."""
     if not isinstance(runner, Projector):
         raise InvalidRequest(
             f"{type(runner).__name__} has no project_kv, and its spec keeps E in the place of KV (keeps_e): give the "
@@ -48,9 +48,10 @@ def projector_of(runner: ModelRunner) -> Projector:
 def project_into(
     runner: Projector, layer: int, hidden: torch.Tensor, into: Planes, step_tokens: int, token_start: int = 0
 ) -> None:
-    """K and V of consecutive tokens from ``token_start`` on, ``step_tokens`` at a time, into their planes.
+    """Project K and V of consecutive tokens from ``token_start`` on, ``step_tokens`` at a time, into their planes.
 
-    Shapes: ``hidden`` [tokens, hidden_size]; ``into`` (K, V), each [kv_heads, tokens, dim]."""
+    Shapes: ``hidden`` [tokens, hidden_size]; ``into`` (K, V), each [kv_heads, tokens, dim].
+    """
     for start in range(0, hidden.shape[0], step_tokens):
         rows = slice(start, min(start + step_tokens, hidden.shape[0]))
         positions = torch.arange(token_start + rows.start, token_start + rows.stop, device=into[0].device)

@@ -1,7 +1,6 @@
-"""The race: while a load keeps its prompt waiting, the prompt's front is computed beside it. Whichever is through
-first is taken: so a tier that is slower than its plan, or stops, costs a few hundredths of a plain prefill, and no
-second one.
-"""
+"""The race: while a load keeps its prompt waiting, the prompt's front is computed beside it. The first to finish is
+used. So a tier that is slower than its plan, or stops, costs a few hundredths of a plain prefill, not a whole second
+one."""
 
 from __future__ import annotations
 
@@ -20,17 +19,19 @@ from kvstore_client.recompute.runs import InPlace, Run
 from kvstore_client.recompute.sources import FetchedRun
 
 STEPS = 32
-"""A front is computed in so many steps, so that each delays a load that comes in its middle by no more than that part
+"""Number of steps in which a front is computed. A step delays a load that comes in its middle by no more than this part
 of a plain prefill."""
 
 
 class Race:
-    """The front of one prompt, computed step by step. ``token_count``: how far it is; ``planes``: where it stands, the
-    prompt's whole cache, for what is computed behind it; ``has_won``: all that was to be loaded is there.
+    """The front of one prompt, computed step by step. ``token_count``: tokens computed so far; ``planes``: their
+    memory, the prompt's whole cache, for the tokens computed behind them; ``has_won``: all tokens to load were computed
+    first.
     Memory: a second cache, once a load is late.
 
-    A step begins when a layer has been waited for as long as a step takes; after each layer that came in the middle of
-    one, twice as long: layers that always come a little late are not held up each time."""
+    A step begins when a layer has been waited for as long as a step takes. After each layer that came in the middle of
+    a step, that wait doubles: so layers that always come a little late are not delayed each time.
+    """
 
     def __init__(self, request: Request, plan: Plan, clock: Clock) -> None:
         loading = plan.loading
@@ -46,7 +47,7 @@ class Race:
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def wait(self, source: FetchedRun, layer: int) -> None:
-        """Return when a layer has come. Raises DataLoss when all that was to be loaded is computed before."""
+        """Return when a layer has come. Raises DataLoss when all tokens to load are computed first."""
         idle_s = self._step_s * 2**self._delays
         while not source.comes(layer, idle_s):
             if self.token_count >= self._stop:
@@ -76,7 +77,7 @@ class RacedRun:
         self._source, self._race = source, race
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        """See ``Source.land``. Raises DataLoss, too, when computing was faster."""
+        """See ``Source.land``. Also raises DataLoss when computing was faster."""
         self._race.wait(self._source, layer)
         self._source.land(layer, k, v, turn)
 

@@ -33,7 +33,8 @@ class Request:
         runner: ModelRunner, tokens: Any, segments: Sequence[Any] | None, senders: Sequence[ModelSpec],
         setting: Recompute | None, extras: Sequence[Extra], logit_count: int, preamble: Any = (),
     ) -> Request:  # fmt: skip
-        """Raises: InvalidRequest naming the argument, and the field in which a sender differs."""
+        """Check the arguments and return the request. Raises: InvalidRequest naming the argument, and the field in
+        which a sender differs."""
         prompt = Prompt.of(runner.spec, tokens, extras, Exactness.EXACT)
         known = prompt.tokens
         if known is None:
@@ -47,12 +48,12 @@ class Request:
         cut(prompt, segments, Exactness.EXACT, preamble)
         if setting is not None:
             setting.check(runner.spec.layer_count)
-        # The model's own cache is no sender's: what comes of it is looked up, and fetched, once.
+        # The model's own cache is no sender's: it is looked up, and fetched, once.
         others = tuple(sender for sender in dict.fromkeys(senders) if sender != runner.spec)
         before = preamble_tokens(preamble, runner.spec)
         return Request(runner, known, segments, others, setting, tuple(extras), logit_count, before)
 
     @property
     def reusable_token_count(self) -> int:
-        """What lies before the tokens whose logits are wanted."""
+        """Number of tokens before those whose logits are wanted."""
         return int(self.tokens.size) - self.logit_count

@@ -1,4 +1,4 @@
-"""What a recompute hands back: the cache to decode from, and the account of how it came about."""
+"""The result of a recompute: the cache to decode from, its logits, and where the time went."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore_client.derived import LayeredKV, remember, written_anew
 
 
 class MergedKV(LayeredKV):
-    """Per layer (K, V), each [kv_heads, tokens, dim], that knows whether it is exact, as its memory is known:
-    ``client.store`` refuses to keep under an exact key what is not."""
+    """Per layer (K, V), each [kv_heads, tokens, dim], with its exactness, which its memory is marked with, too:
+    ``client.store`` refuses to keep a derived cache under an exact key."""
 
     def __init__(self, planes: Iterable[tuple[torch.Tensor, torch.Tensor]], exactness: Exactness) -> None:
         super().__init__(planes, exactness)
@@ -39,7 +39,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the time went, in seconds. ``prepare_s``: before the first layer: asking what is there.
+    """The parts of the total time, in seconds. ``prepare_s``: before the first layer: lookups and planning.
     ``layers``: in the order they were computed; the suffix's look ahead first."""
 
     total_s: float = 0.0
@@ -48,7 +48,7 @@ class Timeline:
 
     @property
     def load_s(self) -> float:
-        """Waiting for bytes; what came while something was computed took no time."""
+        """Seconds of waiting for bytes; bytes that came during computation cost none."""
         return sum(layer.load_s for layer in self.layers)
 
     @property
@@ -69,7 +69,7 @@ class Recomputed:
     ``chosen``: {layer: int64 positions}, ascending, of the tokens carried beyond each layer that chose.
     ``share``: f, the share of compute over the reused tokens: rows times layers they were carried through, of all; 1
     when nothing was reused. Papers' formula: (group + (layers - check layer) * ratio) / layers.
-    ``exactness``: EXACT only if every row is what the model computes by itself; to be given to ``store``.
+    ``exactness``: EXACT only if every row is what the model computes by itself; pass it to ``store``.
     """
 
     kv: MergedKV
@@ -83,6 +83,6 @@ class Recomputed:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialPrefill(Recomputed):
-    """What ``client.partial_prefill`` hands back, and by which plan."""
+    """The result of ``client.partial_prefill``, with its plan."""
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Rows: the tokens that are being computed, and the residual stream each has."""
+"""Rows: the tokens that are being computed, each with its residual stream."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from kvstore_client.recompute.runs import Run
 
 STEP_ROWS = 512
-"""Rows that a layer computes at a time: what bounds its inner activations."""
+"""Rows that a layer computes at a time, which bounds the memory of its inner activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """``positions`` int64 [rows], ascending; ``hidden`` [rows, hidden_size], what enters the next layer: nobody else's,
-    so that what leaves a layer may take the place of what entered it."""
+    """``positions`` int64 [rows], ascending; ``hidden`` [rows, hidden_size], the input of the next layer. No one else
+    uses that memory, so a layer's output may overwrite its input."""
 
     positions: torch.Tensor
     hidden: torch.Tensor
@@ -25,12 +25,13 @@ class Rows:
         return len(self.positions)
 
     def kept(self, keep: torch.Tensor) -> Rows:
-        """Those for which ``keep``, bool [rows], is true."""
+        """Return the rows for which ``keep``, bool [rows], is true."""
         return self if bool(keep.all()) else Rows(self.positions[keep], self.hidden[keep])
 
     def joined(self, positions: torch.Tensor, pieces: Iterable[torch.Tensor]) -> Rows:
-        """With the rows at ``positions``, all in order. ``pieces``: what enters the next layer of those, one behind the
-        other, each [some of them, hidden_size]; taken one by one, so that no two need be there at once."""
+        """Return these rows and those at ``positions``, all in order. ``pieces``: the next layer's input for the
+        latter, in order, each [some of them, hidden_size]; taken one by one, so that no two need be in memory at
+        once."""
         every, order = torch.cat((self.positions, positions)).sort()
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
@@ -52,17 +53,18 @@ class Rows:
 
 
 def drained(pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each in turn, kept no longer than it is looked at."""
+    """Yield each in turn, and keep none longer than its turn."""
     while pieces:
         yield pieces.pop(0)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A prompt cut by what is known of its tokens; positions int64, ascending.
+    """A prompt's tokens, by how they are computed; positions int64, ascending.
 
-    ``context``: of runs that are not exact, which may be computed again. ``suffix``: of no run, which always are; the
-    last ``tail_count`` of them lie behind all runs. ``run_starts``: where in ``context`` each run begins.
+    ``context``: tokens of runs that are not exact, which may be computed again. ``suffix``: tokens of no run, which are
+    always computed; the last ``tail_count`` of them lie behind all runs. ``run_starts``: the place in ``context`` where
+    each run begins.
     """
 
     context: torch.Tensor

@@ -1,4 +1,4 @@
-"""Runs: the parts of a prompt whose cache is there, and where each comes from."""
+"""Runs: the parts of a prompt whose cache is reused, and their sources."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Source(Protocol):
     """A run's cache, layer by layer."""
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        """Return when the layer is in its place: views of the merged cache, [kv_heads, token_count, dim]. K is turned
-        on the way, unless ``turn`` is None. Called at most once per layer, in ascending order. Raises: KVStoreError
-        when it does not come."""
+        """Return when the layer is in its place: views of the merged cache, [kv_heads, token_count, dim]. Rotates K by
+        ``turn`` unless it is None. Called at most once per layer, in ascending order. Raises: KVStoreError when the
+        layer does not come."""
 
     def hidden(self) -> torch.Tensor:
-        """E that enters the transition layer, [token_count, hidden_size]; asked for at most once. Raises: KVStoreError
-        when there is none."""
+        """Return E that enters the transition layer, [token_count, hidden_size]; asked for at most once. Raises:
+        KVStoreError when there is none."""
 
 
 class GivenKV:
-    """A source over tensors: per layer (K, V), each [kv_heads, token_count, dim]; None for a layer that is not
-    loaded. ``hidden``: E of the transition layer."""
+    """A source over tensors: per layer (K, V), each [kv_heads, token_count, dim]; None for a layer that is not loaded.
+    ``hidden``: E of the transition layer."""
 
     def __init__(
         self, kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None], hidden: torch.Tensor | None = None
@@ -53,10 +53,10 @@ class GivenKV:
 
 
 class InPlace:
-    """A source of what stands in the merged cache already."""
+    """A source of a cache that is already in the merged cache."""
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
-        """Nothing is on its way."""
+        """Do nothing: the layer is in its place."""
 
     def hidden(self) -> torch.Tensor:
         raise InvalidRequest("what stands in the merged cache has no hidden states")
@@ -64,11 +64,11 @@ class InPlace:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Consecutive tokens of the prompt whose cache is there.
+    """Consecutive tokens of the prompt whose cache is reused.
 
-    ``rotated_from``: the position that K of its first token was rotated for. ``sender``: whose cache it is when it is
-    not the model's own. ``is_exact``: it is what the model itself computes here, so that nothing of it is computed
-    again; nothing comes before such a run but exact ones, and tokens that are computed.
+    ``rotated_from``: the position that K of its first token was rotated for. ``sender``: the model of the cache, if it
+    is not this one. ``is_exact``: the cache is what the model itself computes here, so nothing of it is computed again.
+    Only exact runs and computed tokens come before such a run.
     """
 
     token_start: int
@@ -84,8 +84,8 @@ class Run:
 
 
 def check_runs(runs: Sequence[Run], token_count: int, spec: ModelSpec, logit_count: int) -> None:
-    """Raises: InvalidRequest for runs out of order, or that overlap, leave the prompt or cover tokens whose logits are
-    wanted; for an exact run behind one that is not, or that was rotated for another place; for a sender of another
+    """Raise InvalidRequest for runs out of order, or that overlap, leave the prompt or cover tokens whose logits are
+    wanted; for an exact run behind one that is not, or rotated for another place; for a sender of another
     architecture."""
     last, is_lossy = 0, False
     for index, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Runs out of the sidecar: fetched straight into the merged cache, layer by layer, while layers before are computed."""
+"""Runs from the sidecar: fetched straight into the merged cache, layer by layer, while earlier layers are computed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAYOUT = "page head slot dim"
 
 @dataclass(frozen=True)
 class Ahead:
-    """E of the transition layer on its way, ``rows`` of it the run's; and layers that come along, in memory of the
-    transfer's own."""
+    """E of the transition layer on its way, ``rows`` of it the run's; and layers that come with it, in the transfer's
+    own memory."""
 
     transfer: Transfer
     hidden_layer: int
@@ -32,8 +32,8 @@ class Ahead:
 
 
 class FetchedRun:
-    """A source whose bytes land in the merged cache by themselves, as its transfer brings them; E comes ``ahead``.
-    Every wait is bounded by ``timeout_s``."""
+    """A source whose transfer writes straight into the merged cache; E comes ``ahead``. Every wait is bounded by
+    ``timeout_s``."""
 
     def __init__(self, timeout_s: float, device: torch.device, ahead: Ahead | None = None) -> None:
         self._timeout_s = timeout_s
@@ -42,7 +42,7 @@ class FetchedRun:
         self._transfers = [] if ahead is None else [ahead.transfer]
 
     def follow(self, transfer: Transfer) -> None:
-        """The other layers are on their way, too."""
+        """Take the other layers from this transfer."""
         self._transfers.append(transfer)
 
     def land(self, layer: int, k: torch.Tensor, v: torch.Tensor, turn: Rotation | None) -> None:
@@ -57,14 +57,14 @@ class FetchedRun:
             rotate(k, turn, out=k)
 
     def comes(self, layer: int, wait_s: float) -> bool:
-        """Whether a layer has come, or turns out not to come, within so many seconds."""
+        """Return True when a layer has come, or has failed, within ``wait_s`` seconds."""
         transfer = next((each for each in self._transfers if each.brings(layer)), None)
         assert transfer is not None, "a layer that nobody fetches"
         wait((transfer.landing(layer),), wait_s)
         return transfer.landing(layer).done()
 
     def hidden(self) -> torch.Tensor:
-        ahead, self._ahead = self._ahead, None  # whoever asked has it: it is as large as the rows it becomes
+        ahead, self._ahead = self._ahead, None  # the caller keeps E, not this run: it is large
         if ahead is None:
             raise DataLoss("E of the transition layer was not fetched")
         with _as_lost():
@@ -74,14 +74,14 @@ class FetchedRun:
         return come[ahead.rows].to(self._device)
 
     def close(self) -> None:
-        """Stop what is still on its way. Idempotent."""
+        """Stop the transfers in flight. Idempotent."""
         for transfer in self._transfers:
             transfer.cancel(self._timeout_s)
 
 
 class ProjectedRun(FetchedRun):
-    """A source of a spec that keeps E: ``rows`` of what lands are the run's, whose first token stands at
-    ``token_start``; K and V are projected from them, in the steps of a prefill, where they stand."""
+    """A source of a spec that keeps E. ``rows``: the run's part of the fetched E; its first token has the position
+    ``token_start``. K and V are projected from E, in the steps of a prefill, into their place."""
 
     def __init__(
         self, timeout_s: float, runner: ModelRunner, rows: slice, token_start: int, hidden_layer: int
@@ -106,7 +106,7 @@ class ProjectedRun(FetchedRun):
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """Whatever ended a transfer, to the caller its bytes are lost: also a ticket that a restarted sidecar forgot."""
+    """Turn any error that ended a transfer into DataLoss: also a ticket that a restarted sidecar forgot."""
     try:
         yield
     except KVStoreError as error:
@@ -116,8 +116,8 @@ def _as_lost() -> Iterator[None]:
 def places(
     planes: list[tuple[torch.Tensor, torch.Tensor]], layers: tuple[int, ...], wanted: Sequence[range], *, is_last: bool
 ) -> list[tuple[Any, Any]] | Paged:
-    """Where a fetch puts these layers, so that tokens are left alone that are not ``wanted``. ``is_last``: those behind
-    the last of these need not be, for nothing else lands there."""
+    """Return the target of a fetch of these layers, which leaves tokens that are not ``wanted`` untouched. ``is_last``:
+    tokens behind the last wanted one may be written, because nothing else lands there."""
     chosen = [planes[layer] for layer in layers]
     if is_last and len(wanted) == 1 and not wanted[0].start:
         return list(chosen)

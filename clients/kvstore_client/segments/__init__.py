@@ -1,8 +1,8 @@
-"""Segments: the documents of a prompt, whose caches were computed alone and may stand anywhere.
+"""Segments: the documents of a prompt, whose caches were computed alone and may be reused at any place.
 
-``runs`` has what a caller says and hears of a prompt's segments, ``known`` the table by
-which documents are found again inside text nobody cut. A segment is named by all its tokens; one found by a hash of its
-beginning is taken for it only when the digest of all its tokens says so.
+``runs`` checks a caller's segments and reports what is stored of them. ``known`` is the table that finds documents
+again inside uncut text. A segment is named by all its tokens: a match of a hash of its beginning counts only when the
+digest of all its tokens confirms it.
 """
 
 from kvstore_client.segments.known import KnownSegments

@@ -1,11 +1,12 @@
-"""Documents this client has met, and where they begin in a text that nobody cut.
+"""Finds the documents this client has met in a text that nobody cut.
 
-A table of hashes of documents' first tokens; the same hash of every window of the text, computed at once by doubling,
-gives candidates, and the digest of all of a candidate's tokens decides. So two texts are never taken for the same,
-whatever their hashes; what an adversary gains by equal hashes is work, and that is bounded by a budget per text.
+It keeps a table of hashes of documents' first tokens. The same hash of every window of the text, computed at once by
+doubling, gives candidates, and the digest of all of a candidate's tokens decides. So two texts are never mixed up, even
+if their hashes are equal. An adversary with equal hashes can only cause work, and a budget per text bounds that.
 
 The hash is a polynomial modulo a prime, at a point drawn by each process: modulo a power of two, Thue-Morse sequences
-collide at every point. Its 31 bits are enough, for two more windows of a candidate are compared before its digest is.
+collide at every point. Its 31 bits are enough, because two more windows of a candidate are compared before its digest
+is.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from kvstore_client.forks import in_children
 from kvstore_client.prompt import Prompt, check_preamble
 
 ANCHOR_TOKENS = 32
-"""How many first tokens are hashed: a power of two. Shorter documents are not found by themselves."""
+"""Number of first tokens that are hashed: a power of two. Shorter documents are not found."""
 COUNT_MAX = 8192
 ALIKE_MAX = 64
-"""How many documents with one beginning are kept, the newest."""
+"""The most documents with one beginning; the newest are kept."""
 BUDGET_PER_TOKEN = 4
-"""Tokens of candidates that are digested, per token of the text."""
+"""The most tokens of candidates to digest, per token of the text."""
 BUDGET_TOKENS_MIN = 4096
 """Every text has the budget of this many tokens beside its own."""
 PRIME = 2**31 - 1
 SIEVE, SIEVES_MAX = 1 << 16, 16
 BLOCK_TOKENS = 8192
-"""Hashed at a time, so that the steps stay in the cache."""
+"""Windows hashed at a time, so that the steps stay in the processor's cache."""
 
 Hashes = NDArray[np.uint64]
 
@@ -45,21 +46,23 @@ Hashes = NDArray[np.uint64]
 class _Entry(NamedTuple):
     anchor: int
     probes: tuple[int, int]
-    """The hashes of the windows in its middle and at its end: most of what begins alike ends here, undigested."""
+    """The hashes of the windows in its middle and at its end. They rule out most candidates with the same beginning,
+    without a digest."""
     token_count: int
     digest: bytes
     serial: int
-    """The higher the newer."""
+    """A higher number is newer."""
 
     @property
     def probed(self) -> tuple[int, int]:
-        """Where the probes lie."""
+        """The offsets of the two probes."""
         last = self.token_count - ANCHOR_TOKENS
         return last // 2, last
 
 
 class KnownSegments:
-    """The least recently met give way. About 500 bytes each, at most 4 MiB. Safe to share between threads."""
+    """A table of documents. The least recently met ones are dropped. About 500 bytes each, at most 4 MiB. Safe to share
+    between threads."""
 
     def __init__(self, random: Random | None = None, count_max: int = COUNT_MAX) -> None:
         self._point = int.from_bytes((random or SystemRandom()).bytes(8), "little") % (PRIME - 2) + 2
@@ -68,12 +71,12 @@ class KnownSegments:
         in_children(self._begin)
 
     def _begin(self) -> None:
-        """Empty. Also in a forked child, whose parent may have been in the middle of something."""
+        """Begin with an empty table. Also in a forked child, whose parent may have been changing its own."""
         self._entries: OrderedDict[tuple[bytes, bytes], _Entry] = OrderedDict()
         self._alike: dict[bytes, dict[int, tuple[_Entry, ...]]] = {}
-        """Model -> anchor -> the documents that begin so, the longest first."""
+        """Model -> anchor -> the documents with that beginning, the longest first."""
         self._anchors: dict[bytes, tuple[Hashes, NDArray[np.bool_]]] = {}
-        """Of a few models the anchors in order, and which remainders they have; made when next needed."""
+        """For a few models, the sorted anchors, and a sieve of their remainders; made when next needed."""
         self._serials = count()
         self._lock = threading.Lock()
 
@@ -81,7 +84,7 @@ class KnownSegments:
         return len(self._entries)
 
     def add(self, name: bytes, tokens: Tokens) -> None:
-        """Remember a document of the model that ``name``, its fingerprint, stands for."""
+        """Remember a document of a model. ``name``: the model's fingerprint and the preamble's digest."""
         if len(tokens) < ANCHOR_TOKENS:
             return
         last = len(tokens) - ANCHOR_TOKENS
@@ -105,7 +108,7 @@ class KnownSegments:
             self._anchors.pop(name, None)
 
     def learn(self, prompt: Prompt) -> None:
-        """Remember a document that a prompt is, where it can be found again by its tokens."""
+        """Remember a prompt that is a document, if it can be found again by its tokens."""
         if not prompt.extras and prompt.tokens is not None:
             self.add(_name_of(prompt), prompt.tokens)
 
@@ -120,10 +123,11 @@ class KnownSegments:
         self._anchors.pop(name, None)
 
     def find(self, name: bytes, tokens: Tokens) -> list[range]:
-        """Where known documents stand in a text: ascending, not overlapping; of two that begin at one token the longer.
+        """Return the places of known documents in a text: ascending, not overlapping; of two that begin at one token
+        the longer.
 
-        Cost: some 0.1 us per token, and digests of at most BUDGET_PER_TOKEN times the text and BUDGET_TOKENS_MIN. When
-        that is used up, what comes after is not found.
+        Cost: some 0.1 us per token, and digests of at most BUDGET_PER_TOKEN times the text and BUDGET_TOKENS_MIN.
+        Documents after the budget is used up are not found.
         """
         alike = self._alike.get(name)
         if len(tokens) < ANCHOR_TOKENS or alike is None:
@@ -147,8 +151,8 @@ class KnownSegments:
         return found
 
     def find_in(self, prompt: Prompt, preamble: Tokens) -> list[range]:
-        """``find`` in a prompt, of documents that were computed behind this preamble. Raises InvalidRequest for a
-        prompt by its hashes, and for one that does not begin with the preamble."""
+        """Call ``find`` on a prompt, for documents that were computed behind this preamble. Raises InvalidRequest for a
+        prompt given by its hashes, and for one that does not begin with the preamble."""
         if prompt.hashes is not None or prompt.tokens is None:
             raise InvalidRequest("find_segments needs the tokens, not their hashes")
         check_preamble(prompt.tokens, preamble)
@@ -157,7 +161,7 @@ class KnownSegments:
         return [range(run.start + preamble.size, run.stop + preamble.size) for run in found]
 
     def _candidates(self, name: bytes, hashes: Hashes) -> list[int]:
-        """Where a document may begin, in order."""
+        """Return the places where a document may begin, in order."""
         with self._lock:
             known = self._anchors.get(name)
             if known is None:
@@ -174,10 +178,10 @@ class KnownSegments:
         return kept
 
     def hashes(self, tokens: Tokens, length: int = ANCHOR_TOKENS) -> Hashes:
-        """The hash of each window of ``length`` tokens, a power of two: u64 [tokens - length + 1].
+        """Return the hash of each window of ``length`` tokens, a power of two: u64 [tokens - length + 1].
 
-        Of two windows side by side the hash is h(left) x^length + h(right), so that windows double in each step. Two
-        folds of 31 bits leave what a modulus of 2^31 - 1 would, and are faster.
+        The hash of two adjacent windows is h(left) x^length + h(right), so that windows double in each step. Two folds
+        of 31 bits replace the modulus of 2^31 - 1, and are faster.
         """
         windows = max(0, len(tokens) - length + 1)
         hashes = np.empty(windows, np.uint64)
@@ -192,10 +196,11 @@ class KnownSegments:
 
 
 def _name_of(prompt: Prompt) -> bytes:
-    """The model, and the preamble: what was computed behind another one is another cache."""
+    """Return a name of the model and the preamble: a document behind another preamble has another cache."""
     return fingerprint(prompt.spec, prompt.spec.kind) + prompt.behind
 
 
 def _folded(values: Hashes) -> Hashes:
-    """A congruent number: of a product of a u32 and a u31 one below 2^33, of that one at most 2^31 + 2."""
+    """Return a congruent, smaller number: below 2^33 for a product of a u32 and a u31, at most 2^31 + 2 for such a
+    result."""
     return (values & np.uint64(PRIME)) + (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The segments of a prompt: what a caller says of them, and what a lookup says back."""
+"""The segments of a prompt: checks a caller's list, and reports what a lookup found."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvstore_client.segments.known import KnownSegments
 
 
 class SegmentMatch(NamedTuple):
-    """What is stored of one segment.
+    """The stored part of one segment.
 
-    ``standalone_token_count``: how many of its first tokens have a cache that was computed for it alone, from position
-    0; to be had by ``fetch_segment``, and not exact at another place. ``in_context_token_count``: how many of its first
-    tokens belong to the prompt's own stored prefix, which is exact. ``chunks``: the standalone ones, by their places in
-    the prompt.
+    ``standalone_token_count``: number of its first tokens with a cache that was computed for it alone (or behind the
+    preamble); ``fetch_segment`` brings it, and it is not exact at another place. ``in_context_token_count``: number of
+    its first tokens that belong to the prompt's own stored prefix, which is exact. ``chunks``: the standalone ones, by
+    their places in the prompt.
     """
 
     token_start: int
@@ -33,13 +33,13 @@ class SegmentMatch(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is there, computed alone."""
+        """True when all of it is stored as a segment."""
         return self.standalone_token_count == self.token_stop - self.token_start
 
 
 def runs_of(segments: Any, token_count: int) -> list[range]:
-    """Checked runs of tokens. Raises InvalidRequest naming the one that is no run of the prompt, or not behind the one
-    before it."""
+    """Return checked runs of tokens. Raises InvalidRequest naming the one that is no run of the prompt, or not behind
+    the one before it."""
     if not isinstance(segments, Sequence) or isinstance(segments, str | bytes):
         raise InvalidRequest(f"segments must be a list of (start, stop), not {type(segments).__name__}")
     runs: list[range] = []
@@ -67,8 +67,8 @@ def _bounds(given: Any, name: str) -> tuple[int, int]:
 
 
 def segment_prompt(prompt: Prompt, run: range, exactness: Exactness, preamble: Tokens = NO_TOKENS) -> Prompt:
-    """One segment by itself, or as it is stored behind a preamble. An extra at the prompt's position 0 goes with every
-    segment, for it may be a salt."""
+    """Return one segment as a prompt of its own, alone or behind a preamble. An extra at the prompt's position 0 goes
+    with every segment, because it may be a salt."""
     assert prompt.tokens is not None
     inside = [Extra(each.position - run.start, each.data) for each in prompt.extras if each.position in run]
     salts = [each for each in prompt.extras if each.position == 0 and run.start > 0]
@@ -76,8 +76,8 @@ def segment_prompt(prompt: Prompt, run: range, exactness: Exactness, preamble: T
 
 
 def cut(prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenTokens = ()) -> list[tuple[range, Prompt]]:
-    """The prompt's segments as a caller named them, stored alone or behind a preamble. Raises InvalidRequest, also for
-    a prompt that does not begin with the preamble, and for an extra in it that documents would depend on."""
+    """Return the prompt's segments that a caller named, alone or behind a preamble. Raises InvalidRequest, also for a
+    prompt that does not begin with the preamble, and for an extra in it that documents would depend on."""
     before = preamble_tokens(preamble, prompt.spec)
     if segments is None:
         return []
@@ -95,7 +95,7 @@ def cut(prompt: Prompt, segments: Any, exactness: Exactness, preamble: GivenToke
 def matched(
     cut: Sequence[tuple[range, Prompt]], found: Sequence[pb.SegmentFound | Answer], prefix: int, known: KnownSegments
 ) -> tuple[SegmentMatch, ...]:
-    """What was found of each. A sidecar that knows no segments says nothing of them: they are not there."""
+    """Return the match of each segment. A sidecar that knows no segments reports none: they count as missing."""
     matches = []
     for number, (run, prompt) in enumerate(cut):
         step, start, stop = prompt.spec.chunk_tokens, run.start, run.stop

@@ -1,4 +1,4 @@
-"""Stores: of a whole context, and of one that is written as the engine goes, by one process or several."""
+"""Calls for stores: of a whole context, and of one written layer by layer, by one process or several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore_client.store.writer import Reservation, StoreWriter, unpacked
 
 
 def check_durability(durability: Durability | None) -> None:
-    """Raises InvalidRequest for what is no level. Whether a tier gives it the sidecar says."""
+    """Raise InvalidRequest for anything but a level. The sidecar tells later if a tier gives that level."""
     if durability is not None and durability not in LEVELS:
         raise InvalidRequest(f"durability {durability!r}: use one of {', '.join(level.name for level in LEVELS)}")
 
@@ -42,7 +42,7 @@ def _asked_nobody(why: str) -> Settling:
 def settle_of(
     context: Context, prompt: Prompt, hidden_layers: tuple[int, ...], durability: Durability | None
 ) -> Settle | None:
-    """How a receipt asks for the levels beyond memory; None where nobody wants to know."""
+    """Return a receipt's way to ask for the levels beyond memory; None where nobody wants to know."""
     if durability is Durability.MEMORY:
         return None
     wanted, step = durability or Durability.LOCAL, prompt.spec.chunk_tokens
@@ -137,7 +137,7 @@ def _writer(
     context: Context, reservation: Reservation, shard: int, prompt: Prompt, durability: Durability | None,
     request: Callable[[bytes], pb.StoreRequest],
 ) -> StoreWriter:  # fmt: skip
-    """``request``: of the name that the model has there."""
+    """Return the writer of a started or joined store. ``request`` makes the call from the model's fingerprint."""
     try:
         with context.or_miss() as miss:
             session, name = context.ready(prompt.spec)

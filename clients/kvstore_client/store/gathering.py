@@ -1,4 +1,4 @@
-"""Pieces of a cache as an engine has them, gathered in staging until whole strips are there."""
+"""Pieces of a cache, in an engine's order, gathered in staging until they are whole strips."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StripRange(NamedTuple):
 
 
 class Pile:
-    """StripRange that are being gathered in staging. ``there``: which tokens are."""
+    """Strips that are being gathered in staging. ``there``: the tokens gathered so far."""
 
     def __init__(self, strips: StripRange, layout: ChunkLayout, run: StagingRun) -> None:
         self.first, self.count = strip_range(layout, strips)
@@ -35,7 +35,7 @@ class Pile:
         self.strips = strips
         self.there: NDArray[np.bool_] = np.zeros(layout.token_count, np.bool_)
         first, stop = (0, None) if layout.blocked else (strips.head_start, strips.head_stop)
-        memory = run.memory[run.offset : run.offset + run.byte_count]  # and not a byte of the next run
+        memory = run.memory[run.offset : run.offset + run.byte_count]  # excludes the next run
         self.parts = slab_parts(layout, strips.slab, memory, first=first, stop=stop)
 
     def fill(self) -> pb.Fill:
@@ -46,7 +46,7 @@ class Pile:
 
 
 def strip_range(layout: ChunkLayout, strips: StripRange) -> tuple[int, int]:
-    """(first, count): all of a slab where it is cut by tokens, not by heads."""
+    """Return (first, count) of the strips: all of a slab that is cut by tokens, not by heads."""
     slab = layout.slabs[strips.slab]
     if layout.blocked:
         return slab.strip_first, slab.strip_count
@@ -62,14 +62,14 @@ class Dense:
         self.token_count = int(planes[0].shape[1])
 
     def copy(self, part: Part, start: int, stop: int, token: int) -> None:
-        """Tokens ``start .. stop`` of a part; ``token`` is where the part's first one is in this source."""
+        """Copy tokens ``start .. stop`` of a part. ``token``: the place of the part's first token in this source."""
         target = part.array[0, :, start - part.token_start : stop - part.token_start]
         source = self._planes[part.which][:, token + start - part.token_start : token + stop - part.token_start]
         copy(raw(target), source)
 
 
 class FromPages:
-    """Tokens of one layer, in an engine's pages. Every slot must be there."""
+    """Tokens of one layer, in an engine's pages. Every token must have a slot."""
 
     def __init__(self, pages: Pages) -> None:
         if (pages.slots < 0).any():
@@ -78,7 +78,7 @@ class FromPages:
         self.token_count = len(pages.slots)
 
     def copy(self, part: Part, start: int, stop: int, token: int) -> None:
-        """As ``Dense.copy``. Whole pages come in one call, by numpy's index."""
+        """Copy as ``Dense.copy`` does. Whole pages come in one call, by numpy's index."""
         pages, base = self._pages, token - part.token_start
         plane, array = pages.planes[0][part.which], pages.arrays[0][part.which]
         cut = pages.whole_pages if array is not None else pages.pieces_only

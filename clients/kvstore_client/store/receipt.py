@@ -1,4 +1,4 @@
-"""What became of a store."""
+"""The outcome of a store."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from kvstore.spec import LEVELS, Durability
 from kvstore_client.awaiting import ended
 
 SETTLE_S_MAX = 60.0
-"""How long ``wait()`` without a timeout waits for the device."""
+"""Seconds that ``wait()`` without a timeout waits for the device."""
 REPLY_S = 1.0
-"""How long its answer may be on its way."""
+"""Seconds that the sidecar's answer may be on its way."""
 
 
 NOT_ASKED = "nobody asked: wait() does, of a store that did not ask for less"
 
 
 class Outcome(NamedTuple):
-    """What stored tokens have reached: why of each level that they have not, and whether it will stay so."""
+    """The levels that stored tokens have not reached, each with the reason. ``is_settled``: this will not change any
+    more."""
 
     missing: Mapping[Durability, str]
     is_settled: bool
 
 
 class Settling(NamedTuple):
-    """A question to the sidecar: what stored tokens have reached below memory. ``outcome`` says it once ``answered`` is
-    done."""
+    """A question to the sidecar: which levels stored tokens have reached below memory. ``outcome`` returns the answer
+    once ``answered`` is done."""
 
     answered: Future[None]
     outcome: Callable[[], Outcome]
@@ -39,25 +40,25 @@ class Settling(NamedTuple):
 
 @dataclass(frozen=True)
 class Settle:
-    """How a receipt waits for the level that was ``wanted``. ``ask``: of so many leading tokens; the sidecar waits so
-    many seconds at most."""
+    """The level that a receipt waits for (``wanted``), and how to ask for it. ``ask``: takes a number of leading
+    tokens, and the most seconds that the sidecar may wait."""
 
     wanted: Durability
     ask: Callable[[int, float], Settling]
 
 
 class Receipt:
-    """The promise of a store. The tensors may be reused as soon as it is in your hands.
+    """The promise of a store. The tensors may be reused as soon as the caller has it.
 
     Levels are a set, not an order. MEMORY is lost with the sidecar's process; LOCAL is on its device; SHARED was
-    readable by other nodes when that was said, and may be gone a moment later; OBJECT is in the object store, with
-    every chunk that it hangs on. SHARED and OBJECT count whole chunks: a partial last one stays on its node.
+    readable by other nodes when the sidecar answered, and may be gone a moment later; OBJECT is in the object store,
+    with every chunk that it depends on. SHARED and OBJECT count whole chunks: a partial last one stays on its node.
     """
 
     _clock = SystemClock()
 
     def __init__(self, future: Future[tuple[Durability, int, str]], settle: Settle | None = None) -> None:
-        """``settle``: None where nobody wants to know what is reached beyond memory."""
+        """``settle``: None where nobody wants to know which levels beyond memory are reached."""
         self._future = future
         self._settle = settle
         self._found: Outcome | None = None
@@ -74,15 +75,15 @@ class Receipt:
 
     @staticmethod
     def nothing(reason: str) -> Receipt:
-        """The receipt of a store that kept nothing."""
+        """Return the receipt of a store that kept nothing."""
         future: Future[tuple[Durability, int, str]] = Future()
         future.set_result((Durability.NONE, 0, reason))
         return Receipt(future)
 
     def wait(self, timeout: float | None = None) -> Durability:
-        """The highest level, up to the one that was asked for (None: LOCAL), that the leading ``stored_token_count``
-        tokens have reached; NONE when nothing was kept. Waits for the level that was asked for; where that is refused,
-        ``reason`` says why. Afterwards ``reached`` and ``missing`` tell of every level.
+        """Wait for the level that was asked for (None: LOCAL). Returns the highest level up to it that the leading
+        ``stored_token_count`` tokens have reached; NONE when nothing was kept. Where the level is refused, ``reason``
+        says why. Afterwards ``reached`` and ``missing`` tell of every level.
 
         Raises: DeadlineExceeded after ``timeout`` seconds (None: as long as the calls' own deadlines allow).
         """
@@ -99,7 +100,7 @@ class Receipt:
         return self._level
 
     async def waited(self, timeout: float | None, call: Callable[..., Awaitable[Settling]]) -> Durability:  # noqa: ASYNC109 - as in ``wait``
-        """``wait`` without a thread that waits. ``call`` runs what connects or sends."""
+        """Wait as ``wait`` does, without blocking a thread. ``call`` runs the parts that connect or send."""
         until_s = self._until_s(timeout)
         if not self._is_elsewhere and not await ended(self._future, timeout):
             raise _unfinished(timeout)
@@ -111,11 +112,11 @@ class Receipt:
         return self._level
 
     def _until_s(self, timeout: float | None) -> float:
-        """When the device must have taken it."""
+        """Return the time by which the device must have taken it."""
         return self._clock.monotonic() + (SETTLE_S_MAX if timeout is None else timeout)
 
     def _to_settle(self, until_s: float) -> tuple[Settle | None, int, float]:
-        """(what asks, of how many tokens, for how long), of a store that has ended. None: there is nothing to ask."""
+        """Return (the settle to ask, number of tokens, seconds), of a store that has ended. None: nothing to ask."""
         level, count, _ = self._outcome()
         is_known = level is Durability.NONE or level >= self._wanted or (self._found and self._found.is_settled)
         left_s = max(0.0, min(until_s - self._clock.monotonic(), SETTLE_S_MAX))
@@ -141,13 +142,13 @@ class Receipt:
 
     @property
     def reached(self) -> frozenset[Durability]:
-        """The levels that all of the leading ``stored_token_count`` tokens had reached when it was last asked: by
-        ``wait()``; before that MEMORY at most. Waits until the store has ended."""
+        """The levels that all of the leading ``stored_token_count`` tokens had reached when ``wait()`` last asked;
+        before that MEMORY at most. Waits until the store has ended."""
         return frozenset(LEVELS) - self.missing.keys()
 
     @property
     def missing(self) -> dict[Durability, str]:
-        """Of each other level why not, naming the setting that would change it. Waits like ``reached``."""
+        """The other levels, each with the reason, naming the setting that would change it. Waits like ``reached``."""
         if self._found is not None:
             return dict(self._found.missing)
         level, _, reason = self._outcome()
@@ -164,7 +165,7 @@ class Receipt:
 
     @property
     def reason(self) -> str:
-        """Why less than everything was kept; empty otherwise. Waits like ``wait()``."""
+        """The reason why less than everything was kept; empty otherwise. Waits like ``wait()``."""
         return self._outcome()[2] or (self._found.missing.get(self._wanted, "") if self._found is not None else "")
 
 

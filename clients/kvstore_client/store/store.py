@@ -19,7 +19,7 @@ from kvstore_client.store.receipt import Outcome, Settling
 
 
 class Store:
-    """One store on its way."""
+    """One store in flight."""
 
     def __init__(self, session: Session, source: StoreSource, context: Context) -> None:
         self._session = session
@@ -29,13 +29,13 @@ class Store:
         self._faults = context.faults
         self._timeout_s = context.timeout_s
         self.waits = False
-        """Whether the commit waits for other stores, perhaps of this very client."""
+        """True when the commit waits for other stores, perhaps of this very client."""
         self._reservation_id = 0
         self._supersedes: Callable[[], bytes] = bytes
-        """Digests of the partial chunks that this store's begin with."""
+        """Returns digests of the stored partial chunks that begin this store's chunks."""
 
     def stage(self, request: pb.StoreRequest, prompt: Prompt | None = None) -> None:
-        """Reserve, and hand over what is wanted. ``prompt``: whose chunks may supersede partial ones."""
+        """Reserve, and hand over the wanted bytes. ``prompt``: its chunks may supersede partial ones."""
         response = self._call(request)
         self._reservation_id = response.reservation_id
         if prompt is not None:
@@ -50,7 +50,7 @@ class Store:
             raise
 
     def commit(self) -> Committed:
-        """Send what is left and commit. Runs in the background. Failures are the outcome, not exceptions."""
+        """Send the remaining bytes and commit. Runs in the background. Failures are the outcome, not exceptions."""
         try:
             fills = self._upload.finish()
             step = pb.Commit(reservation_id=self._reservation_id, fills=fills, supersedes=self._supersedes())
@@ -64,7 +64,7 @@ class Store:
         return Durability(response.durability), stored, response.refusal
 
     def abort(self) -> None:
-        """Drop the reservation, and wait for that as long as for any call."""
+        """Drop the reservation; wait for that at most the timeout of a call."""
         runs = self._upload.stop()
         drop_reservation(self._session, self._pool, self._reservation_id, runs, self._timeout_s)
 
@@ -76,8 +76,9 @@ class Store:
 def drop_reservation(
     session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
 ) -> None:  # fmt: skip
-    """Returns when the sidecar has forgotten it, or has not answered in time; then it is told again until it has, or
-    the session ends. Its staging is free once the sidecar says so: until then it may read there."""
+    """Drop a reservation. Returns when the sidecar has dropped it, or has not answered in time; then the call is
+    repeated until it has, or the session ends. Its staging is free once the sidecar has answered: until then it may
+    read there."""
     try:
         session.give_back(dropping(session, pool, reservation_id, runs, timeout_s))
     except KVStoreError:
@@ -87,7 +88,7 @@ def drop_reservation(
 def dropping(
     session: Session, pool: Staging, reservation_id: int, runs: Sequence[StagingRun], timeout_s: float
 ) -> Callable[[], None]:  # fmt: skip
-    """The call that drops a reservation. It keeps nothing of the store alive but its staging."""
+    """Return the call that drops a reservation. It keeps nothing of the store alive but its staging."""
     request = pb.StoreRequest(abort=pb.Abort(reservation_id=reservation_id))
 
     def drop() -> None:
@@ -106,7 +107,7 @@ def beyond(durability: Durability | None) -> Durability:
 def reserve_request(
     name: bytes, prompt: Prompt, hidden_layers: tuple[int, ...], shards: int = 1, durability: Durability | None = None
 ) -> pb.StoreRequest:
-    """Ask for room for a prompt's chunks."""
+    """Return the request that reserves room for a prompt's chunks."""
     return pb.StoreRequest(
         reserve=pb.Reserve(
             query=prompt.query(name, prompt.digests, hidden_layers),
@@ -122,7 +123,8 @@ def reserve_request(
 def ask_settled(
     session: Session, request: pb.Settle, token_count: int, chunk_tokens: int, timeout_s: float
 ) -> Settling:
-    """Ask the sidecar what so many leading tokens have reached; it answers when the request says, and ``timeout_s``."""
+    """Ask the sidecar which levels so many leading tokens have reached. It may wait as long as the request says; the
+    call may take ``timeout_s`` more."""
     asked = session.begin(session.cache.Store, pb.StoreRequest(settle=request), request.timeout_seconds + timeout_s)
 
     def outcome() -> Outcome:
@@ -137,7 +139,8 @@ def ask_settled(
 
 
 def reported(reply: pb.StoreResponse) -> dict[Durability, str]:
-    """Why levels were not reached. A sidecar of an earlier release tells of the node's own, and knows no others."""
+    """Return, per level that was not reached, the reason. A sidecar of an earlier release reports the node's own levels
+    only."""
     if reply.levels:
         known = dict.fromkeys(LEVELS, "this sidecar does not know it")
         told = {each.durability: "" if each.is_reached else each.reason for each in reply.levels}

@@ -1,4 +1,4 @@
-"""The caller's tensors, as what a store copies from."""
+"""The caller's tensors, as the source of a store."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Tensors:
 
     @staticmethod
     def of(prompt: Prompt, kv: Sequence[Layer], hidden: Mapping[int, Tensor] | None) -> Tensors:
-        """Raises InvalidRequest naming the argument whose type, shape or dtype is wrong, and for a merged cache that
-        is to be kept as better than it is."""
+        """Check the caller's tensors. Raises InvalidRequest naming the argument whose type, shape or dtype is wrong,
+        and for a derived cache in an exact store."""
         spec, token_count = prompt.spec, prompt.token_count
         if prompt.exactness == EXACT and getattr(kv, "exactness", Exactness.EXACT) is not Exactness.EXACT:
             raise InvalidRequest(
@@ -76,7 +76,7 @@ class Tensors:
         self, unit: Unit, slab: int, memory: Bytes, *, first: int = 0, stop: int | None = None, count: int = 1,
         stride: int = 0,
     ) -> None:  # fmt: skip
-        """As ``planes.store.StoreSource.copy``: strips are heads, where there are heads."""
+        """Copy as ``planes.store.StoreSource.copy`` does: strips are heads, where there are heads."""
         layout, planes = unit.layout, self.planes[unit.part][slab]
         heads = slice(None) if layout.blocked else slice(first, stop)
         for part in slab_parts(layout, slab, memory, count, stride, first=first, stop=stop):

@@ -1,4 +1,4 @@
-"""Stores written as the engine goes: layer by layer, piece by piece of a prefill, by one process or several."""
+"""Stores written by an engine as it goes: layer by layer, in pieces of a prefill, by one process or several."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMMIT_S_MAX = 90.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """What is stored, and what of it is still wanted. ``states``: one per chunk and part, the KV part first."""
+    """A store's chunks, and which are still wanted. ``states``: one per chunk and part, the KV part first."""
 
     spec: ModelSpec
     digests: list[bytes]
@@ -50,24 +50,24 @@ class Reservation:
     states: Sequence[int] = ()
     ticket: bytes = b""
     supersedes: Callable[[], bytes] = bytes
-    """Digests of the partial chunks that this store's begin with."""
+    """Returns digests of the stored partial chunks that begin this store's chunks."""
     is_claimed: bool = False
-    """Whether the caller said how exact it is."""
+    """True when the caller gave an exactness."""
 
     def check_exact(self, planes: Sequence[Tensor], name: str, slots: NDArray[np.int64] | None = None) -> None:
-        """Raises InvalidRequest for what is not exact, where nobody said so."""
+        """Raise InvalidRequest for a derived cache, where the caller gave no exactness."""
         if self.exactness == EXACT and not self.is_claimed:
             check_exact(planes, name, slots)
 
     def known(self, reply: pb.StoreResponse, supersedes: Callable[[], bytes]) -> Reservation:
-        """With what the sidecar answered."""
+        """Return this reservation with the sidecar's answer."""
         return replace(
             self, reservation_id=reply.reservation_id, states=list(reply.states), ticket=reply.ticket,
             supersedes=supersedes,
         )  # fmt: skip
 
     def entry(self, chunk: int, part: int) -> int:
-        """The number of a chunk's part in the reservation."""
+        """Return the number of a chunk's part in the reservation."""
         return chunk * (1 + len(self.hidden_layers)) + part
 
     def layout(self, chunk: int, part: int) -> ChunkLayout:
@@ -77,7 +77,7 @@ class Reservation:
         return layout_of(self.spec, CacheKind.E, count, self.hidden_layers[part - 1])
 
     def packed(self) -> bytes:
-        """What another process needs to join, as one run of bytes."""
+        """Return all that another process needs to join, as one run of bytes."""
         if not self.ticket:
             return b""
         return pb.SharedStore(
@@ -88,10 +88,10 @@ class Reservation:
 
 
 class StoreWriter:
-    """A store in flight. Nothing of it can be seen before ``commit``; leaving the ``with`` block without one, or
+    """A store in flight. Nothing of it is visible before ``commit``; leaving the ``with`` block without one, or
     dropping it, aborts.
 
-    The sidecar's failures never raise here: what is put then goes nowhere, and the receipt says why. For one thread.
+    The sidecar's failures never raise here: later bytes are dropped, and the receipt says why. For one thread.
     """
 
     def __init__(
@@ -110,21 +110,21 @@ class StoreWriter:
         self._piles: dict[StripRange, Pile] = {}
         self._done: set[StripRange] = set()
         self._cuts: dict[tuple[int, int], set[StripRange]] = {}
-        """Which heads came together, per chunk and layer: their strips are gathered and sent together."""
+        """Per chunk and layer, the ranges of heads that came together: their strips are gathered and sent together."""
         self._sent: list[Future[None]] = []
         self._unread: list[Pile] = []
-        """What the sidecar was told to read and did not say that it had."""
+        """Piles that the sidecar was told to read and did not confirm."""
         if session is not None:
             self._pool: Staging = session.staging
 
     @property
     def ticket(self) -> bytes:
-        """For ``join_store`` in the processes of the other shards; empty when there are none."""
+        """The ticket for ``join_store`` in the processes of the other shards; empty when there are none."""
         return self._reservation.packed()
 
     @property
     def wanted_token_count(self) -> int:
-        """How many tokens' caches the sidecar asks for: it has the others, or no room."""
+        """Number of tokens whose caches the sidecar asks for: it has the others, or no room for them."""
         reservation, step = self._reservation, self._reservation.spec.chunk_tokens
         chunks = [number for number in range(len(reservation.digests)) if self._wants(number, 0)]
         return sum(min(step, reservation.token_count - number * step) for number in chunks)
@@ -135,8 +135,8 @@ class StoreWriter:
         """Keep some tokens of one layer. Returns when the tensors may be reused.
 
         Shapes: ``kv`` is (K, V), each [heads, tokens, dim], or ``Paged`` with this one layer and these tokens' slots;
-        where the spec keeps E that, [tokens, hidden_size].
-        ``heads``: which kv heads these are (None: all), the same ones together for all tokens of a chunk.
+        or E, [tokens, hidden_size], where the spec keeps that.
+        ``heads``: the range of kv heads in ``kv`` (None: all); put the same ranges for all tokens of a chunk.
         ``token_start``: the first token's place in the prompt.
         Raises: InvalidRequest naming what does not fit, or was put before.
         """
@@ -196,7 +196,7 @@ class StoreWriter:
         return entry < len(self._reservation.states) and self._reservation.states[entry] == StoreState.WANTED
 
     def _pile(self, strips: StripRange, layout: ChunkLayout) -> Pile | None:
-        """Where the strips are gathered. None when staging has no room for them: the store has failed."""
+        """Return the pile of these strips. None when staging has no room for them: the store has failed."""
         if strips in self._done:
             raise InvalidRequest("this layer of these tokens was put before")
         for other in self._cuts.get((strips.entry, strips.slab), ()):
@@ -218,7 +218,7 @@ class StoreWriter:
         return pile
 
     def _take(self, byte_count: int) -> StagingRun | None:
-        """Room in staging; what was sent before gives its own back first."""
+        """Return room in staging; if it is full, wait for sent strips to give theirs back."""
         while True:
             try:
                 run = self._pool.take(byte_count, byte_count)
@@ -250,7 +250,7 @@ class StoreWriter:
         try:
             self._copier.split(copy_some, work, self._timeout_s)
         except DeadlineExceeded as error:
-            # A copy may still write to its staging, so that must never be used again: it goes with the session.
+            # A copy may still write to its staging. End the session, so that this memory is never used again.
             if self._session is not None:
                 self._session.close()
             self._fail(error.message)
@@ -303,7 +303,7 @@ class StoreWriter:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether this is a forked child, and the store its parent's: then it has failed here, and goes on there."""
+        """True in a forked child, for its parent's store: it has failed here, and goes on in the parent."""
         if self._session is None or self._session.pid == os.getpid():
             return False
         self._fail("this store is of the process that this one is a fork of: start one here")
@@ -320,7 +320,7 @@ class StoreWriter:
     # ------------------------------------------------------------ end
 
     def commit(self) -> Receipt:
-        """Have what was put published: at once, or when every other shard has committed, too. Chunks of which some
+        """Publish the store, in the background, as soon as every other shard has committed, too. Chunks of which some
         strips were never put are not stored."""
         if self._has_ended:
             raise InvalidRequest("this store was committed or aborted")
@@ -332,7 +332,7 @@ class StoreWriter:
 
     @property
     def _waits(self) -> bool:
-        """Whether the commit waits for others, perhaps of this very client."""
+        """True when the commit waits for others, perhaps of this very client."""
         return self._reservation.shards > 1 or StoreState.PENDING in self._reservation.states
 
     def _commit(self) -> tuple[Durability, int, str]:
@@ -359,7 +359,7 @@ class StoreWriter:
         return Durability.NONE, 0, self._failure
 
     def abort(self) -> None:
-        """Drop it, for every shard. Idempotent, also after ``commit``. Returns when the sidecar has forgotten it."""
+        """Drop the store, for every shard. Idempotent, also after ``commit``. Waits for the sidecar's answer."""
         if not self._has_ended:
             self._has_ended = True
             self._fail("it was aborted")
@@ -371,7 +371,7 @@ class StoreWriter:
         drop_reservation(self._session, self._pool, self._reservation.reservation_id, self._unsent(), self._timeout_s)
 
     def _unsent(self) -> list[StagingRun]:
-        """What was gathered and not sent, or sent in vain: its last use is to be given back."""
+        """Return the runs gathered and not sent, or sent in vain, and forget them: the caller gives them back."""
         runs = [pile.run for pile in (*self._piles.values(), *self._unread)]
         self._piles.clear()
         self._unread.clear()
@@ -390,7 +390,7 @@ class StoreWriter:
 
 
 def unpacked(ticket: bytes) -> pb.SharedStore:
-    """Raises InvalidRequest when the bytes are no writer's ticket."""
+    """Decode a writer's ticket. Raises InvalidRequest when the bytes are none."""
     try:
         message: pb.SharedStore = decode(pb.SharedStore, ticket)
     except Exception as error:

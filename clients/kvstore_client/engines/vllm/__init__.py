@@ -3,11 +3,11 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvstore_client.engines.vllm", "kv_load_failure_policy": "recompute"}'
 
-``connector`` is what vLLM loads; ``scheduler`` decides what is loaded and kept, ``worker`` moves it, ``identity`` says
-whose cache it is, ``naming`` and ``hashes`` what of it, ``pages`` how it lies in memory, ``step`` is what the scheduler
-tells the workers, ``patience`` when a stalled sidecar is left alone, ``settings`` what may be configured, ``versions``
-which vLLM this was written for. Two smaller doors: ``tier`` is a secondary tier of vLLM's CPU offloading, its values in
-``offloaded``; ``encoder`` keeps what vLLM's encoders make of images and sounds. Only the doors import vLLM.
+vLLM loads ``connector``. ``scheduler`` decides which blocks are loaded and kept, ``worker`` moves them. ``identity``
+names the model, ``naming`` and ``hashes`` name its chunks, ``pages`` describes their layout in memory. ``step`` is the
+scheduler's message to the workers, ``patience`` pauses calls to a stalled sidecar, ``settings`` are the options,
+``versions`` checks vLLM's version. Two smaller entry points: ``tier`` is a secondary tier of vLLM's CPU offloading, its
+values in ``offloaded``; ``encoder`` keeps embeddings of images and sounds. Only the entry points import vLLM.
 
 Invariants: trouble with the sidecar is a miss, never an error of a request. A page is kept only when every token
 before it was computed or loaded without a failure. Blocks are whole: a hit ends where a vLLM block does.

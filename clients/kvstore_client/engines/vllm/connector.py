@@ -1,4 +1,4 @@
-"""What vLLM loads: its KVConnectorBase_V1, handing each call to the scheduler's or the workers' side."""
+"""The connector that vLLM loads: a KVConnectorBase_V1 that hands each call to the scheduler's or the workers' side."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from kvstore_client.engines.vllm.worker import WorkerSide
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM carries it from the scheduler to the workers."""
+    """The metadata that vLLM carries from the scheduler to the workers."""
 
     step: Step = field(default_factory=Step)
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for what cannot be served."""
+    """Loads prompts from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
+    serve."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -61,7 +62,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A prompt that was not kept is a later miss, no more."""
+        """False: a prompt that was not kept costs only a later miss."""
         return False
 
     @classmethod
@@ -96,7 +97,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """``reset_prefix_cache(reset_connector=True)``, and what vLLM does when it pauses and clears its caches."""
+        """Handle ``reset_prefix_cache(reset_connector=True)``, and a pause of vLLM that clears its caches."""
         if self._scheduler is None:
             return None
         self._scheduler.reset()
@@ -111,7 +112,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
                 f"vLLM {vllm_version} registered no pages for {missing[0]} and {len(missing) - 1} more"
             )
         names = self._geometry.layer_names
-        # Whose weights these are comes with each request; here only the geometry is compared.
+        # The weights' identity comes with each request; here only the geometry is compared.
         spec = spec_of(self._config, self._geometry, self._settings, "unverified:geometry")
         backends = {self._backend_of(name) for name in names}
         if len(backends) != 1:
@@ -147,7 +148,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             self._worker.wait_layer(self._layer_of[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Kept when the step ends."""
+        """Do nothing: layers are kept when the step ends."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -173,7 +174,7 @@ def _rank() -> int:
 
 
 def _cpu_writer(config: Any, block_tokens: int) -> Any:
-    """vLLM's own kernel that writes pages, as its CPU backend calls it."""
+    """Return a function that writes pages by vLLM's own kernel, as its CPU backend calls it."""
     from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -1,8 +1,9 @@
-"""What vLLM's encoders made of images and sounds: the scheduler's side, which fetches, and the workers', which keeps.
-Needs no vLLM.
+"""Embeddings of images and sounds by vLLM's encoders: the scheduler's side fetches, the workers' side keeps them. Needs
+no vLLM.
 
-vLLM fails a step whose embeddings it was promised and did not get. So nothing is promised that is not here: the
-scheduler fetches an item beside the steps, lets its request wait for it, and sends the bytes along with the step.
+vLLM fails a step whose promised embeddings are missing, so only embeddings in this process are promised. The
+scheduler's side fetches an item beside the steps, lets its request wait for it, and sends the bytes along with the
+step.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import Patience
 
 WAIT_S_MAX = 2.0
-"""A request waits no longer for an item, which is encoded then."""
+"""The most seconds that a request waits for an item. After that the item is encoded."""
 ITEM_COUNT_MAX = 64
-"""Items that are held or on their way at a time; of others nobody asks."""
+"""The most items held or on their way at a time. Further items are not asked for, but encoded."""
 ODD_COUNT_MAX = 1000
 COPY_S_MAX = 2.0
 _log = logging.getLogger("kvstore.vllm")
@@ -31,7 +32,7 @@ _log = logging.getLogger("kvstore.vllm")
 
 @dataclass
 class _Item:
-    """One on its way or here. ``users``: the requests that want it."""
+    """An item on its way or in memory. ``users``: the requests that want it."""
 
     arrival: Future[Any]
     token_count: int
@@ -41,7 +42,7 @@ class _Item:
 
 
 class Fetching:
-    """The scheduler's side. For one thread; no call waits for the sidecar, none raises for its sake."""
+    """The scheduler's side. For one thread; no call waits for the sidecar, and none raises because of it."""
 
     def __init__(
         self, client: Client, spec: ModelSpec, *, clock: Clock | None = None, threads: Workers | None = None
@@ -54,15 +55,15 @@ class Fetching:
         self._items: dict[str, _Item] = {}
         self._given_up: dict[str, set[str]] = {}
         self._cached: set[str] = set()
-        """What vLLM's own encoder cache has, or will have after this step."""
+        """Identifiers of items in vLLM's own encoder cache, now or after this step."""
         self._fresh: set[str] = set()
         self._loads: dict[str, Any] = {}
         self._odd: set[str] = set()
-        """Identifiers that mean items of different sizes: clients may name items as they like."""
+        """Identifiers that have named items of different sizes: clients may name items as they like."""
 
     def are_settled(self, request_id: str, wanted: Iterable[tuple[str, int]]) -> bool:
-        """Whether each of a request's items, (identifier, token count), is here, or is to be encoded. Else they are on
-        their way: ask again at the next step."""
+        """Return True when each of a request's items, (identifier, token count), is in memory, or is to be encoded.
+        False: some are on their way; ask again at the next step."""
         given_up = self._given_up.setdefault(request_id, set())
         is_settled = True
         for identifier, token_count in wanted:
@@ -91,7 +92,8 @@ class Fetching:
         return item
 
     def _is_lost(self, identifier: str, item: _Item, token_count: int) -> bool:
-        """Look whether it has come. An item that takes too long, or has another size than was asked for, is none."""
+        """Take the item if it has come. Return True when it is missing, takes too long, or has another size than was
+        asked for."""
         if item.embeddings is None and item.arrival.done():
             item.embeddings = _arrived(item.arrival)
             if item.embeddings is None:
@@ -108,12 +110,12 @@ class Fetching:
         return self._clock.monotonic() - item.asked_s > WAIT_S_MAX
 
     def has(self, identifier: str) -> bool:
-        """Whether the item is here: it will be sent along with the step that needs it."""
+        """Return True when the item is in memory: it will be sent along with the step that needs it."""
         item = self._items.get(identifier)
         return item is not None and item.embeddings is not None
 
     def allocated(self, identifier: str) -> None:
-        """vLLM has made room for an item, and will have it after this step: from here, or by its encoder."""
+        """Note that vLLM has made room for an item, and has it after this step: from here, or by its encoder."""
         self._cached.add(identifier)
         self._fresh.add(identifier)
         item = self._items.get(identifier)
@@ -122,14 +124,14 @@ class Fetching:
             del self._items[identifier]
 
     def step(self, freed: Sequence[str]) -> dict[str, Any]:
-        """The embeddings that go along with this step. ``freed``: what vLLM gave up before it."""
+        """Return the embeddings to send along with this step. ``freed``: items that vLLM dropped before it."""
         loads, self._loads = self._loads, {}
         self._cached -= set(freed) - self._fresh
         self._fresh.clear()
         return loads
 
     def finished(self, request_id: str) -> None:
-        """A request is over: let go of what only it wanted."""
+        """Drop the items that only this finished request wanted."""
         self._given_up.pop(request_id, None)
         for identifier, item in list(self._items.items()):
             item.users.discard(request_id)
@@ -150,14 +152,14 @@ def _arrived(arrival: Future[Any]) -> Any:
 
 
 class Keeping:
-    """The workers' side: keeps what their encoder made. No call raises for the sidecar's sake."""
+    """The workers' side: keeps the embeddings that their encoder made. No call raises because of the sidecar."""
 
     def __init__(self, client: Client, clock: Clock | None = None) -> None:
         self._client = client
         self._patience = Patience(clock or SystemClock())
 
     def keep(self, spec: ModelSpec, identifier: str, embeddings: Any) -> None:
-        """Returns when the tensor may change."""
+        """Store an item's embeddings. Returns when the tensor may change."""
         if self._patience.is_spent:
             return
         try:

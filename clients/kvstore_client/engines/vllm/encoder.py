@@ -1,10 +1,10 @@
-"""vLLM's encoder-cache connector: what an encoder made of an image or a sound is encoded once on a node.
+"""vLLM's encoder-cache connector: an image or a sound is encoded once on a node.
 
     --ec-transfer-config '{"ec_connector": "KVStoreECConnector", "ec_role": "ec_both",
         "ec_connector_module_path": "kvstore_client.engines.vllm.encoder"}'
 
-An item is named by vLLM's identifier of it, a hash of its content and of the request's settings for it, or what the
-client calls it, and by the model: weights, configuration, dtype, and what else makes of an image the encoder's input.
+An item's name has two parts. One is vLLM's identifier: a hash of its content and of the request's settings for it, or
+the client's own name. The other is the model: weights, configuration, dtype, and the settings of its input processor.
 
 Source: vLLM 0.32, vllm/distributed/ec_transfer/ec_connector/base.py.
 """
@@ -29,14 +29,15 @@ from kvstore_client.engines.vllm.versions import ENCODER, check_interface, check
 
 @dataclass
 class StepItems(ECConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM carries it from the scheduler to the workers: embeddings by identifier, and whose they are."""
+    """The metadata that vLLM carries from the scheduler to the workers: embeddings by identifier, and their model."""
 
     spec: ModelSpec | None = None
     loads: dict[str, Any] = field(default_factory=dict)
 
 
 class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """Takes embeddings from a kvstore sidecar and keeps them there. Raises InvalidRequest for what cannot be served."""
+    """Takes embeddings from a kvstore sidecar and keeps them there. Raises InvalidRequest for settings that it cannot
+    serve."""
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
@@ -94,7 +95,7 @@ class KVStoreECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not 
 
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         spec = self._items().spec
-        is_first = self._ranks == 1 or _rank() == 0  # all of them have the same embeddings
+        is_first = self._ranks == 1 or _rank() == 0  # all ranks have the same embeddings
         if self._keeping is not None and self.is_producer and spec is not None and is_first:
             self._keeping.keep(spec, mm_hash, encoder_cache[mm_hash])
 
@@ -124,7 +125,7 @@ def _check_model(vllm_config: Any) -> None:
 
 
 def _spec_of(vllm_config: Any, settings: EncoderSettings) -> ModelSpec:
-    """Whose embeddings these are. A spec without layers: only its identity is meant."""
+    """Return the spec that names the embeddings' model. It has no layers: only its identity is used."""
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelSpec(

@@ -1,19 +1,20 @@
-"""vLLM's own names of a prompt's blocks, for those who route by them: the same chunks, asked for by vLLM's hashes.
+"""vLLM's own names of a prompt's blocks, for routers that use them: the same chunks, looked up by vLLM's hashes.
 
 With ``"digests": "vllm"`` the connector names chunks by vLLM's ``sha256_cbor`` block hashes instead of our own digests.
-Needs no vLLM: a router computes them here, or has them from vLLM's KV events.
+Needs no vLLM: a router computes the hashes here, or has them from vLLM's KV events.
 
 Why an option: our own digests need no flag, and engines with other block sizes, hashes or seeds share by them.
 
 Why the two kinds never meet: such chunks live under a model id that ends with the scheme, so under a fingerprint of
 their own. A different block size makes other hashes, thus misses.
 
-What vLLM's hash covers, and ours does: every token before, the salt, each image or sound by its content and its place.
-It also covers an adapter's name and path, and prompt embeddings. Ours has the length of an item's placeholder, too,
-which follows from model, content and the processor's settings; these and the adapter's files are in the fingerprint.
+vLLM's hash and our digest both cover every token before, the salt, and each image or sound by its content and its
+place. vLLM's hash also covers an adapter's name and path, and prompt embeddings. Our digest also covers the length of
+an item's placeholder, which follows from model, content and the processor's settings; these and the adapter's files are
+in the fingerprint.
 
-Source: vLLM 0.32, vllm/v1/core/kv_cache_utils.py: sha256 over canonical CBOR of (hash before, tokens, extra keys), full
-blocks only; before the first stands the hash of a seed, $PYTHONHASHSEED or a constant.
+Source: vLLM 0.32, vllm/v1/core/kv_cache_utils.py: sha256 over canonical CBOR of (previous hash, tokens, extra keys),
+full blocks only. The hash before the first block is that of a seed, $PYTHONHASHSEED or a constant.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _head(major: int, number: int) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    """Canonical CBOR (RFC 8949) of what a block hash is made of."""
+    """Encode the parts of a block hash as canonical CBOR (RFC 8949)."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
@@ -56,7 +57,7 @@ def _hash(value: Any) -> bytes:
 
 
 def seed_of_process() -> str:
-    """What vLLM seeds its hashes with in a process of this environment."""
+    """Return the seed of vLLM's hashes in a process of this environment."""
     return os.environ.get("PYTHONHASHSEED", DEFAULT_SEED)
 
 
@@ -64,10 +65,11 @@ def block_hashes(
     tokens: Sequence[int], block_tokens: int, *, salt: str | None = None, lora: tuple[str, str] | None = None,
     items: Iterable[tuple[int, int, str]] = (), seed: str = DEFAULT_SEED,
 ) -> list[bytes]:  # fmt: skip
-    """vLLM's hashes of a prompt's full blocks. ``lora``: its name and path; ``items``: (first token, token count,
-    identifier) of each image or sound; ``seed``: the engines' $PYTHONHASHSEED, when they have one.
+    """Return vLLM's hashes of a prompt's full blocks. ``lora``: its name and path; ``items``: (first token, token
+    count, identifier) of each image or sound; ``seed``: the engines' $PYTHONHASHSEED, when they have one.
 
-    Raises: InvalidRequest."""
+    Raises: InvalidRequest.
+    """
     if not isinstance(block_tokens, int) or block_tokens < 1:
         raise InvalidRequest(f"block_tokens {block_tokens!r} must be 1 or more: vLLM's --block-size")
     ordered = sorted(items)
@@ -83,5 +85,5 @@ def block_hashes(
 
 
 def page_hashes(hashes: Sequence[bytes], block_tokens: int, tokens: Any = None, seed: str = DEFAULT_SEED) -> PageHashes:
-    """The hashes as a client takes them in the place of tokens."""
+    """Return the hashes in the form that a client takes in place of tokens."""
     return PageHashes(f"vllm-{ALGORITHM}-{_hash(seed).hex()[:8]}", block_tokens, hashes, tokens)

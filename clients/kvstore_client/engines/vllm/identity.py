@@ -1,4 +1,4 @@
-"""Whose cache a vLLM engine computes: its ModelSpec, from its configuration and the files of its weights."""
+"""The ModelSpec of a vLLM engine, from its configuration and the files of its weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ OF_ITEMS = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
-"""vLLM's settings that decide what an encoder makes of an image or a sound."""
+"""vLLM's settings that decide how an image or a sound is encoded."""
 IGNORED = ("_name_or_path", "transformers_version")
-"""Of the configuration: a name (the weights are digested), and who wrote the file."""
+"""Fields of the configuration that do not change the cache: a name (the weights are digested), and the file's
+writer."""
 WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding whose drafts keep no cache of their own."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layers that keep a cache, in order, with the heads of all ranks; and vLLM's block."""
+    """The layers that keep a cache, in order, with the kv heads of all ranks together; and vLLM's block size."""
 
     layer_names: tuple[str, ...]
     layers: tuple[LayerSpec, ...]
@@ -40,11 +41,12 @@ class Geometry:
     block_tokens: int
     mla: bool
     ranks: int
-    """Tensor-parallel ones: each has as many of every layer's kv heads."""
+    """Number of tensor-parallel ranks. Each has an equal share of every layer's kv heads."""
 
 
 def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
-    """Raises InvalidRequest naming the vLLM setting that kvstore cannot serve, and what to set."""
+    """Return the geometry of an engine's cache. Raises InvalidRequest naming the vLLM setting that kvstore cannot
+    serve, and what to set."""
     _check_parallel(vllm_config)
     groups = [each for each in kv_cache_config.kv_cache_groups if getattr(each, "enable_kv_transfer", True)]
     if len(groups) != 1:
@@ -127,7 +129,7 @@ def _layer(name: str, spec: Any, hf: Any, ranks: int) -> LayerSpec:
 
 
 def spec_of(vllm_config: Any, geometry: Geometry, settings: Settings, weights_digest: str | None = None) -> ModelSpec:
-    """The engine's spec. ``weights_digest``: None digests the files. Raises InvalidRequest."""
+    """Return the engine's spec. ``weights_digest`` None: digest the files. Raises InvalidRequest."""
     model = vllm_config.model_config
     if settings.chunk_tokens % geometry.block_tokens:
         raise InvalidRequest(
@@ -160,8 +162,8 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
 
 
 def identity_of(vllm_config: Any, settings: Common) -> str:
-    """Whose weights these are, by which configuration they compute, and what a model of images or sounds makes of these
-    before it computes. ``weights_digest`` in the settings vouches for the weights alone."""
+    """Return a digest of the weights, their configuration, and the processing of images and sounds before the model.
+    ``weights_digest`` in the settings vouches for the weights alone."""
     if settings.weights_digest:
         weights = named(settings.weights_digest, _described(vllm_config.model_config, _load_format(vllm_config)))
     else:
@@ -175,8 +177,8 @@ def identity_of(vllm_config: Any, settings: Common) -> str:
 
 
 def _processor_digest(model: Any) -> str:
-    """Settings and files by which images and sounds become the encoder's input, of which vLLM's identifiers have only
-    those that a request gives. Empty for a model of text."""
+    """Digest the settings and files that turn images and sounds into the encoder's input: vLLM's identifiers cover only
+    the settings of a request. Empty for a model of text."""
     settings = getattr(model, "multimodal_config", None)
     if settings is None:
         return ""
@@ -192,7 +194,7 @@ def _processor_digest(model: Any) -> str:
 
 
 def _digest_of_files(vllm_config: Any) -> str:
-    """BLAKE3 over the weights' files and what vLLM makes of them. Cost: reads them once, 5 GB/s from memory."""
+    """Digest the weights' files and vLLM's settings for them (BLAKE3). Cost: reads them once, 5 GB/s from memory."""
     model, load_format = vllm_config.model_config, _load_format(vllm_config)
     if load_format == "dummy":
         raise InvalidRequest(
@@ -212,7 +214,7 @@ def _load_format(vllm_config: Any) -> str:
 
 
 def _described(model: Any, load_format: str) -> str:
-    """What beside the files decides the numbers: the configuration as it was read and overridden."""
+    """Return the facts beside the files that decide the numbers: the configuration as read and overridden, as JSON."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in IGNORED}
     return json.dumps(
         {
@@ -224,7 +226,7 @@ def _described(model: Any, load_format: str) -> str:
 
 
 def _length_that_matters(model: Any) -> int:
-    """Some scalings choose their factors by the longest context."""
+    """Return the longest context where the rope scaling depends on it, else 0."""
     kind = _rope_parameters(model.hf_text_config).get("rope_type", "default")
     return int(model.max_model_len) if kind in ("longrope", "dynamic", "su") else 0
 
@@ -245,7 +247,7 @@ def _directory(model: Any) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that hold weights, in order of name. Raises InvalidRequest when there are none."""
+    """Return the files that hold weights, in order of name. Raises InvalidRequest when there are none."""
     found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in WEIGHTS)
     if not found:
         raise InvalidRequest(
@@ -268,7 +270,7 @@ class Adapters:
         self._known: dict[tuple[str, tuple[tuple[str, int, int, int], ...]], ModelSpec] = {}
 
     def spec_for(self, lora_request: Any) -> ModelSpec:
-        """Raises InvalidRequest when the adapter's files cannot be read."""
+        """Return the spec of a request's adapter. Raises InvalidRequest when the adapter's files cannot be read."""
         if lora_request is None:
             return self._spec
         path = str(lora_request.lora_path)
@@ -283,11 +285,12 @@ class Adapters:
         return self._known[key]
 
     def of_unknown_weights(self) -> Adapters:
-        """The same for weights that nobody has digested: no cache is theirs so far."""
+        """Return adapters for weights that nobody has digested. Their random digest matches no stored cache."""
         return Adapters(replace(self._spec, weights_digest=f"unverified:reset-{SystemRandom().bytes(16).hex()}"))
 
 
 def _stamp(path: Path) -> tuple[str, int, int, int]:
-    """Moves with every write: the time of change is the kernel's, and nobody sets it back."""
+    """Return a file's state, which changes with every write: the kernel sets its change time, and nobody can set it
+    back."""
     found = path.stat()
     return str(path), found.st_ctime_ns, found.st_ino, found.st_size

@@ -1,4 +1,4 @@
-"""What names a request's cache: its tokens and what else it depends on, or vLLM's hashes of both."""
+"""Names a request's cache: by its tokens and what else it depends on, or by vLLM's hashes of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("kvstore.vllm")
 
 
 def check_algorithm(digests: str, algorithm: str) -> None:
-    """Raises InvalidRequest for hashes that cannot be names: pickled ones differ between Pythons, xxhash's collide."""
+    """Raise InvalidRequest for hashes that cannot be names: pickled ones differ between Pythons, xxhash's collide."""
     if digests == "vllm" and algorithm != ALGORITHM:
         raise InvalidRequest(
             f'"digests": "vllm" needs --prefix-caching-hash-algo {ALGORITHM}, not {algorithm}: others are not the same '
@@ -25,7 +25,7 @@ def check_algorithm(digests: str, algorithm: str) -> None:
 
 
 class Naming:
-    """How one scheduler names what requests have computed."""
+    """Names the computed caches of one scheduler's requests."""
 
     def __init__(self, digests: str, block_tokens: int) -> None:
         self._by_hashes = digests == "vllm"
@@ -40,8 +40,8 @@ class Naming:
             )
 
     def can_name(self, request: Any) -> bool:
-        """Whether all that the request's cache depends on is named. With vLLM's hashes each request's first one is made
-        again, so that a vLLM that hashes otherwise is found out."""
+        """Return True when the name covers all that the request's cache depends on. With vLLM's hashes, computes each
+        request's first hash itself: a vLLM that hashes differently is thus noticed."""
         if getattr(request, "prompt_embeds", None) is not None:
             return False
         step = self._block_tokens
@@ -65,7 +65,7 @@ class Naming:
         return is_known
 
     def prompt(self, request: Any, token_count: int) -> Tokens | PageHashes:
-        """The request's leading tokens, whole blocks, as the client takes them: so many as have been hashed."""
+        """Return the request's leading tokens, as far as they are hashed, in whole blocks, in the client's form."""
         tokens = np.asarray(request.all_token_ids[:token_count], np.uint32)
         if not self._by_hashes:
             return tokens
@@ -73,18 +73,18 @@ class Naming:
         return page_hashes(hashes, self._block_tokens, tokens[: len(hashes) * self._block_tokens], self._seed)
 
     def extras(self, request: Any) -> tuple[Extra, ...]:
-        """What the request's cache depends on beside its tokens. vLLM's hashes have it in them."""
+        """Return what the request's cache depends on beside its tokens. vLLM's hashes include it already."""
         return () if self._by_hashes else extras_of(request)
 
 
 def items_of(request: Any) -> list[tuple[int, int, str]]:
-    """(first token, token count, identifier) of the request's images and sounds."""
+    """Return (first token, token count, identifier) of each of the request's images and sounds."""
     features = getattr(request, "mm_features", None) or ()
     return [(int(each.mm_position.offset), int(each.mm_position.length), str(each.identifier)) for each in features]
 
 
 def extras_of(request: Any) -> tuple[Extra, ...]:
-    """A request's salt, its images and sounds where they stand."""
+    """Return a request's salt, and its images and sounds with their positions, as extras."""
     extras = []
     salt = getattr(request, "cache_salt", None)
     if salt:

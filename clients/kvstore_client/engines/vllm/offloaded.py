@@ -1,7 +1,7 @@
-"""What vLLM has offloaded, as opaque values: what names them, and how they come and go. Needs no vLLM.
+"""Chunks that vLLM offloads, kept as opaque values: their names, and calls to look up, load and store. Needs no vLLM.
 
-A value is one of vLLM's offloaded chunks, a row of its CPU cache, under vLLM's key of it, in a namespace that names all
-that its bytes depend on beside that key, as far as vLLM tells a tier.
+A value is one of vLLM's offloaded chunks, a row of its CPU cache, under vLLM's key for it. Its namespace names all else
+that its bytes depend on, as far as vLLM tells a tier.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from kvstore_client.client import Client
 from kvstore_client.engines.vllm.patience import Patience
 
 KEY_BYTES = 32 + 4
-"""A SHA-256 of a block and the number of its group."""
+"""Length of a key: a SHA-256 of a block and the number of its group."""
 PLAIN = ("float16", "bfloat16", "float32", "half", "float")
 STORE_S_MAX = 30.0
 COPY_S_MAX = 2.0
-"""What copying may take, beside waiting for the sidecar."""
+"""Seconds that copying may take, beside waiting for the sidecar."""
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _log = logging.getLogger("kvstore.vllm")
 
 
 def namespace_of(config: Any, row_bytes: int, weights_digest: str, version: str) -> str:
-    """Of one engine's offloaded chunks: ``config`` is vLLM's OffloadingConfig. Raises InvalidRequest."""
+    """Return the namespace of one engine's offloaded chunks. ``config``: vLLM's OffloadingConfig. Raises
+    InvalidRequest."""
     if config.model.dtype not in PLAIN:
         raise InvalidRequest(
             f"the cache is {config.model.dtype}, whose scales no tier is told: set --kv-cache-dtype auto"
@@ -45,8 +46,8 @@ def namespace_of(config: Any, row_bytes: int, weights_digest: str, version: str)
 
 
 class Offloaded:
-    """The values of one engine. One thread each may look up, load and store. Nothing here raises for the sidecar's
-    sake: what cannot be had is missing."""
+    """The offloaded values of one engine. Lookups, loads and stores may each have a thread. No call raises because of
+    the sidecar: values that cannot be had count as missing."""
 
     def __init__(self, client: Client, namespace: str, clock: Clock | None = None) -> None:
         self._client = client
@@ -56,7 +57,7 @@ class Offloaded:
         self._has_told = False
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of them are there."""
+        """Return, per key, True when its value is stored."""
         if not self._can_name(keys) or self._looking.is_spent:
             return [False] * len(keys)
         try:
@@ -67,7 +68,7 @@ class Offloaded:
             return self._none(keys, error)
 
     def load(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
-        """Each into its row; the bytes of a row that is False mean nothing."""
+        """Fetch each value into its row. Returns one bool per key; the bytes of a row that is False are undefined."""
         if not self._can_name(keys) or self._loading.is_spent:
             return [False] * len(keys)
         try:
@@ -77,7 +78,7 @@ class Offloaded:
             return self._none(keys, error)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
-        """Keep the rows that are not there yet. Which of them are there now."""
+        """Keep the rows that are not stored yet. Returns, per key, True when its value is stored now."""
         if not self._can_name(keys) or self._storing.is_spent:
             return [False] * len(keys)
         try:

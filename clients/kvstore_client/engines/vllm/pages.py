@@ -1,8 +1,9 @@
-"""How K and V lie in vLLM's pages, as tensors [pages, kv_heads, page_tokens, dim] that a fetch can fill.
+"""Views of K and V in vLLM's pages, as tensors [pages, kv_heads, page_tokens, dim] that a fetch can fill.
 
-vLLM shows each layer as [pages, heads, page_tokens, content]. What the content means is the attention backend's: the
-CUDA backends below keep K and then V along it. The CPU backend keeps K's half of a page and then V's, K transposed, or
-packed for matrix instructions: what it does is found by writing through its own kernel and looking.
+vLLM shows each layer as [pages, heads, page_tokens, content]. The attention backend decides the layout of the content.
+The CUDA backends below keep K and then V along it. The CPU backend keeps K's half of a page and then V's, with K
+transposed, or packed for matrix instructions. Its layout is probed: write a page by its own kernel, and look at the
+bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from kvstore_client.arrays import check_memory
 SIDE_BY_SIDE = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
 LATENT = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
 WHOLE_ONLY = ("CPU_MLA", "AMX_MLA")
-"""They compute a prompt only from its beginning: what was loaded would not be looked at."""
+"""Backends that compute a prompt only from its beginning: they would not read a loaded prefix."""
 CPU = "CPU_ATTN"
 LAYOUT = "page head slot dim"
 Writer = Callable[[Any, Any, Any, Any, Any], None]
-"""Writes K and V, [tokens, heads, dim], through (key_cache, value_cache, slots)."""
+"""Writes K and V, [tokens, heads, dim], by a call with (k, v, key_cache, value_cache, slots)."""
 
 
 class PagesOfModel:
-    """Each layer's (K, V) views, in the order of the spec's layers, and the ``heads`` that this rank has of them.
+    """Each layer's (K, V) views, in the order of the spec's layers, and this rank's range of kv ``heads`` (None: all).
 
     Raises: InvalidRequest naming what does not fit.
     """
@@ -51,7 +52,7 @@ class PagesOfModel:
             raise InvalidRequest(f"pages of {self.page_tokens} tokens do not divide vLLM's blocks of {block_tokens}")
 
     def settle(self) -> None:
-        """Wait until what other threads copied into a GPU's pages is there: their copies run on its default stream."""
+        """Wait until other threads' copies into a GPU's pages are done: they run on its default stream."""
         import torch
 
         for device in {k.device for k, _ in self.views if k.is_cuda}:
@@ -105,14 +106,14 @@ def _cpu_views(tensor: Any, k_dim: int, v_dim: int, writer: Writer) -> tuple[Any
 
 
 def _half(tensor: Any, which: int) -> Any:
-    """K's or V's half of each page, [pages, heads, page_tokens, dim] as the kernel gets it."""
+    """Return K's or V's half of each page, [pages, heads, page_tokens, dim], as the kernel gets it."""
     pages, heads, page_tokens, content = tensor.shape
     whole = tensor.view(pages, heads, 2 * page_tokens, content // 2)
     return whole.chunk(2, dim=2)[which]
 
 
 def _probed(dtype: Any, page_tokens: int, dim: int, which: int, writer: Writer) -> bool:
-    """Write a page of distinct values through the kernel; whether it lies transposed."""
+    """Write a page of distinct values through the kernel; return True when it lies transposed."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32}.get(dtype.itemsize)
@@ -121,7 +122,7 @@ def _probed(dtype: Any, page_tokens: int, dim: int, which: int, writer: Writer) 
         raise InvalidRequest(
             f"pages of {page_tokens} tokens of {dim} {dtype}: set --kv-cache-dtype auto and --block-size 32"
         )
-    # Small integers as bit patterns: denormal or small numbers, distinct, and moved as they are.
+    # Small integers as bit patterns: denormal or small numbers, all distinct, which a move does not change.
     numbers = torch.arange(1, count + 1, dtype=integers)
     strips = numbers.view(dtype).reshape(page_tokens, 1, dim)
     page = torch.zeros(2, 1, page_tokens, 2 * dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A sidecar that stalls must not stall the engine: after a call that took long there is none for a while."""
+"""Keeps a stalled sidecar from stalling the engine: after a call that took long, no calls are made for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAUSE_S = 10.0
 
 
 class Patience:
-    """Of one side of an engine. A sidecar that is gone answers at once, and costs no pause."""
+    """The pause of calls by one side of an engine. A sidecar that is gone fails at once, and causes no pause."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -20,12 +20,12 @@ class Patience:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the sidecar is left alone for now."""
+        """True while no calls are made."""
         return self._clock.monotonic() < self._until_s
 
     @contextmanager
     def watch(self, more_s: float = 0.0) -> Iterator[None]:
-        """Around a call that waits for the sidecar. ``more_s``: what it may take beyond ``SLOW_S``."""
+        """Time a call that waits for the sidecar. ``more_s``: seconds that it may take beyond ``SLOW_S``."""
         started_s = self._clock.monotonic()
         try:
             yield
@@ -34,5 +34,5 @@ class Patience:
                 self.end()
 
     def end(self) -> None:
-        """A call took too long, or still does."""
+        """Begin a pause: a call took too long, or still does."""
         self._until_s = self._clock.monotonic() + PAUSE_S

@@ -1,8 +1,8 @@
-"""Planning: how much of a waiting prompt is loaded, decided once, and what the engine's steps and loads teach.
+"""Planning: decides once how much of a waiting prompt is loaded, and learns from the engine's steps and loads.
 
-A decision is made on the thread that looked the prompt up, for that may wait for the sidecar's rates; the engine's loop
-reads it. What loads and steps take is seen from the scheduler, so a load's time has the wait for the next step in it,
-as the request has.
+The thread that looked the prompt up makes the decision, because it may wait for the sidecar's rates; the engine's loop
+reads it. Times of loads and steps are measured in the scheduler. So a load's time includes the wait for the next step,
+as it does for the request.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvstore_client.loading.probe import begin_probe
 from kvstore_client.lookup.match import Match
 
 WAYS = frozenset({Way.PREFILL, Way.LOAD, Way.FIRST})
-"""vLLM computes nothing before the tokens that it has."""
+"""The plans that vLLM can carry out: it computes nothing before the tokens that it has."""
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
 BUDGET = 0.05
-"""A load may take longer than computing what it brings by this share of the prefill."""
+"""The share of the prefill's time by which a load may take longer than computing the same tokens."""
 GIVE_UP_S_MIN = 0.05
 SUMMARY_S = 60.0
 STEPS_MAX = 2
-"""Steps on their way in an engine that schedules ahead."""
+"""Steps in flight in an engine that schedules ahead."""
 _log = logging.getLogger("kvstore.vllm")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided of one waiting prompt, of which vLLM had the first ``computed`` tokens. ``facts`` and ``plan``
-    are of what lies behind these. ``stop``: up to where the prompt is loaded, 0: it is computed."""
+    """The decision for one waiting prompt, of which vLLM had the first ``computed`` tokens. ``facts`` and ``plan`` are
+    of the tokens behind these. ``stop``: the end of the tokens to load; 0: load none."""
 
     computed: int
     facts: LoadFacts
@@ -47,11 +47,12 @@ class Decision:
 
     @property
     def give_up_s(self) -> float:
-        """A load that takes longer has been slower than computing: it is given up."""
+        """Seconds after which a load is given up: it has been slower than computing."""
         return max(GIVE_UP_S_MIN, (1 + BUDGET) * self.plan.prefill.ttft_s)
 
     def bytes_in_memory(self, stop: int) -> int:
-        """How many bytes a load up to ``stop`` brings from the sidecar's memory; 0 where a part lies below."""
+        """Return the bytes that a load up to ``stop`` brings from the sidecar's memory; 0 where some lie in a lower
+        tier."""
         stock = self.facts.stocks[0] if self.facts.stocks else Stock(())
         count = min(stop - self.computed, stock.token_count)
         sizes = {tier: stock.bytes_of(tier, 0, count) for tier in stock.tiers}
@@ -60,9 +61,10 @@ class Decision:
 
 
 class RequestPlanner:
-    """One per scheduler. ``mode``: as ``connect(planning=...)``. ``step_tokens``: what vLLM computes in a step at most;
-    ``is_layerwise``: whether loads run beside the step that computes behind them. All requests' steps are taken
-    together, adapters and all: they have one shape."""
+    """The planner of one scheduler. ``mode``: as ``connect(planning=...)``. ``step_tokens``: the most tokens that vLLM
+    computes in a step.
+    ``is_layerwise``: loads run beside the step that computes behind them. Steps of all requests are measured together,
+    adapters included: they have one shape."""
 
     def __init__(self, client: Client, spec: ModelSpec, clock: Clock, *, step_tokens: int, is_layerwise: bool) -> None:
         self._client = client
@@ -85,9 +87,9 @@ class RequestPlanner:
     # ------------------------------------------------------------ decisions
 
     def decide(self, match: Match, token_count: int, computed: int, waiting: int) -> Decision | None:
-        """What becomes of a prompt of which ``match`` says what is stored, while ``waiting`` others wait: each second
-        of the engine's is one of theirs, too. None: nothing is planned. May wait for the sidecar's rates. Called on a
-        thread of its own."""
+        """Decide how much of a prompt to load. ``match``: what is stored; ``waiting``: the number of other waiting
+        requests, each of which every second of the engine delays. None: nothing is planned. May wait for the sidecar's
+        rates. Called on a thread of its own."""
         if self.mode == "off" or match.prefix_token_count <= computed:
             return None
         whole, chunk = match.prefix_token_count, self._spec.chunk_tokens
@@ -109,7 +111,8 @@ class RequestPlanner:
         return decision
 
     def _count(self, plan: LoadPlan) -> None:
-        """Say once in a while what came of the decisions: vLLM shows warnings of others' loggers, and no less."""
+        """Count a decision, and log a summary once in a while, as a warning: vLLM shows no lower level of other
+        loggers."""
         self.counts[plan.chosen.way] += 1
         loads = [each.ttft_s for each in plan.candidates if each.way is Way.LOAD]
         if plan.is_measured and loads:
@@ -124,15 +127,15 @@ class RequestPlanner:
             )  # fmt: skip
 
     def look(self, spec: ModelSpec, prompt: Any, decision: Decision) -> None:
-        """Begin to measure, if it is time, what a decision to load less leaves out. ``prompt``: its tokens; what an
-        engine's own hashes name is not looked at. Never raises, and waits for nothing."""
+        """Begin to measure the load that a decision left out, if it is time. ``prompt``: its tokens; a prompt named by
+        the engine's own hashes is not measured. Never raises, and waits for nothing."""
         if isinstance(prompt, np.ndarray):
             begin_probe(self._client, spec, prompt, decision.stop)
 
     # ------------------------------------------------------------ what loads take
 
     def handed(self, load: Load, decision: Decision | None) -> Load:
-        """The workers are told of this load. With the time after which it is given up, where plans are carried out."""
+        """Note that the workers get this load. Returns it with its give-up time, where plans are carried out."""
         if decision is None:
             return load
         if not self._is_layerwise:
@@ -142,7 +145,7 @@ class RequestPlanner:
         return replace(load, give_up_s=decision.give_up_s)
 
     def landed(self, request_ids: Iterable[str], failed: Callable[[str], bool]) -> None:
-        """The loads of these requests have ended; ``failed`` says how."""
+        """Learn from the loads of these requests, which have ended; ``failed`` tells which of them failed."""
         now = self._clock.monotonic()
         for name in request_ids:
             begun_s, byte_count = self._loading.pop(name, (now, 0))
@@ -153,19 +156,21 @@ class RequestPlanner:
                 learn(byte_count, now - begun_s)
 
     def forget(self, request_id: str) -> None:
-        """The request is gone."""
+        """Drop the load of a request that is gone."""
         self._loading.pop(request_id, None)
 
     # ------------------------------------------------------------ what steps take
 
     def step_begins(self, output: Any, *, loads: bool) -> None:
-        """vLLM has scheduled a step. ``loads``: it loads as it goes, and says nothing of computing alone."""
+        """Note that vLLM has scheduled a step. ``loads``: it loads as it goes; layerwise, its time says nothing of
+        computing alone."""
         if self.mode != "off" and output.num_scheduled_tokens:
             is_measured = not (loads and self._is_layerwise)
             self._steps.append(_Running.of(output, self._clock.monotonic(), is_measured=is_measured))
 
     def step_ended(self) -> None:
-        """The results of the oldest step have come. Two may be on their way: the second begins when the first ends."""
+        """Learn from the oldest step, whose results have come. Two may be in flight: the second begins when the first
+        ends."""
         if not self._steps:
             return
         done, now = self._steps.popleft(), self._clock.monotonic()
@@ -177,7 +182,7 @@ class RequestPlanner:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step on its way: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average."""
+    """A step in flight: ``new_tokens`` of all its requests, each behind ``context_tokens`` on average."""
 
     begun_s: float
     new_tokens: int
@@ -199,8 +204,8 @@ class _Running:
 
 
 def behind(facts: LoadFacts, computed: int) -> LoadFacts:
-    """The facts of what lies behind the first ``computed`` tokens, which the engine has: each token there attends to
-    these, too."""
+    """Return the facts of the tokens behind the first ``computed`` ones, which the engine has: each later token attends
+    to these, too."""
     rate = facts.compute
     stocks = tuple(replace(stock, runs=_later(stock, computed)) for stock in facts.stocks)
     return replace(

@@ -1,4 +1,4 @@
-"""The scheduler's side: what of a prompt is stored, which of it is loaded, and what is worth keeping."""
+"""The scheduler's side: decides how much of a stored prefix is loaded, and which computed blocks are kept."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from kvstore_client.engines.vllm.step import Load, Save, Step
 from kvstore_client.lookup.match import Match
 
 FOUND_AGE_S_MAX = 5.0
-"""How long an answer is good for while vLLM asks again and again; well below a ticket's age."""
+"""Seconds that an answer may be used while vLLM asks again and again; well below a ticket's age."""
 WAIT_S = 0.005
-"""What the engine's loop waits for answers in a step, in all; one that is later is taken at a later step."""
+"""The most seconds that the engine's loop waits for answers in a step, in all; a later answer is taken at a later
+step."""
 LOOKUP_THREADS = 2
 _log = logging.getLogger("kvstore.vllm")
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """``match``: what is held, which may be less than the ``stored`` tokens where a decision says so."""
+    """The answer to a lookup. ``match``: the chunks that are held, which may be fewer than the ``stored`` tokens where
+    a decision says so."""
 
     match: Match
     stored: int
@@ -41,7 +43,7 @@ class _Answer:
 
 @dataclass
 class _Asked:
-    """A lookup on its way. ``begun_s``: since when a thread of ours has been at it."""
+    """A lookup in flight. ``begun_s``: when a thread of ours began it."""
 
     useful: int
     since_s: float
@@ -51,7 +53,7 @@ class _Asked:
 
 @dataclass
 class _Found:
-    """What a lookup said of a waiting request. ``stop``: up to where it is loaded, at most the ``useful`` tokens."""
+    """The answer for a waiting request. ``stop``: the end of the tokens to load, at most the ``useful`` tokens."""
 
     match: Match
     useful: int
@@ -63,7 +65,7 @@ class _Found:
 
 @dataclass
 class _Tracked:
-    """A request that has, or may still get, something worth keeping. ``kept``: leading tokens known to be stored."""
+    """A request with blocks worth keeping, now or later. ``kept``: leading tokens known to be stored."""
 
     request: Any
     spec: ModelSpec
@@ -75,8 +77,8 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """One per scheduler. No call raises for the sidecar's sake. What it looks up it holds, which takes a call where
-    something is stored; the engine's loop does not wait for it."""
+    """The connector of one scheduler. No call raises because of the sidecar. A lookup holds the chunks that it finds,
+    which takes a call where something is stored; the engine's loop does not wait for that call."""
 
     def __init__(
         self, client: Client, adapters: Adapters, settings: Settings, block_tokens: int, *,
@@ -107,8 +109,8 @@ class SchedulerSide:
     # ------------------------------------------------------------ before a request runs
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``computed`` can be loaded, in whole blocks, and whether beside other requests. At
-        least one token of the prompt is left to compute. None: ask again at the next step."""
+        """Return the number of tokens beyond ``computed`` to load, in whole blocks, and True when they load while other
+        requests run. At least one token of the prompt is left to compute. None: ask again at the next step."""
         useful = self._whole(int(request.num_tokens) - 1)
         if not self._does_load or useful <= computed or request.skip_reading_prefix_cache:
             return 0, False
@@ -147,7 +149,8 @@ class SchedulerSide:
         return found
 
     def _ask(self, name: str, request: Any, tracked: _Tracked, useful: int, computed: int) -> _Asked:
-        """What shows at once is answered at once; what is to be held, by a thread of ours."""
+        """Look a prompt up: at once where shared memory answers, else on a thread of ours, which also holds the
+        chunks."""
         asked = self._asked[name] = _Asked(useful, self._clock.monotonic())
         prompt = self._naming.prompt(request, self._whole(request.num_tokens))
         try:
@@ -163,7 +166,7 @@ class SchedulerSide:
         return asked
 
     def _answer(self, name: str, asked: _Asked) -> _Answer | None:
-        """None while it is on its way, and where it is given up."""
+        """Return the answer; None while it is in flight, or when it is given up."""
         started_s = self._clock.monotonic()
         try:
             answer = asked.answer.result(self._wait_s)
@@ -181,7 +184,7 @@ class SchedulerSide:
         return answer
 
     def _hold(self, asked: _Asked, tracked: _Tracked, prompt: Any, computed: int, waiting: int) -> _Answer:
-        """On a thread of ours: hold what is stored, or as much of it as is loaded sooner than computed."""
+        """Hold the stored prefix, or the part of it that loads sooner than it computes. Runs on a thread of ours."""
         asked.begun_s = self._clock.monotonic()
         if self._patience.is_spent:
             return _NOTHING
@@ -205,7 +208,7 @@ class SchedulerSide:
         return self._client.lookup(tracked.spec, prompt, hold=True, readers=self._ranks, extras=tracked.extras)
 
     def _track(self, request: Any) -> _Tracked | None:
-        """None for a request whose cache cannot be named."""
+        """Return the tracked request; None for a request whose cache cannot be named."""
         name = str(request.request_id)
         tracked = self._tracked.get(name)
         if tracked is None:
@@ -221,11 +224,11 @@ class SchedulerSide:
         return tracked
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
-        """vLLM gave the request its blocks, ``external`` tokens of them to be loaded."""
+        """Note that vLLM gave the request its blocks, ``external`` tokens of which are to be loaded."""
         self._waiting.discard(str(request.request_id))
         found = self._found.pop(str(request.request_id), None)
         if found is None:
-            self._forget(str(request.request_id))  # it does without an answer
+            self._forget(str(request.request_id))  # it goes on without an answer
             return
         self._tracked[str(request.request_id)].block_ids = list(block_ids)
         if not external or found.match.ticket is None:
@@ -238,7 +241,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ every step
 
     def step(self, output: Any) -> Step:
-        """What the workers do in the step that ``output`` describes."""
+        """Return the workers' loads and saves in the step that ``output`` describes."""
         self._wait_s = WAIT_S
         self._planner.step_begins(output, loads=bool(self._loads))
         step = Step(self._loads, [], self._settled)
@@ -255,8 +258,8 @@ class SchedulerSide:
         return step
 
     def _save(self, tracked: _Tracked, start: int, stop: int) -> Save | None:
-        """What is complete once the tokens ``start .. stop`` are computed: all whole blocks at the prompt's end, whole
-        chunks before and after."""
+        """Return a save of the blocks that are complete once the tokens ``start .. stop`` are computed: all whole
+        blocks at the prompt's end, whole chunks before and after."""
         request, chunk = tracked.request, self._settings.chunk_tokens
         if tracked.has_failed:
             tracked.kept = min(tracked.kept, self._whole(start))
@@ -271,7 +274,7 @@ class SchedulerSide:
         return save if self._ranks == 1 else self._shared(save)
 
     def _shared(self, save: Save) -> Save | None:
-        """A store that the ranks join, one shard each. Ours is the first and empty."""
+        """Start a store that the ranks join, one shard each. Ours is the first shard, and empty."""
         if self._patience.is_spent:
             return None
         try:
@@ -288,7 +291,7 @@ class SchedulerSide:
         return replace(save, ticket=ticket)
 
     def received(self, output: Any) -> None:
-        """What the workers say of a step: results, loads that have ended, and blocks whose loads failed."""
+        """Take the workers' report of a step: results, loads that have ended, and blocks whose loads failed."""
         failed = set(output.invalid_block_ids or ())
         if failed:
             self.reported(failed)
@@ -300,8 +303,8 @@ class SchedulerSide:
         return tracked is not None and not failed.isdisjoint(tracked.block_ids)
 
     def reported(self, failed_blocks: Iterable[int]) -> None:
-        """Workers could not load these blocks, and vLLM computes them: nobody tries to load them again. What was
-        computed beside them in a layerwise step may have read them, and is not kept."""
+        """Note blocks that workers could not load; vLLM computes them, so nobody loads them again. Blocks computed
+        beside them in a layerwise step may have read them, and are not kept."""
         blocks = list(failed_blocks)
         self._settled += blocks
         for tracked in self._tracked.values():
@@ -323,8 +326,8 @@ class SchedulerSide:
             self._track(request)
 
     def reset(self) -> None:
-        """The caches are void, for the weights may have changed. Nothing that was kept before is loaded from now on;
-        what is computed is kept under a name of its own, but for requests that computed something before."""
+        """Drop the caches: the weights may have changed. Nothing kept so far is loaded from now on. New caches are kept
+        under a name of their own, except those of requests that have computed blocks already."""
         self._adapters = self._adapters.of_unknown_weights()
         for request_id in {*self._found, *self._asked}:
             self._forget(request_id)
@@ -347,8 +350,8 @@ class SchedulerSide:
             begun(self._workers, self._let_go, found.match)
 
     def _let_go(self, match: Match) -> None:
-        """On a thread of ours."""
-        if not self._patience.is_spent:  # else it expires
+        """Release a match's ticket. Runs on a thread of ours."""
+        if not self._patience.is_spent:  # else the ticket expires by itself
             with self._patience.watch():
                 self._client.release_ticket(match.ticket)
 
@@ -366,7 +369,8 @@ _NOTHING = _Answer(Match(0, ()), 0)
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, list[int], bool, int]]:
-    """Per request of a step: its id, blocks, whether these are all it has, and how many tokens are computed before."""
+    """Yield, per request of a step: its id, blocks, True if these are all it has, and the number of tokens computed
+    before."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
     cached = output.scheduled_cached_reqs

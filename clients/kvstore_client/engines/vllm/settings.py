@@ -1,4 +1,4 @@
-"""What may be set in vLLM's configuration of the connector, the secondary tier and the encoder-cache connector."""
+"""The settings in vLLM's configuration of the connector, the secondary tier and the encoder-cache connector."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What each of them has. Raises InvalidRequest naming the setting that is wrong.
+    """The settings that all three have. Raises InvalidRequest naming the setting that is wrong.
 
-    ``weights_digest``: whose weights these are, when they should not or cannot be digested from their files.
+    ``weights_digest``: the identity of the weights, when they should not or cannot be digested from their files.
     ``timeout_s`` bounds each call to the sidecar.
     """
 
@@ -58,12 +58,12 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Common):
-    """The connector's.
+    """The connector's settings.
 
     ``load``: ``async`` lets other requests run while a prefix is on its way; ``layerwise`` loads within the step, each
-    layer while those before it compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for who routes
-    by these (see ``hashes``). ``planning``: ``on`` loads only what comes sooner than it is computed; ``observe`` says
-    in the log what that would be, and loads all.
+    layer while those before it compute. ``digests``: ``vllm`` names chunks by vLLM's own block hashes, for routers that
+    use these (see ``hashes``). ``planning``: ``on`` loads only tokens that load sooner than they compute; ``observe``
+    logs that choice, and loads all.
     """
 
     WHERE: ClassVar[str] = "kv_connector_extra_config"
@@ -82,7 +82,7 @@ class Settings(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings(Common):
-    """The secondary tier's. ``locality`` is vLLM's own: what its KV events say of the tier."""
+    """The secondary tier's settings. ``locality`` is vLLM's own: the tier's locality in its KV events."""
 
     WHERE: ClassVar[str] = "secondary_tiers"
     locality: str = "LOCAL"
@@ -99,6 +99,6 @@ class TierSettings(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings(Common):
-    """The encoder-cache connector's."""
+    """The encoder-cache connector's settings."""
 
     WHERE: ClassVar[str] = "ec_connector_extra_config"

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in one step. Travels between processes as plain data."""
+"""The message of the scheduler's side to the workers' side, one per step. Travels between processes as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_client.prompt import PageHashes
 
 
 def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> NDArray[np.int64]:
-    """[stop], where each of the first tokens lies; -1 before ``start``."""
+    """Return [stop]: the slot of each of the first ``stop`` tokens; -1 before ``start``."""
     blocks = np.asarray(block_ids, np.int64)
     tokens = np.arange(stop, dtype=np.int64)
     slots = blocks[tokens // block_tokens] * block_tokens + tokens % block_tokens
@@ -24,7 +24,7 @@ def slots_of(block_ids: list[int], block_tokens: int, start: int, stop: int) -> 
 @dataclass(frozen=True)
 class Load:
     """Fetch the tokens ``start .. stop`` of a held prefix of ``token_count`` into a request's blocks. After
-    ``give_up_s`` it is given up, and computed; 0: a load takes as long as it takes."""
+    ``give_up_s`` seconds the load is given up, and the tokens are computed; 0: no such limit."""
 
     request_id: str
     ticket: bytes
@@ -35,20 +35,20 @@ class Load:
     give_up_s: float = 0.0
 
     def slots(self, block_tokens: int) -> NDArray[np.int64]:
-        """[token_count]; -1 for tokens that the request has or does not want."""
+        """Return [token_count] slots; -1 for tokens that the request has or does not want."""
         slots = np.full(self.token_count, -1, np.int64)
         slots[: self.stop] = slots_of(self.block_ids, block_tokens, self.start, self.stop)
         return slots
 
     def written(self, block_tokens: int) -> list[int]:
-        """The blocks it writes."""
+        """Return the blocks that this load writes."""
         return self.block_ids[self.start // block_tokens : -(-self.stop // block_tokens)]
 
 
 @dataclass(frozen=True)
 class Save:
     """Keep a request's leading tokens, which this step completes, named by themselves or by vLLM's hashes. ``ticket``:
-    of the store that several ranks join; empty for one."""
+    the store that several ranks join; empty for one rank."""
 
     request_id: str
     spec: ModelSpec
@@ -60,7 +60,7 @@ class Save:
 
 @dataclass
 class Step:
-    """``settled``: blocks whose failed load the scheduler knows of and has had computed again."""
+    """``settled``: blocks whose failed load the scheduler has noted; vLLM has computed them since."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""vLLM's second, smaller door: a secondary tier of its CPU offloading. What vLLM keeps in its own CPU cache goes to the
-sidecar, too, and comes back from there for every engine process that offloads alike.
+"""vLLM's second, smaller entry point: a secondary tier of its CPU offloading. Chunks in vLLM's own CPU cache go to the
+sidecar, too, and every engine process with the same offloading can load them back.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592, "secondary_tiers": [{
@@ -37,7 +37,7 @@ Move = Callable[[list[bytes], list[Any]], list[bool]]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's own bookkeeping of questions; ours is the answer, in its thread."""
+    """vLLM's own bookkeeping of lookups; ``batch_lookup`` answers them, in vLLM's lookup thread."""
 
     def __init__(self, values: Offloaded, tier_type: str) -> None:
         self._values = values
@@ -48,7 +48,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not there w
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's offloaded chunks in a kvstore sidecar. Raises, at the start only: InvalidRequest."""
+    """Keeps vLLM's offloaded chunks in a kvstore sidecar. Raises, at the start only: InvalidRequest."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -62,7 +62,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         check_interface(SecondaryTierManager, type(self), vllm_version, TIER)
         assert settings.weights_digest is not None
         self.locality = Locality(settings.locality)
-        # An address and no view: vLLM unmaps this memory, which views of it would forbid.
+        # An address, not a view: vLLM unmaps this memory, which is impossible while views of it exist.
         self._memory = int(np.asarray(primary_kv_view).ctypes.data)
         namespace = namespace_of(offloading_spec.config, self.block_size_bytes, settings.weights_digest, vllm_version)
         self._client = connect(settings.address, required=False, timeout_s=settings.timeout_s)
@@ -128,11 +128,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         )  # fmt: skip
 
     def drain_jobs(self) -> None:
-        """Every job ends by itself, each within its calls' deadlines."""
+        """Wait for all jobs: every job ends by itself, within the deadlines of its calls."""
         wait([future for _, future in self._running.values()])
 
     def shutdown(self) -> None:
-        """Idempotent. Nothing touches vLLM's memory afterwards."""
+        """End all jobs. Idempotent. Nothing touches vLLM's memory afterwards."""
         self._lookups.shutdown()
         self._storing.close()
         self._loading.close()

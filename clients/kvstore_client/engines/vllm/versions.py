@@ -1,4 +1,4 @@
-"""Which vLLM this connector was written for, and whether the one at hand has what it needs."""
+"""The vLLM versions that this connector supports, and the check that the installed one has the interface it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvstore.errors import InvalidRequest
 
 PROVEN = ("0.32",)
 BY_INTERFACE = ("0.33",)
-"""0.33.0's own classes pass those of tests/vllm that start no engine; there is no CPU build of it to run them all."""
+"""0.33.0's own classes pass those tests of tests/vllm that start no engine; no CPU build of it exists to run them
+all."""
 WANTED = {
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -27,7 +28,7 @@ WANTED = {
     "bind_connector_metadata": ("connector_metadata",),
     "shutdown": (),
 }
-"""The methods this connector has, and what vLLM must pass them."""
+"""The connector's methods, and the arguments that vLLM must pass them."""
 TIER = {
     "lookup": ("key", "req_context"),
     "submit_store": ("job_metadata",),
@@ -39,7 +40,7 @@ TIER = {
     "drain_jobs": (),
     "shutdown": (),
 }
-"""Those of the secondary tier."""
+"""The secondary tier's methods."""
 ENCODER = {
     "ensure_cache_available": ("request", "num_computed_tokens"),
     "request_finished": ("request",),
@@ -52,7 +53,7 @@ ENCODER = {
     "clear_connector_metadata": (),
     "shutdown": (),
 }
-"""Those of the encoder-cache connector."""
+"""The encoder-cache connector's methods."""
 
 
 def known_versions() -> str:
@@ -60,7 +61,7 @@ def known_versions() -> str:
 
 
 def check_version(version: str, allow_unknown: bool) -> None:
-    """Raises InvalidRequest for a vLLM this release does not know."""
+    """Raise InvalidRequest for a vLLM that this release does not know."""
     if allow_unknown or ".".join(version.split(".")[:2]) in PROVEN + BY_INTERFACE:
         return
     raise InvalidRequest(
@@ -72,7 +73,8 @@ def check_version(version: str, allow_unknown: bool) -> None:
 def check_interface(
     base: type[Any], mine: type[Any], version: str, wanted_of: Mapping[str, tuple[str, ...]] = WANTED
 ) -> None:
-    """Raises InvalidRequest naming what vLLM's class lacks, passes otherwise, or wants beyond ours."""
+    """Raise InvalidRequest naming methods that vLLM's class lacks, arguments that differ, and methods that ours
+    lacks."""
     wrong = []
     for name, wanted in wanted_of.items():
         method = getattr(base, name, None)

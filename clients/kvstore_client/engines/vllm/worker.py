@@ -1,4 +1,4 @@
-"""The workers' side: moves what the scheduler's side decided between the sidecar and the pages."""
+"""The workers' side: carries out the scheduler's loads and saves, between the sidecar and the pages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvstore_client.fetch.transfer import Transfer
 from kvstore_client.store.writer import StoreWriter
 
 LOAD_S_MAX = 30.0
-"""A load that takes longer is given up, and its prompt computed."""
+"""Seconds after which a load is given up, and its prompt computed."""
 COPY_S_MAX = 2.0
-"""What copying a prompt may take, beside waiting for the sidecar."""
+"""Seconds that copying a prompt may take, beside waiting for the sidecar."""
 _log = logging.getLogger("kvstore.vllm")
 
 
 @dataclass
 class _Moving:
-    """A load on its way. ``transfer`` is None when it could not even begin. ``is_late``: a layer was computed before it
-    had landed; what lands later comes too late."""
+    """A load in flight. ``transfer`` is None when it could not even begin. ``is_late``: a layer was computed before it
+    had landed; layers that land later are useless."""
 
     load: Load
     transfer: Transfer | None
@@ -36,7 +36,7 @@ class _Moving:
 
 
 class WorkerSide:
-    """One per worker. No call raises for the sidecar's sake: what failed is told by ``failed_blocks``."""
+    """The connector of one worker. No call raises because of the sidecar: ``failed_blocks`` tells of failures."""
 
     def __init__(
         self, client: Client, pages: PagesOfModel, block_tokens: int, *, is_layerwise: bool, clock: Clock | None = None
@@ -79,13 +79,13 @@ class WorkerSide:
                 try:
                     moving.transfer.wait_layer(layer, max(0.0, moving.until_s - self._clock.monotonic()))
                 except KVStoreError:
-                    moving.is_late = True  # told once, when the step ends
+                    moving.is_late = True  # logged once, when the step ends
         if self._moving:
             self._pages.settle()
 
     def end_layerwise(self) -> None:
-        """The step is over: settle its loads. Nothing writes to the pages afterwards. Raises Internal when that cannot
-        be had: going on would give the pages away under a writer."""
+        """End the step's loads: nothing writes to the pages afterwards. Raises Internal when a load cannot be stopped:
+        to go on would give the pages away while it writes to them."""
         if not self._is_layerwise:
             return
         for moving in list(self._moving.values()):
@@ -98,7 +98,7 @@ class WorkerSide:
             self._settle(moving)
 
     def landed(self) -> set[str]:
-        """The requests whose loads have ended since the last call, well or not."""
+        """Return the requests whose loads have ended since the last call, well or not."""
         if self._is_layerwise:
             return set()
         done = set()
@@ -127,16 +127,16 @@ class WorkerSide:
             self._doubtful.update(blocks)
 
     def failed_blocks(self) -> set[int]:
-        """The blocks whose loads failed since the last call."""
+        """Return the blocks whose loads failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     # ------------------------------------------------------------ saves
 
     def save(self, saves: Iterable[Save]) -> None:
-        """Keep what this step completed. Returns as soon as the pages may change."""
+        """Keep the blocks that this step completed. Returns as soon as the pages may change."""
         for save in saves:
-            # Computed over a load that failed: not the model's own.
+            # Blocks computed over a failed load are not the model's exact cache.
             is_doubtful = any(block in self._doubtful for block in save.block_ids)
             if self._patience.is_spent or (is_doubtful and not save.ticket):
                 continue
@@ -150,7 +150,7 @@ class WorkerSide:
             writer = self._writer(save)
         with writer, self._patience.watch(COPY_S_MAX):
             if is_doubtful or not writer.wanted_token_count:
-                return  # for the other ranks, too
+                return  # leaving the writer aborts the store for the other ranks, too
             slots = slots_of(save.block_ids, self._block_tokens, 0, save.tokens.size)
             for layer, views in enumerate(self._pages.views):
                 writer.put_layer(layer, Paged([views], slots, LAYOUT), heads=self._pages.heads)
@@ -162,7 +162,7 @@ class WorkerSide:
         return self._client.start_store(save.spec, save.tokens, extras=save.extras)
 
     def close(self) -> None:
-        """Stop what is on its way, finish what is being kept."""
+        """Stop the loads in flight, and finish the stores."""
         for moving in self._moving.values():
             if moving.transfer is not None:
                 moving.transfer.cancel(LOAD_S_MAX)
@@ -173,5 +173,5 @@ def _has_ended(transfer: Transfer, timeout_s: float) -> bool:
     try:
         transfer.wait(max(0.0, timeout_s))
     except KVStoreError:
-        pass  # the transfer has it
+        pass  # the transfer keeps its error
     return transfer.is_done

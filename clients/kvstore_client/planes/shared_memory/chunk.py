@@ -1,4 +1,4 @@
-"""Chunks as they lie in the sidecar's memory, mapped here."""
+"""Chunks in the sidecar's memory, mapped here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.seams.memory import Bytes
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One resident part of a chunk: views of its pieces, and what its generation must stay."""
+    """One resident part of a chunk: views of its pieces, and the generation that must not change under a copy."""
 
     part: int
     token_start: int
@@ -26,10 +26,10 @@ class Chunk:
     home: tuple[Bytes, int, int] | None
     """(region bytes, region index, offset) when the chunk lies in one extent."""
     is_provisional: bool = False
-    """Its store is still in flight: its checksums are not known yet."""
+    """True while its store is in flight: its checksums are not known yet."""
 
     def slab(self, index: int) -> Bytes:
-        """The bytes of one slab."""
+        """Return the bytes of one slab."""
         start = self.layout.header_bytes + self.layout.slabs[index].offset
         for extent in self.extents:
             if start < extent.size:
@@ -38,8 +38,8 @@ class Chunk:
         raise DataLoss("the chunk's extents end before its slabs", reason="extents")
 
     def is_intact(self, index: int, head_start: int, head_stop: int | None) -> bool:
-        """Whether the strips of a slab (those of a run of heads, where it has heads) are what the header says. Those of
-        a store in flight are checked when it is committed."""
+        """Return True when the strips of a slab (those of a run of heads, where it has heads) match the header's
+        checksums. Chunks of a store in flight count as intact: they are checked at its commit."""
         if self.is_provisional:
             return True
         first, stop = (0, None) if self.layout.blocked else (head_start, head_stop)
@@ -52,17 +52,17 @@ class Chunk:
 
 
 _kept_seeds = lru_cache(maxsize=512)(strip_seeds)
-"""A chunk that is fetched once is fetched again: its seeds cost more than its hashes do."""
+"""Cached, because a chunk fetched once is often fetched again, and its seeds cost more than its hashes."""
 
 
 class MappedRun(NamedTuple):
-    """Chunks of one layout, in token order, whose bytes lie at one distance: copied in one call per part."""
+    """Chunks of one layout, in token order, that lie at a constant distance: copied in one call per part."""
 
     chunks: list[Chunk]
     stride: int
 
     def memory(self, slab_index: int) -> Bytes:
-        """Memory that begins with the first chunk's slab and reaches the last's."""
+        """Return memory that begins with the first chunk's slab and reaches the last's."""
         first = self.chunks[0]
         if len(self.chunks) == 1 or first.home is None:
             return first.slab(slab_index)
@@ -82,7 +82,7 @@ def runs_of(chunks: Sequence[Chunk]) -> list[MappedRun]:
 
 
 def _stride(run: MappedRun, chunk: Chunk) -> int:
-    """The distance at which ``chunk`` continues ``run``, or 0."""
+    """Return the distance at which ``chunk`` continues ``run``, or 0."""
     last = run.chunks[-1]
     if last.home is None or chunk.home is None or last.home[1] != chunk.home[1] or last.layout is not chunk.layout:
         return 0

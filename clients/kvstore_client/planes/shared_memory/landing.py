@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MappedLanding:
-    """Copies of a prefix that is still arriving: what memory has at once, the rest layer by layer as it lands."""
+    """Copies of a prefix that is still arriving: resident chunks at once, the rest layer by layer as it lands."""
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class MappedLanding:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that is wanted has not landed yet."""
+        """True while wanted bytes have not landed yet."""
         return bool(self._coming)
 
     def has_landed(self, position: int) -> bool:
-        """Whether all copies of a layer have been started."""
+        """Return True when all copies of a layer have been started."""
         return (0, position) not in {(part, number) for part, _, number in self._coming}
 
     def stop(self, timeout_s: float) -> None:
-        """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and let go of all of them: one that
-        failed keeps its frame, which keeps the landing and where it lands."""
+        """Begin no more copies, wait for those that run, at most ``timeout_s`` s, and drop all of them: a failed copy
+        keeps its frame, which keeps the landing and its target."""
         stopped(self._jobs(), timeout_s)
         self.layers.clear()
         self._hidden.clear()

@@ -1,4 +1,4 @@
-"""A resident prefix as the sidecar shows it: which chunks, where they lie, whether they are still what they were."""
+"""A resident prefix in the sidecar's memory: its chunks, their places, and the check that they are unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("kvstore.client")
 
 
 def _bits(number: int) -> Iterator[int]:
-    """The places of the bits that are set."""
+    """Yield the places of the bits that are set."""
     while number:
         low = number & -number
         yield low.bit_length() - 1
@@ -41,7 +41,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _hold(extents: Sequence[Bytes], layout: ChunkLayout) -> bool:
-    """Whether extents are as long as a chunk, and end between its pieces: no slab is cut in two."""
+    """Return True when extents are as long as a chunk, and end between its pieces: no slab is cut in two."""
     ends = list(accumulate(extent.size for extent in extents))
     return ends[-1:] == [layout.total_bytes] and (len(ends) == 1 or set(ends) <= set(accumulate(layout.piece_bytes)))
 
@@ -69,7 +69,7 @@ class MappedPrefix(ResidentPrefix):
         self._landed: dict[int, tuple[Chunk, int]] = {}
         self._provisional: set[int] = set()
         self._missing: Counter[tuple[int, int]] | None = None
-        """(part, slab) -> how many chunks of the prefix it has not landed of; None: to be counted anew."""
+        """(part, slab) -> number of chunks of the prefix in which it has not landed; None: to be counted anew."""
         try:
             for entry in self._entries:
                 if not entry.is_arriving and (chunk := self._read(entry)) is not None:
@@ -81,12 +81,12 @@ class MappedPrefix(ResidentPrefix):
         self.chunks = [chunk for chunk in self.chunks if chunk.token_start < self.token_count]
 
     def _span(self, entry: pb.ResidentChunk) -> tuple[int, int]:
-        """The tokens of a chunk."""
+        """Return the tokens of a chunk, (start, stop)."""
         start = entry.index * self.wanted.spec.chunk_tokens
         return start, start + entry.token_count
 
     def _read(self, entry: pb.ResidentChunk) -> Chunk | None:
-        """Read a chunk's header. The prefix ends before one that is not what it should be."""
+        """Read a chunk's header. None for a wrong one: the prefix then ends before this chunk."""
         try:
             return self._chunk(entry, self._digests)
         except DataLoss:
@@ -112,21 +112,22 @@ class MappedPrefix(ResidentPrefix):
 
     @property
     def was_in_memory(self) -> bool:
-        """Whether all of it was there at once."""
+        """True when all of it was in memory at once."""
         return not any(entry.is_arriving for entry in self._entries)
 
     @property
     def is_arriving(self) -> bool:
-        """Whether chunks of it are still on their way to memory."""
+        """True while some of its chunks are on their way to memory."""
         return bool(self._arriving)
 
     @property
     def is_provisional(self) -> bool:
-        """Whether stores that some of it comes from have not been committed yet."""
+        """True while some of it comes from stores that are not committed yet."""
         return bool(self._provisional)
 
     def advance(self) -> bool:
-        """Wait for news of what is on its way. False when no more will come: what did not arrive is lost then."""
+        """Wait for news of chunks on their way. Returns False when no more will come: chunks that did not arrive are
+        lost then."""
         try:
             response = next(self._stream, None)
         except (grpc.RpcError, ValueError) as error:
@@ -169,7 +170,8 @@ class MappedPrefix(ResidentPrefix):
             del self._arriving[number]
 
     def _committed(self, entry: pb.ResidentChunk, *, lost: bool) -> None:
-        """Its store has ended. With ``verify`` its strips are checked now that their checksums are known."""
+        """Handle the end of a chunk's store. With ``verify`` its strips are checked now that their checksums are
+        known."""
         if lost or (chunk := self._read(entry)) is None or not self.wanted.verify:
             return
         layers = self.wanted.layers if chunk.part == 0 else (None,)
@@ -178,7 +180,7 @@ class MappedPrefix(ResidentPrefix):
             self._cut(entry, MissReason.CORRUPT)
 
     def arrived(self, part: int, slab: int) -> list[Chunk] | None:
-        """The chunks of one part that were on their way, once that slab of all of them is there; else None."""
+        """Return the arriving chunks of one part, once that slab of all of them is there; else None."""
         if self._missing is None:
             self._missing = self._counted()
         if self._missing[part, slab] > 0:
@@ -186,7 +188,7 @@ class MappedPrefix(ResidentPrefix):
         return [self._landed[number][0] for number, entry in self._awaited() if entry.part == part]
 
     def _awaited(self) -> Iterator[tuple[int, pb.ResidentChunk]]:
-        """Those of the prefix, as far as it still reaches, that were not there at once."""
+        """Yield the chunks that were not in memory at once, as far as the prefix still reaches."""
         for number, entry in enumerate(self._entries):
             if entry.is_arriving and self._span(entry)[0] < self._stop:
                 yield number, entry
@@ -200,7 +202,7 @@ class MappedPrefix(ResidentPrefix):
         return missing
 
     def _named(self, entry: pb.ResidentChunk) -> tuple[CacheKind, int | None]:
-        """What kind of cache a part is, and of which layer where it is hidden states."""
+        """Return the kind of cache of a part, and its layer where it is hidden states."""
         layer = None if entry.part == 0 else self.wanted.hidden_layers[entry.part - 1]
         return self.wanted.spec.kind if layer is None else CacheKind.E, layer
 
@@ -242,25 +244,25 @@ class MappedPrefix(ResidentPrefix):
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
     ) -> MappedLanding:
-        """What memory has at once, the rest layer by layer as it lands."""
+        """Copy resident chunks at once, the rest layer by layer as it lands."""
         return MappedLanding(self, target, copier, faults, bad, on_copied)
 
     def received(self) -> MappedPrefix:
-        """Itself, once everything is in memory."""
+        """Return itself, once everything is in memory."""
         while self.is_arriving and self.advance():
-            pass  # each step says whether there is another
+            pass  # until ``advance`` says that no more will come
         return self
 
     def cancel(self) -> None:
-        """Wait no longer for what is on its way: ``advance`` returns False soon. From any thread."""
+        """Stop waiting for chunks on their way: ``advance`` returns False soon. From any thread."""
         self._stream.cancel()
 
     def abandon(self) -> None:
-        """As ``cancel``, from a destructor."""
+        """Cancel from a destructor."""
         self.session.returns.soon(self._stream.cancel)
 
     def close(self) -> None:
-        """Give the lease back, and wait for nothing that is on its way. Idempotent."""
+        """Give the lease back, without waiting for chunks on their way. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

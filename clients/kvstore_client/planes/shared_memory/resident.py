@@ -1,4 +1,4 @@
-"""Chunks that lie in mapped memory: how they are copied, and whether the copies are good."""
+"""Chunks in mapped memory: copies them, and checks that the copies are good."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvstore_client.planes.shared_memory.session import MappedSession
 
 HERE_BYTES_MAX = 8 << 20
-"""So much is copied by who asks: to wake another thread takes as long."""
+"""The most bytes copied on the calling thread: to wake another thread takes as long."""
 
 
 class ResidentPrefix:
-    """What prefixes in mapped memory have in common."""
+    """The common part of prefixes in mapped memory."""
 
     def __init__(
         self, session: MappedSession, wanted: Wanted, exactness: Exactness, tier: Tier, reason: MissReason
@@ -38,11 +38,11 @@ class ResidentPrefix:
         self._generations = session.generations
 
     def runs(self, part: int) -> list[MappedRun]:
-        """The chunks of one part, grouped for copying."""
+        """Return the chunks of one part, grouped for copying."""
         return runs_of([chunk for chunk in self.chunks if chunk.part == part])
 
     def copy_all(self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], timeout_s: float) -> None:
-        """Copy every requested layer of what is in memory, in two halves."""
+        """Copy every requested layer of the chunks in memory, in two halves."""
         cache = self.runs(0)
         pairs = None if self.wanted.hidden_layers else target.pairs(cache)
         if pairs is not None:
@@ -58,8 +58,8 @@ class ResidentPrefix:
         copier.split(_each, work, timeout_s)
 
     def settle(self, bad: set[int]) -> int:
-        """Leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``: ids of chunks).
-        When that is not all of them, ``reason`` tells why."""
+        """Return the number of leading tokens whose copies are good: generations unchanged, no bad checksum (``bad``:
+        ids of chunks). Sets ``reason`` when that is not all of them."""
         good = self._stop
         fence()  # the copies' loads come before the generations'
         for chunk in self.chunks:
@@ -70,8 +70,8 @@ class ResidentPrefix:
         return good
 
     def _is_current(self, slot: int, generation: int) -> bool:
-        """Whether everything that was read from a chunk before the last ``fence`` was the chunk's. A slot that there is
-        not is nobody's."""
+        """Return True when all bytes read from a chunk before the last ``fence`` were the chunk's. A slot that does not
+        exist has no chunk."""
         return slot < len(self._generations) and bool(self._generations[slot] == generation)
 
 

@@ -131,15 +131,16 @@ class MappedSession(Session):
             raise Unavailable(f"the hand-off failed: {error}") from error
 
     def _bound_sends(self) -> None:
-        """The watcher waits for packets as long as the session lives. A packet that cannot be sent in time is none: a
-        sidecar that stands still takes none once its queue is full."""
+        """Let the watcher wait for packets without limit, and bound sends: a stalled sidecar takes no packets once its
+        queue is full."""
         self._socket.settimeout(None)
         seconds = int(self._timeout_s)
         limit = struct.pack("ll", seconds, max(1, int((self._timeout_s - seconds) * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
-        """One question and its answer, of this kind, which the watcher receives. Raises what a refusal says."""
+        """Send one question, and return its answer of this kind, which the watcher receives. Raises the error of a
+        refusal."""
         with self._lock:
             try:
                 send(self._socket, question)
@@ -156,11 +157,11 @@ class MappedSession(Session):
             return expected(kind, *answer)
         if come:
             raise Unavailable("the sidecar is gone")
-        self.close()  # an answer that comes later would be taken for the next question's
+        self.close()  # a late answer would be taken for the next question's
         raise DeadlineExceeded(f"the hand-off did not answer within {self._timeout_s} s")
 
     def take(self, answer: Answer, descriptors: list[int]) -> None:
-        """A packet came."""
+        """Take a packet that came."""
         if isinstance(answer, PresenceAnswer) and self.presence is not None:
             self.presence.take(answer, descriptors)
             return
@@ -184,7 +185,7 @@ class MappedSession(Session):
             self._regions[index] = self._map(descriptor, byte_count)
 
     def region(self, index: int) -> Bytes:
-        """A region's bytes, read-only; mapped when first asked for. Raises Unavailable once the session ended."""
+        """Return a region's bytes, read-only; mapped at first use. Raises Unavailable once the session ended."""
         found = self._regions.get(index)
         while found is None:
             if self.ended.is_set():
@@ -201,8 +202,8 @@ class MappedSession(Session):
         return found
 
     def create_staging(self, byte_count: int) -> tuple[int, SharedMap]:
-        """Writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit, Unavailable
-        where it cannot be mapped."""
+        """Return writable memory that the server can read: (staging id, mapping). Raises Exhausted at the limit,
+        Unavailable where it cannot be mapped."""
         answer, descriptors = self._exchange(StagingQuestion(byte_count), StagingAnswer)
         with closing_all(descriptors):
             try:
@@ -219,7 +220,7 @@ class MappedSession(Session):
     def open_prefix(
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> MappedPrefix:
-        """Its first message says where the chunks lie, the following ones what has landed."""
+        """Open a prefix by a stream: the first message names the chunks' places, the later ones report arrivals."""
         try:
             stream = noted(self.cache.Fetch(request, timeout=timeout_s, metadata=self.carried))
             response = next(stream)
@@ -237,13 +238,14 @@ class MappedSession(Session):
     def open_warm(
         self, wanted: Wanted, name: ChainName, digests: Sequence[bytes], seen: Shown, exactness: Exactness
     ) -> WarmPrefix | None:
-        """By what was told before, and shared memory. A server that wants to know what is used is told."""
+        """Open a prefix from places known from earlier fetches, and shared memory. None for a sidecar that takes no
+        reports of use: it would not know that the chunks are used."""
         if not self._is_told:
             return None
         return warm_prefix(self, wanted, name, digests, seen, exactness, partial(self._note_use, name, digests))
 
     def _note_use(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk]) -> None:
-        """A fetch without a call brought these chunks."""
+        """Report a fetch without a call, which brought these chunks."""
         if self.presence is not None:
             byte_count = sum(chunk.layout.total_bytes for chunk in chunks)
             hits, misses = len(chunks), len(digests) - len(chunks)
@@ -252,11 +254,11 @@ class MappedSession(Session):
             self.presence.count(fetch_calls=1, fetch_hit_chunks=hits, fetch_miss_chunks=misses, fetch_bytes=byte_count)
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StagedUpload:
-        """By staging, which the sidecar reads."""
+        """Return an upload by staging, which the sidecar reads."""
         return StagedUpload(self, source, copier, timeout_s)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
-        """By a call: the sidecar reads the runs."""
+        """Hand the runs over by a call: the sidecar reads them."""
         step = pb.FillStrips(reservation_id=reservation_id, fills=fills)
         self.call(self.cache.Store, pb.StoreRequest(fill=step), timeout_s)
 
@@ -298,7 +300,7 @@ def _end(ended: threading.Event, connection: socket.socket, channel: grpc.Channe
 
 
 def _send_now(connection: socket.socket, message: Question) -> bool:
-    """What nobody waits for. False when the sidecar cannot take it now."""
+    """Send a message that needs no wait. Returns False when the sidecar cannot take it now."""
     try:
         send(connection, message, flags=socket.MSG_DONTWAIT)
     except OSError:
@@ -307,7 +309,7 @@ def _send_now(connection: socket.socket, message: Question) -> bool:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the sidecar's end of the hand-off is open. Cost: about a microsecond."""
+    """Return True when the sidecar's end of the hand-off is open. Cost: about a microsecond."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:
@@ -335,8 +337,8 @@ def _watch(session_of: weakref.ref[MappedSession], connection: socket.socket) ->
 
 
 def _after_fork_in_child() -> None:
-    """The child holds sockets that would keep the parent's sessions alive: close them. It does not have the pages of
-    the parent's presence tables: look into none."""
+    """Close inherited sockets, which would keep the parent's sessions alive. Drop the presence tables: a child does not
+    have their pages."""
     for session in list(_live):
         if session.presence is not None:
             session.presence.close()

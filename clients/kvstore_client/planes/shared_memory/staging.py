@@ -17,7 +17,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class StagingFile:
-    """A staging memfd of ours. It is backed with pages as it fills: many clients never fill one."""
+    """A staging memfd of this client. It gets pages only as it fills: many clients never fill one."""
 
     def __init__(self, mapping: SharedMap) -> None:
         self._mapping = mapping
@@ -28,7 +28,7 @@ class StagingFile:
         return self._mapping.byte_count
 
     def backed_to(self, stop: int) -> Bytes:
-        """All its bytes; those before ``stop`` cost no more faults."""
+        """Return all its bytes; those before ``stop`` are backed, and cause no more page faults."""
         if stop > self._backed:
             stop = min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self._mapping.byte_count)
             self._mapping.back(self._backed, stop - self._backed)
@@ -37,7 +37,7 @@ class StagingFile:
 
 
 class StagingPool:
-    """Segments on demand, first fit, within what the server grants."""
+    """Allocates runs, first fit, in segments made on demand, within the server's limit."""
 
     def __init__(self, session: MappedSession) -> None:
         self._session = session
@@ -47,8 +47,8 @@ class StagingPool:
         """(segment, offset, byte_count), sorted; neighbours are joined."""
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
-        """A run, or None when the budget is used up. ``expected_bytes``: what the store still needs, to size a new
-        segment by. Raises Exhausted when the machine has no memory for it."""
+        """Return a run, or None when the budget is used up. ``expected_bytes``: the bytes that the store still needs,
+        which set the size of a new segment. Raises Exhausted when the machine has no memory for it."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             run = self._first_fit(byte_count)
@@ -59,7 +59,7 @@ class StagingPool:
     def _first_fit(self, byte_count: int) -> StagingRun | None:
         for index, (segment, offset, size) in enumerate(self._free):
             if size >= byte_count:
-                memory = self._segments[segment].backed_to(offset + byte_count)  # first: it may raise
+                memory = self._segments[segment].backed_to(offset + byte_count)  # before the list changes: it may raise
                 if size == byte_count:
                     del self._free[index]
                 else:
@@ -83,13 +83,13 @@ class StagingPool:
 
     @property
     def used_bytes(self) -> int:
-        """What was taken and not given back."""
+        """Bytes that were taken and not given back."""
         with self._lock:
             held = sum(each.byte_count for each in self._segments.values())
             return held - sum(size for _, _, size in self._free)
 
     def give_back(self, run: StagingRun) -> None:
-        """The server has read it: it may be used again."""
+        """Free a run: the server has read it."""
         with self._lock:
             insort(self._free, (run.staging_id, run.offset, run.byte_count))
             joined: list[tuple[int, int, int]] = []

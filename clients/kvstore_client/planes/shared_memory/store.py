@@ -17,7 +17,7 @@ Staged = tuple[Unit, StagingRun]
 
 
 def _continues(group: list[Staged], unit: Unit, run: StagingRun) -> bool:
-    """Whether a unit is the next chunk of a group, and lies right behind it in staging."""
+    """Return True when a unit is the next chunk of a group, and lies right behind it in staging."""
     last, before = group[-1]
     return (
         last.layout is unit.layout
@@ -56,7 +56,7 @@ class StagedUpload:
                     "earlier stores"
                 )
             remaining -= unit.byte_count
-            self._staged.append((unit, run))  # at once: it is given back whatever comes next
+            self._staged.append((unit, run))  # at once, so that it is given back whatever comes next
             batch.append((unit, run))
         self._copy_batch(batch)
 
@@ -72,7 +72,7 @@ class StagedUpload:
             try:
                 self._copier.split(self._copy_slabs, work, self._timeout_s)
             except DeadlineExceeded:
-                # A copy may still write to its staging, so that must never be used again: it goes with the session.
+                # A copy may still write to its staging. End the session, so that this memory is never used again.
                 self._session.close()
                 raise
 
@@ -88,16 +88,16 @@ class StagedUpload:
             self.free()
 
     def finish(self) -> list[pb.Fill]:
-        """What is staged."""
+        """Return the fills of all staged units."""
         return [unit.fill(run) for unit, run in self._staged]
 
     def free(self) -> None:
-        """The sidecar has read it."""
+        """Give the staged runs back: the sidecar has read them."""
         for run in self.stop():
             self._pool.give_back(run)
 
     def stop(self) -> list[StagingRun]:
-        """Let go of what is staged."""
+        """Drop the staged units, and return their runs."""
         runs = [run for _, run in self._staged]
         self._staged = []
         return runs

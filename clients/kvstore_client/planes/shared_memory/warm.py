@@ -1,9 +1,9 @@
-"""Fetches without a call: what earlier fetches were told of chunks in memory, as long as it is so.
+"""Fetches without a call: reuses the places of chunks that earlier fetches found in memory.
 
 A chunk keeps its place in the sidecar's memory, and the slot and value of its generation, until it leaves; then the
-generation changes before anything else does. So where a fetch once read a chunk is where it still is, if the presence
-table says that memory has it and the header is what it was. It is copied without a lease, and counts only if the
-generation is what it was after the copy, too. Where that fails, a call decides.
+generation changes before anything else does. So a chunk is still where an earlier fetch read it, if the presence table
+says that memory has it and its header is unchanged. It is copied without a lease, and the copy counts only if the
+generation is unchanged after it. Where a check fails, a call decides.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from kvstore_client.planes.shared_memory.session import MappedSession
 
 CHUNK_COUNT_MAX, HEADER_BYTES_MAX = 2048, 32 << 20
-"""Of one session. A chunk takes as much as its header, some 10 KiB for 32 layers of 8 heads: what was used longest ago
-goes first."""
+"""Limits of one session. A chunk takes as much as its header, some 10 KiB for 32 layers of 8 heads. The least recently
+used chunks go first."""
 
 
 class Known(NamedTuple):
-    """A chunk, and the hash of its header's bytes as they were read."""
+    """A chunk, and the hash of its header's bytes when they were read."""
 
     chunk: Chunk
     header: int
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the header is what it was: memory that went bad there is not taken for the chunk."""
+        """True when the header is unchanged: memory that went bad there is not taken for the chunk."""
         return _hash_of_header(self.chunk) == self.header
 
 
 class WarmChunks:
-    """The chunks that one session has seen in memory. Safe to share between threads: an entry that another thread took
-    out is a call more."""
+    """The chunks that one session has seen in memory. Safe to share between threads: an entry that another thread
+    removed costs a call."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -54,7 +54,7 @@ class WarmChunks:
         self._is_over = False
 
     def note(self, name: ChainName, digests: Sequence[bytes], chunks: Sequence[Chunk], chunk_tokens: int) -> None:
-        """A fetch read these chunks, which are whole and committed."""
+        """Remember the chunks that a fetch read; they are whole and committed."""
         seen = {
             (name, digests[chunk.token_start // chunk_tokens]): Known(chunk, _hash_of_header(chunk))
             for chunk in chunks[:CHUNK_COUNT_MAX]
@@ -75,8 +75,8 @@ class WarmChunks:
             self._header_bytes -= known.chunk.layout.header_bytes
 
     def of(self, name: ChainName, digests: Sequence[bytes], chunk_tokens: int) -> list[Chunk] | None:
-        """All of these chunks; None when one of them is not known, not as it was, or elsewhere in its prompt: an
-        engine's own hashes may say that the same chunk begins another one."""
+        """Return all of these chunks. None when one of them is unknown, changed, or at another place in its prompt: an
+        engine's own hashes may name the same chunk at another start."""
         found: list[Known] = []
         for number, digest in enumerate(digests):
             known = self._known.get((name, digest))
@@ -92,7 +92,7 @@ class WarmChunks:
         return [known.chunk for known in found]
 
     def clear(self) -> None:
-        """The session ends: its memory goes with the last chunk that is known."""
+        """Drop all chunks: the session ends, and its memory goes with the last known chunk."""
         with self._changing:
             self._is_over = True
             self._known.clear()
@@ -121,7 +121,7 @@ class WarmPrefix(ResidentPrefix):
         self._on_used = on_used
 
     def settle(self, bad: set[int]) -> int:
-        """As ``ResidentPrefix.settle``. What came whole was used."""
+        """Settle as ``ResidentPrefix.settle`` does, and report the use of a prefix that came whole."""
         good = super().settle(bad)
         if good == self.token_count:
             self._on_used(self.chunks)
@@ -136,7 +136,7 @@ class WarmPrefix(ResidentPrefix):
         raise AssertionError("what is read at leisure has a lease")
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: it holds no lease."""
 
     cancel = abandon = close
 
@@ -150,9 +150,9 @@ def warm_prefix(
     exactness: Exactness,
     on_used: Callable[[Sequence[Chunk]], None],
 ) -> WarmPrefix | None:
-    """The prefix that a lookup has just shown, where all of it is in memory at places that are known here. None where a
-    call is needed. ``seen``: the presence table's answer for these digests. ``on_used`` hears of what
-    came whole."""
+    """Return the prefix that a lookup has just shown, if all of it is in memory at known places. None where a call is
+    needed. ``seen``: the presence table's answer for these digests. ``on_used`` gets the chunks of a prefix that came
+    whole."""
     hits = seen.hit_count
     first = seen.runs[0] if seen.runs else None
     if first is None or first.state != ChunkState.HIT or first.tier != Tier.DRAM or first.count != hits:

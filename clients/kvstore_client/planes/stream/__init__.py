@@ -1,9 +1,9 @@
 """The plane of other hosts: the same calls, with the bytes in the messages instead of shared memory.
 
-- ``session``  the channel, and the stream whose end is the session's
+- ``session``  the channel, and the stream whose end is the session's end
 - ``prefix``   messages into tensors: each strip is hashed and then copied from the message gRPC gave, once
 - ``store``    tensors into messages: each byte is copied once, into the message gRPC takes
 
-What comes over a network is always verified, whatever ``verify`` says. A stream of bytes has the client's timeout, and
-a second more for every RATE_BYTES_MIN bytes it may bring.
+Bytes from a network are always verified, whatever ``verify`` says. A stream of bytes has the client's timeout, and a
+second more for every RATE_BYTES_MIN bytes it may bring.
 """

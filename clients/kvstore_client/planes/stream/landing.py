@@ -1,4 +1,4 @@
-"""Strips into their places."""
+"""Copies of strips from messages into their places."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class StreamLanding:
-    """Strips into their places as the messages come, on the thread that waits for them: while it hashes and copies
-    a message that is in the processor's cache, gRPC's threads take the next from the network. A thread more to hash
-    and copy in cost as much as it did, on waiting for the interpreter."""
+    """Copies strips into their places as messages come, on the thread that waits for them: while it hashes and copies a
+    message in the processor's cache, gRPC's threads take the next from the network. A separate thread to hash and copy
+    saved nothing: it lost as much time waiting for the interpreter."""
 
     def __init__(
         self, prefix: StreamPrefix, target: Target, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
@@ -41,7 +41,7 @@ class StreamLanding:
             each: {id(chunk): (chunk, *self._heads(chunk, each[1])) for chunk in prefix.chunks if chunk.part == each[0]}
             for each in parts
         }
-        """Per slab and chunk the strips that are still to come: (chunk, first, stop)."""
+        """Per slab and chunk, the strips that are still to come: (chunk, first, stop)."""
 
     def _heads(self, chunk: StreamChunk, slab: int) -> tuple[int, int]:
         wanted, count = self._prefix.wanted, chunk.layout.slabs[slab].strip_count
@@ -50,7 +50,7 @@ class StreamLanding:
         return wanted.head_start, wanted.head_stop
 
     def advance(self) -> bool:
-        """Wait for a message and copy what it brought. False when no more will come."""
+        """Wait for a message and copy its strips. Returns False when no more will come."""
         strips = self._prefix.receive()
         if strips is None:
             self._end()
@@ -68,7 +68,7 @@ class StreamLanding:
         return True
 
     def _note(self, strips: Strips) -> bool:
-        """Whether they are the next that are wanted of their slab: none is left out, none comes twice."""
+        """Return True when these strips are the next wanted ones of their slab: none is skipped, none comes twice."""
         extent = strips.extent
         missing = self._missing.get((strips.chunk.part, extent.slab), {})
         chunk, first, stop = missing.get(id(strips.chunk), (strips.chunk, 0, 0))
@@ -80,7 +80,7 @@ class StreamLanding:
         return True
 
     def _put(self, strips: Strips) -> None:
-        """Into their places, if they are what their chunk's header says."""
+        """Copy strips into their places, if they match their chunk's header."""
         self._faults.reach("fetch.copy.middle")
         part, slab = strips.chunk.part, strips.extent.slab
         if not strips.is_intact():
@@ -92,7 +92,7 @@ class StreamLanding:
                 self._target.copy_strips(position, strips)
 
     def _end(self) -> None:
-        """What did not come is lost."""
+        """Treat strips that did not come as lost."""
         for missing in self._missing.values():
             for chunk, _, _ in missing.values():
                 reason = self._prefix.reason
@@ -102,15 +102,15 @@ class StreamLanding:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that is wanted has not come yet."""
+        """True while wanted strips have not come yet."""
         return any(self._missing.values())
 
     def has_landed(self, position: int) -> bool:
-        """Whether all of a layer has been copied."""
+        """Return True when all of a layer has been copied."""
         return not any(missing for key, missing in self._missing.items() if position in self._positions.get(key, ()))
 
     def stop(self, timeout_s: float) -> None:
-        """Nothing runs beside."""
+        """Do nothing: no copy runs on another thread."""
 
     def finish(self, timeout_s: float) -> None:
-        """Nothing runs beside."""
+        """Do nothing: no copy runs on another thread."""

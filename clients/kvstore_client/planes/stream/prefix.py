@@ -41,7 +41,7 @@ class StreamPrefix:
         exactness: Exactness,
     ) -> None:  # fmt: skip
         self.exactness = exactness
-        self._session = session  # it lasts as long as its last prefix
+        self._session = session  # keeps the session alive as long as its last prefix
         self._stream = stream
         self._is_closed = False
         self.wanted = wanted
@@ -58,7 +58,7 @@ class StreamPrefix:
         self.token_count = self.stop
 
     is_provisional = False
-    """What is sent was committed: a store in flight comes when it is."""
+    """The server sends committed bytes only: it waits for the commit of a store in flight."""
 
     def _chunk(self, entry: pb.ResidentChunk) -> StreamChunk:
         spec = self.wanted.spec
@@ -68,7 +68,7 @@ class StreamPrefix:
         return StreamChunk(entry.part, entry.index, entry.index * spec.chunk_tokens, layout)
 
     def receive(self) -> list[Strips] | None:
-        """The strips of the next message, or None when no more will come."""
+        """Return the strips of the next message, or None when no more will come."""
         try:
             message = next(self._stream, None)
             if message is None:
@@ -125,31 +125,31 @@ class StreamPrefix:
     def landing(
         self, target: Target, copier: Copier, faults: FaultPoints, bad: set[int], on_copied: Callable[[], None]
     ) -> StreamLanding:
-        """Copies on the thread that waits for the messages."""
+        """Return copies that run on the thread that waits for the messages."""
         return StreamLanding(self, target, faults, bad, on_copied)
 
     def received(self) -> ReceivedPrefix:
-        """Its chunks, received to the end."""
+        """Receive its chunks to the end, and return them."""
         return ReceivedPrefix(self)
 
     def cut(self, chunk: StreamChunk, reason: MissReason) -> None:
-        """The prefix ends before this chunk."""
+        """End the prefix before this chunk."""
         if chunk.token_start < self.stop:
             self.stop, self.reason = chunk.token_start, reason
 
     def settle(self, bad: set[int]) -> int:
-        """Leading tokens whose strips are good (``bad``: ids of chunks)."""
+        """Return the number of leading tokens whose strips are good (``bad``: ids of chunks)."""
         for chunk in self.chunks:
             if id(chunk) in bad:
                 self.cut(chunk, MissReason.CORRUPT)
         return self.stop
 
     def cancel(self) -> None:
-        """Wait no longer for what is on its way. From any thread."""
+        """Stop waiting for bytes on their way. From any thread."""
         self._stream.cancel()
 
     def abandon(self) -> None:
-        """As ``cancel``, from a destructor."""
+        """Cancel from a destructor."""
         self._session.returns.soon(self._stream.cancel)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunks out of messages, whole."""
+"""Whole chunks, gathered from messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReceivedChunk:
-    """A chunk as it comes, strip by strip, each of them checked."""
+    """A chunk that arrives strip by strip, each of them checked."""
 
     def __init__(self, chunk: StreamChunk) -> None:
         self.token_start = chunk.token_start
@@ -24,7 +24,7 @@ class ReceivedChunk:
         self._strip_count = 0
 
     def take(self, strips: Strips) -> bool:
-        """Whether they are the next of it, and what its header says."""
+        """Add strips. Returns False unless they are the chunk's next ones, and match its header."""
         slab, extent = self.layout.slabs[0], strips.extent
         if extent.first != self._strip_count or not strips.is_intact():
             return False
@@ -43,12 +43,12 @@ class ReceivedChunk:
         return self._memory
 
     def is_intact(self, *_: object) -> bool:
-        """It would not be here."""
+        """Return True: only strips that passed their check are here."""
         return True
 
 
 class ReceivedPrefix:
-    """The chunks of a query, received to the end. Held beside where they go."""
+    """The chunks of a query, received to the end, in memory of their own."""
 
     def __init__(self, prefix: StreamPrefix) -> None:
         self._prefix = prefix
@@ -63,7 +63,7 @@ class ReceivedPrefix:
         self.chunks = [received for _, received in found.values() if received.token_start < prefix.stop]
 
     def settle(self, bad: set[int]) -> int:
-        """Leading tokens that are good."""
+        """Return the number of leading tokens that are good."""
         return self._prefix.settle(bad)
 
     def close(self) -> None:

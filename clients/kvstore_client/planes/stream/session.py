@@ -33,13 +33,13 @@ PROTOCOL_VERSION = 1
 SERVICE = "/kvstore.v1.RemoteService/"
 MESSAGE_BYTES_MAX = 64 << 20
 LARGE_BYTES = 31 << 20
-"""Just below the largest block from which glibc learns."""
+"""Just below the largest block whose release makes glibc raise its thresholds."""
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # A server that vanished without a word is noticed.
+    # Notice a server that vanished without closing its connections.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -49,8 +49,8 @@ OPTIONS = (
 
 def keep_message_memory() -> None:
     """Have the C library keep the memory of messages for the next ones. By default it gives a few MiB back to the
-    kernel as soon as they are free, and faults them in anew: half the rate of a stream. It stops that by itself once
-    a large block was freed, as engines do all the time; a client that has only begun frees one here, untouched."""
+    kernel as soon as they are free, and faults them in anew, at half the rate of a stream. It stops that by itself once
+    a large block was freed, as engines do all the time; a new client frees such a block here, untouched."""
     np.empty(LARGE_BYTES, np.uint8)
 
 
@@ -58,7 +58,7 @@ class StreamSession(Session):
     """A connected session. Raises: Unavailable when nobody answers or TLS fails, Unauthenticated for a wrong token."""
 
     message_bytes: int
-    """How many bytes of data a message should carry."""
+    """Bytes of data that a message should carry."""
 
     def __init__(self, address: str, token: str, credentials: Any, server_name: str, timeout_s: float) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class StreamSession(Session):
         self._start_returns(timeout_s)
 
     def greeted(self, welcome: rpb.ConnectResponse) -> None:
-        """The session is open."""
+        """Note that the session is open."""
         self._welcome = self._welcome or welcome
         self._opened.set()
 
     def lost(self, error: grpc.RpcError | None) -> None:
-        """Its stream has ended."""
+        """End the session: its stream has ended."""
         if error is not None:
             found = translated(error)
             if isinstance(found, Unavailable):
@@ -118,7 +118,7 @@ class StreamSession(Session):
     def open_prefix(
         self, wanted: Wanted, request: pb.FetchRequest, digests: list[bytes], timeout_s: float, exactness: Exactness
     ) -> StreamPrefix:
-        """Its first message says how long it is, the following ones bring it."""
+        """Open a prefix by a stream: the first message tells its length, the later ones bring its bytes."""
         del request.layers[:]
         request.layers.extend(dict.fromkeys(wanted.layers))
         count = 0 if wanted.head_stop is None else wanted.head_stop - wanted.head_start
@@ -134,11 +134,11 @@ class StreamSession(Session):
         return StreamPrefix(self, wanted, fields.head, digests, stream, exactness)
 
     def upload(self, source: StoreSource, copier: Copier, timeout_s: float) -> StreamUpload:
-        """In messages, built while others are sent."""
+        """Return an upload by messages, which are built while others are sent."""
         return StreamUpload(self, source, copier, timeout_s)
 
     def fill(self, reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], timeout_s: float) -> None:
-        """By a stream of messages."""
+        """Send the runs by a stream of messages."""
         messages = messages_of(reservation_id, fills, runs, self.message_bytes)
         limit_s = stream_timeout_s(timeout_s, sum(run.byte_count for run in runs))
         try:

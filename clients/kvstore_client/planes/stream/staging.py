@@ -1,4 +1,4 @@
-"""What a writer gathers in when there is no shared memory, and how that is sent."""
+"""A writer's staging without shared memory, and the messages that send it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RATE_BYTES_MIN = 50_000_000
 
 
 def stream_timeout_s(timeout_s: float, byte_count: int) -> float:
-    """How long a stream of so many bytes may take."""
+    """Return how many seconds a stream of so many bytes may take."""
     return timeout_s + byte_count / RATE_BYTES_MIN
 
 
 class PrivatePool:
-    """This process's own memory, in the place of what a sidecar reads."""
+    """Staging in this process's own memory, for a sidecar that cannot read it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class PrivatePool:
         self.used_bytes = 0
 
     def take(self, byte_count: int, expected_bytes: int) -> StagingRun | None:
-        """A run, or None when POOL_BYTES_MAX are in use."""
+        """Return a run, or None when POOL_BYTES_MAX are in use."""
         byte_count = -(-byte_count // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             if self.used_bytes and self.used_bytes + byte_count > POOL_BYTES_MAX:
@@ -49,7 +49,7 @@ class PrivatePool:
 def messages_of(
     reservation_id: int, fills: Sequence[pb.Fill], runs: Sequence[StagingRun], message_bytes: int
 ) -> Iterator[bytes]:  # fmt: skip
-    """The strips of ``fills``, each at the start of its run's memory."""
+    """Return messages with the strips of ``fills``, each at the start of its run's memory."""
     groups = list(_grouped(list(zip(fills, runs, strict=True)), message_bytes))
     return (_message(reservation_id, group) for group in groups)
 

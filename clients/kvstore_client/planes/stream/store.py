@@ -1,4 +1,4 @@
-"""A store's bytes in a stream between reserve and commit."""
+"""Sends a store's bytes in a stream between reserve and commit."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ class StreamUpload:
         self._has_stopped = False
         self._turn = threading.Lock()
         self._read = threading.Event()
-        """Nothing reads the caller's tensors any more, or the stream has ended."""
+        """Set when nothing reads the caller's tensors any more, or the stream has ended."""
 
     def put(self, reservation_id: int, units: Sequence[Unit]) -> None:
-        """Returns when nothing reads the caller's tensors any more. Raises the typed error of a failed stream."""
+        """Send these units. Returns when nothing reads the caller's tensors any more. Raises the typed error of a
+        failed stream."""
         self._reservation_id = reservation_id
         messages = list(_messages(units, self._session.message_bytes))
         if messages:
@@ -87,7 +88,7 @@ class StreamUpload:
             self._result()
 
     def _outgoing(self, messages: Sequence[list[_SentStrips]]) -> Iterator[bytes]:
-        """The messages, each built while the one before is sent. gRPC takes the next when it has room."""
+        """Yield the messages, each built while the one before is sent. gRPC takes the next when it has room."""
         for number in range(len(messages) + 1):
             with self._turn:
                 if self._has_stopped:
@@ -102,7 +103,7 @@ class StreamUpload:
                 yield message
 
     def _build(self, pieces: list[_SentStrips]) -> bytes:
-        """One message: the tensors' bytes, copied to where they will be sent from."""
+        """Build one message: copy the tensors' bytes to the memory they are sent from."""
         size = sum(piece.byte_count for piece in pieces)
         fields = rpb.StoreBytesRequest(
             reservation_id=self._reservation_id, runs=[piece.run() for piece in pieces], checksum=bytes(16)
@@ -137,7 +138,7 @@ class StreamUpload:
         except grpc.RpcError as error:
             for build in self._builds:
                 if build.done():
-                    check(build)  # to gRPC a message that could not be built is a stream without a reason
+                    check(build)  # gRPC gives no reason when a message could not be built
             raise translated(error) from error
         except (grpc.FutureTimeoutError, grpc.FutureCancelledError) as error:
             raise DeadlineExceeded(f"the store was not taken within {self._limit_s:.0f} s") from error
@@ -148,11 +149,11 @@ class StreamUpload:
         return []
 
     def free(self) -> None:
-        """It has gone with the stream."""
+        """Do nothing: the messages went with the stream."""
 
 
 def _messages(units: Sequence[Unit], message_bytes: int) -> Iterator[list[_SentStrips]]:
-    """The units' strips, in messages of at most ``message_bytes``; a strip larger than that has one of its own."""
+    """Yield the units' strips, in messages of at most ``message_bytes``; a larger strip has a message of its own."""
     pieces: list[_SentStrips] = []
     size = 0
     for unit in units:

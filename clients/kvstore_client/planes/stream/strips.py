@@ -1,4 +1,4 @@
-"""Chunks as messages bring them: strips, each of which is hashed."""
+"""Chunks as messages bring them: strips, each with a checksum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _kept_seeds = lru_cache(maxsize=512)(strip_seeds)
 
 
 class StreamChunk:
-    """One chunk of a prefix: what its header says, once that came."""
+    """One chunk of a prefix, with its header's checksums once the header came."""
 
     def __init__(self, part: int, index: int, token_start: int, layout: ChunkLayout) -> None:
         self.part = part
@@ -29,14 +29,14 @@ class StreamChunk:
         self.checksums = b""
 
     def introduce(self, header: ChunkHeader) -> None:
-        """Its header came: now its strips can be told from others."""
+        """Take the header: now the chunk's strips can be checked."""
         self.seeds = _kept_seeds(header.storage_key, self.layout, header.write_id)
         self.checksums = header.checksums.tobytes()
 
 
 class StripExtent(NamedTuple):
-    """Where consecutive strips lie: ``first .. stop`` of a slab (numbered within it), strip ``number`` of the chunk and
-    those after it. ``spans``: (start, stop) of each in a run's bytes."""
+    """The place of consecutive strips: ``first .. stop`` of a slab (numbered within it), strip ``number`` of the chunk
+    and those after it. ``spans``: (start, stop) of each in a run's bytes."""
 
     slab: int
     first: int
@@ -46,19 +46,19 @@ class StripExtent(NamedTuple):
 
     @property
     def byte_count(self) -> int:
-        """With the padding after the last."""
+        """Bytes of the run, with the padding after the last strip."""
         return -(-self.spans[-1][1] // ALIGNMENT) * ALIGNMENT
 
 
 class Strips(NamedTuple):
-    """Strips of a chunk, as they lie in a message."""
+    """Strips of a chunk, in a message's memory."""
 
     chunk: StreamChunk
     extent: StripExtent
     memory: Bytes
 
     def is_intact(self) -> bool:
-        """Whether they are what the chunk's header says. Without a header, no."""
+        """Return True when the strips match the chunk's header. Without a header, False."""
         spans, start = self.extent.spans, self.extent.number
         stop, data = start + len(spans), self.memory.data
         seeds = self.chunk.seeds[start:stop]
@@ -70,7 +70,8 @@ class Strips(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def extent_of(layout: ChunkLayout, number: int, count: int) -> StripExtent:
-    """Where ``count`` strips lie, from strip ``number`` of a chunk on. Raises DataLoss when they are not one slab's."""
+    """Return the place of ``count`` strips, from strip ``number`` of a chunk on. Raises DataLoss when they are not one
+    slab's."""
     stop = number + count
     if stop > layout.strip_count:
         raise DataLoss("the message names strips that the chunk does not have", reason="strips")
