@@ -24,6 +24,7 @@ from kvstore.movement.removal import Removal
 from kvstore.movement.room import Room
 from kvstore.movement.shared_tiers import SharedTiers
 from kvstore.movement.sources import WENT, LocalSource, Source
+from kvstore.planning.loading.facts import PIECE_BYTES
 from kvstore.seams import FaultPoints, Workers
 from kvstore.seams.jobs import done
 from kvstore.seams.memory import Bytes
@@ -31,8 +32,6 @@ from kvstore.spec import MissReason
 from kvstore.telemetry import NO_TRACING, Counters, Tracing
 from kvstore.tiers import StoredChunk
 
-GROUP_BYTES = 4 << 20
-"""Bytes of one chunk's slabs that are read as one request."""
 STALL_S = 2.0
 """A tier that has left a request unanswered for so many seconds gets no new ones on a reader's behalf."""
 ANSWER_S_MAX = 60.0
@@ -381,7 +380,7 @@ def _groups(loading: Loading) -> list[range]:
         size = 0
         for number, slab in enumerate(part):
             size += slabs[slab].byte_count
-            if number and slab == part[number - 1] + 1 and size <= GROUP_BYTES:
+            if number and slab == part[number - 1] + 1 and size <= PIECE_BYTES:
                 groups[-1] = range(groups[-1].start, slab + 1)
             else:
                 groups.append(range(slab, slab + 1))

@@ -7,9 +7,9 @@ from kvstore.planning.loading import LoadFacts, Stock
 
 
 def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
-    """Until the first token, with tokens from ``front`` to ``stop`` loaded. Chunks come layer by layer, each layer's
-    chunks in order; tiers work side by side, one chunk of a layer at a time, and the link behind them likewise."""
-    layers, chunk = facts.layer_count, facts.unit_tokens
+    """Until the first token, with tokens from ``front`` to ``stop`` loaded. Chunks come piece by piece, each piece's
+    tokens in order; tiers work side by side. The link behind them takes a layer at a time of what is there."""
+    layers, pieces = facts.layer_count, facts.pieces
     compute = facts.compute
     landed = [0.0] * layers
     if stop > front:
@@ -17,16 +17,18 @@ def played_s(facts: LoadFacts, stock: Stock, front: int, stop: int) -> float:
         for tier, found in facts.tiers.items():
             free[tier] = found.rate.byte_s * found.queued_bytes + found.rate.latency_s
         link_free = facts.link.latency_s
-        for layer in range(layers):
-            for start in range(front, stop, chunk):
-                for token in range(start, min(start + chunk, stop)):
-                    run = _run_at(stock, token)
-                    size = run.token_bytes / layers
-                    ready = 0.0
-                    if run.tier in free:
-                        free[run.tier] += size * facts.tiers[run.tier].rate.byte_s
-                        ready = free[run.tier]
-                    link_free = max(link_free, ready) + size * facts.link.byte_s
+        for piece in range(pieces):
+            inside = [layer for layer in range(layers) if layer * pieces // layers == piece]
+            ready = dict.fromkeys(range(front, stop), 0.0)
+            for token in ready:
+                run = _run_at(stock, token)
+                if run.tier in free:
+                    free[run.tier] += run.token_bytes * len(inside) / layers * facts.tiers[run.tier].rate.byte_s
+                    ready[token] = free[run.tier]
+            for layer in inside:
+                for token, ready_s in ready.items():
+                    size = _run_at(stock, token).token_bytes / layers
+                    link_free = max(link_free, ready_s) + size * facts.link.byte_s
                 landed[layer] = link_free
     now = _steps_s(facts, 0, front) if stop > front else 0.0
     done = stop if stop > front else 0

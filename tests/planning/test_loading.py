@@ -56,7 +56,7 @@ def scene(seed: int) -> LoadFacts:
         token_count=count, reusable_tokens=count - 1, stocks=tuple(stocks), tiers=tiers, layer_count=layers,
         compute=ComputeRate(draw.choice((0.0, 1e-3)), token_s, token_s * between(1e-4, 1e-1), 1.0, 1.0, 9),
         link=TierRate(0.0, token_s / 1000 * between(0.001, 1), 1.0, 9), unit_tokens=unit,
-        step_tokens=draw.choice((0, 0, unit, 2 * unit)),
+        step_tokens=draw.choice((0, 0, unit, 2 * unit)), piece_count=draw.choice((0, 0, 1, 2, 4)),
     )  # fmt: skip
 
 

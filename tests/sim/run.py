@@ -187,7 +187,7 @@ class _Listener(logging.Handler):
 def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     """Constants of the service that a small simulation must draw too; its log goes nowhere."""
     log, listener = logging.getLogger("kvstore"), _Listener(trace)
-    before, loads.GROUP_BYTES = loads.GROUP_BYTES, setup.group_bytes
+    before, loads.PIECE_BYTES = loads.PIECE_BYTES, setup.group_bytes
     count_max, newest.COUNT_MAX = newest.COUNT_MAX, setup.newest_count_max
     randoms = envelope._random, sealed_file._random, plain._random
     envelope._random = sealed_file._random = plain._random = SeededRandom(0)
@@ -196,7 +196,7 @@ def surroundings(trace: Trace, setup: Setup) -> Iterator[None]:
     try:
         yield
     finally:
-        loads.GROUP_BYTES = before
+        loads.PIECE_BYTES = before
         newest.COUNT_MAX = count_max
         envelope._random, sealed_file._random, plain._random = randoms
         log.propagate = propagates

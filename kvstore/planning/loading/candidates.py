@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from kvstore.planning.loading.facts import Blend, HeldRun, LoadFacts, Stock
 from kvstore.planning.loading.timeline import Candidate, Way
@@ -42,6 +43,21 @@ def candidates_of(facts: LoadFacts) -> Iterator[Candidate]:
         yield _blended(facts, facts.blend)
 
 
+class _Waits(NamedTuple):
+    """Seconds until the first layer of what is loaded has landed, until the last has, and until tiers have delivered
+    all; and for how many seconds tiers and the link are busy."""
+
+    first_s: float = 0.0
+    landed_s: float = 0.0
+    delivered_s: float = 0.0
+    busy_s: float = 0.0
+
+    def until(self, pass_s: float, facts: LoadFacts) -> float:
+        """When a pass over the layers ends that begins each of them once it has landed."""
+        last_s = max(self.landed_s + pass_s / facts.layer_count, self.delivered_s + pass_s / facts.pieces)
+        return max(self.first_s + pass_s, last_s)
+
+
 @dataclass(frozen=True)
 class _Pattern:
     """One form of a prompt's prefix, and what it takes to load a stretch of it."""
@@ -56,9 +72,9 @@ class _Pattern:
     def _computed_s(self, new_tokens: int, context_tokens: int) -> float:
         return self.facts.compute.seconds(new_tokens, context_tokens, self.facts.step_tokens)
 
-    def waits(self, start: int, stop: int, *, is_high: bool = False) -> tuple[float, float, float]:
-        """(until the first layer has landed, until the last has, how long tiers and the link are busy). Tiers deliver
-        side by side, each behind its queue; the link takes layer after layer, and what waits in one keeps the next."""
+    def waits(self, start: int, stop: int, *, is_high: bool = False) -> _Waits:
+        """Return when what is loaded lands. Tiers deliver side by side, each behind its queue, and each piece of their
+        chunks whole; the link takes layer after layer, and what waits in one keeps the next."""
         facts, layers = self.facts, self.facts.layer_count
         first_s = last_s = busy_s = total_bytes = 0.0
         for tier in self.stock.tiers:
@@ -71,13 +87,13 @@ class _Pattern:
             read_s = caution * rate.seconds(byte_count)
             queue_s = caution * rate.byte_s * found.queued_bytes
             latency_s = queue_s + min(caution * rate.latency_s, read_s)
-            first_s = max(first_s, latency_s + (queue_s + read_s - latency_s) / layers)
+            first_s = max(first_s, latency_s + (queue_s + read_s - latency_s) / facts.pieces)
             last_s, busy_s = max(last_s, queue_s + read_s), busy_s + read_s
         link_s = facts.link.seconds(total_bytes) * (facts.link.caution if is_high else 1.0)
         layer_s = link_s / layers
         piece_s = layer_s * facts.unit_tokens / (stop - start)
         landed_s = max(last_s + piece_s, first_s + link_s - layer_s, link_s)
-        return max(first_s + piece_s, layer_s), landed_s, busy_s + link_s
+        return _Waits(max(first_s + piece_s, layer_s), landed_s, last_s, busy_s + link_s)
 
     def work_s(self, start: int, stop: int) -> float:
         """What is computed of loaded tokens as they arrive."""
@@ -86,25 +102,25 @@ class _Pattern:
     def ttft_s(self, front: int, stop: int, *, is_high: bool = False) -> float:
         """Until the first token, with tokens from ``front`` to ``stop`` loaded. The first pass behind them begins a
         layer when the one before it is computed, and it has landed."""
-        facts, layers = self.facts, self.facts.layer_count
+        facts = self.facts
         if front == stop:
             return self._prefill_s
-        first_s, last_s, _ = self.waits(front, stop, is_high=is_high)
+        waits = self.waits(front, stop, is_high=is_high)
         rest, front_s = facts.token_count - stop, self._computed_s(front, 0)
         step = min(rest, facts.step_tokens or rest)
         step_s = self._computed_s(step, stop) + self.work_s(front, stop)
         behind_s = self._computed_s(rest - step, stop + step)
-        return max(front_s + step_s, first_s + step_s, last_s + step_s / layers) + behind_s
+        return max(front_s + step_s, waits.until(step_s, facts)) + behind_s
 
     def candidate(self, way: Way, front: int, stop: int) -> Candidate:
         facts = self.facts
-        _, load_s, tier_s = self.waits(front, stop) if stop > front else (0.0, 0.0, 0.0)
+        waits = self.waits(front, stop) if stop > front else _Waits()
         ttft_s, rest = self.ttft_s(front, stop), facts.token_count - (stop if stop > front else 0)
         front_s = self._computed_s(front, 0) if stop > front else 0.0
         compute_s = front_s + self.work_s(front, stop) + self._computed_s(rest, facts.token_count - rest)
         return Candidate(
             way, self.stock.form if stop > front else "", front, stop, ttft_s, self.ttft_s(front, stop, is_high=True),
-            front_s, load_s, compute_s, tier_s, _cost(facts, ttft_s, compute_s, tier_s),
+            front_s, waits.landed_s, compute_s, waits.busy_s, _cost(facts, ttft_s, compute_s, waits.busy_s),
         )  # fmt: skip
 
     def boundaries(self, usable: int) -> list[int]:
@@ -121,7 +137,7 @@ class _Pattern:
 
         def outlasts(stop: int) -> bool:
             rest = facts.token_count - stop
-            return self.waits(0, stop)[1] >= self._computed_s(min(rest, facts.step_tokens or rest), stop)
+            return self.waits(0, stop).landed_s >= self._computed_s(min(rest, facts.step_tokens or rest), stop)
 
         crossing = _first(outlasts, usable // unit, unit)
         beside = {crossing, max(unit, crossing - unit)}
@@ -143,7 +159,7 @@ class _Pattern:
         beside_s = self._computed_s(min(rest, facts.step_tokens or rest), stop) * (1 - 1 / facts.layer_count)
 
         def outlasts(front: int) -> bool:
-            return self._computed_s(front, 0) + beside_s >= self.waits(front, stop)[1]
+            return self._computed_s(front, 0) + beside_s >= self.waits(front, stop).landed_s
 
         crossing = _first(outlasts, stop // unit - 1, unit)
         return min((max(0, crossing - unit), crossing), key=lambda front: self._timed_s((front, stop)))
@@ -209,14 +225,13 @@ def _blended(facts: LoadFacts, blend: Blend) -> Candidate:
         beside_s, behind_s = suffix_s, again_s + suffix_s
 
     def ttft_s(*, is_high: bool) -> float:
-        first_s, last_s, _ = pattern.waits(0, both.token_count, is_high=is_high)
-        return max(first_s + beside_s, last_s + beside_s / facts.layer_count) + behind_s
+        return pattern.waits(0, both.token_count, is_high=is_high).until(beside_s, facts) + behind_s
 
-    _, load_s, tier_s = pattern.waits(0, both.token_count)
+    waits = pattern.waits(0, both.token_count)
     mean_s, compute_s = ttft_s(is_high=False), beside_s + behind_s
     return Candidate(
-        Way.BLEND, exact.form, 0, stop, mean_s, ttft_s(is_high=True), 0.0, load_s, compute_s, tier_s,
-        _cost(facts, mean_s, compute_s, tier_s), blend.setting,
+        Way.BLEND, exact.form, 0, stop, mean_s, ttft_s(is_high=True), 0.0, waits.landed_s, compute_s,
+        waits.busy_s, _cost(facts, mean_s, compute_s, waits.busy_s), blend.setting,
     )  # fmt: skip
 
 

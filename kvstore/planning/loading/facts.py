@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from kvstore.planning.setting import Recompute
 from kvstore.spec import ModelSpec, Tier
 
 IN_MEMORY = (Tier.DRAM, Tier.HBM)
+PIECE_BYTES = 4 << 20
+"""Neighbouring layers of a chunk, up to so many bytes, are read from a tier as one request."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ class LoadFacts:
 
     ``stocks``: what is stored of its exact prefix, in each form. ``tiers``: those below memory. ``link``: the way from
     memory to the engine, copies or a network, which all bytes take. ``step_tokens``: rows of one forward pass, 0: all
-    at once; ``unit_tokens``: loads begin and end at multiples of it. ``ways``: what the engine can do.
+    at once; ``unit_tokens``: loads begin and end at multiples of it. ``piece_count``: tiers deliver a chunk in so many
+    pieces, each of which has several layers; 0: a layer at a time. ``ways``: what the engine can do.
     """
 
     token_count: int
@@ -135,10 +139,16 @@ class LoadFacts:
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)
     layer_count: int = 1
     unit_tokens: int = 1
+    piece_count: int = 0
     step_tokens: int = 0
     blend: Blend | None = None
     ways: frozenset[Way] = frozenset(Way)
     prices: Prices = Prices()
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces in which tiers deliver the layers of a chunk."""
+        return min(self.piece_count or self.layer_count, self.layer_count)
 
     def usable(self, stock: Stock) -> int:
         """How many leading tokens of a stock may be loaded."""
@@ -162,5 +172,5 @@ def prompt_facts(
     return LoadFacts(
         token_count=token_count, reusable_tokens=reusable_tokens, compute=compute, link=link, stocks=stocks,
         tiers=known, layer_count=spec.layer_count, unit_tokens=max(spec.chunk_tokens, step_tokens),
-        step_tokens=step_tokens, ways=ways,
+        piece_count=math.ceil(spec.chunk_tokens * token_bytes / PIECE_BYTES), step_tokens=step_tokens, ways=ways,
     )  # fmt: skip
