@@ -203,9 +203,13 @@ class Bench:
 
     def _told(self, rows: Rows) -> float:
         seconds, found = self.ours()
-        chosen = found.plan.loading.chosen
-        rows.foretold.append(found.timeline.prepare_s + chosen.ttft_s)
-        rows.chosen.append(str(chosen.way))
+        loading = found.plan.loading
+        if loading is None:  # its load was given up: it counts as wrong by all that it took
+            rows.foretold.append(0.0)
+            rows.chosen.append("given-up")
+        else:
+            rows.foretold.append(found.timeline.prepare_s + loading.chosen.ttft_s)
+            rows.chosen.append(str(loading.chosen.way))
         return seconds
 
 
