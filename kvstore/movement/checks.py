@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from kvstore.catalog import Catalog, Copies
@@ -21,6 +22,8 @@ from kvstore.telemetry import Counters
 IDLE_S = 1.0
 ROWS_AT_ONCE = 4096
 PROOFS_AT_ONCE = 8
+REST_S, REST_S_MAX = 0.05, 1.0
+"""How often a round that rests looks whether it may go on; and how long a rest waits for the check that runs."""
 PROOF_COUNT_MAX = 65_536
 """Copies that wait to be proven, at most."""
 _log = logging.getLogger("kvstore.movement")
@@ -44,6 +47,9 @@ class Checks:
         self._counters = counters
         self._policies = policies
         self._doubtful: asyncio.Queue[_Proof] = asyncio.Queue(PROOF_COUNT_MAX)
+        self._rests = 0
+        self._checking = asyncio.Lock()
+        """Taken while a round holds a chunk."""
 
     async def run(self) -> None:
         """Verify copies, round after round, for ever."""
@@ -159,6 +165,19 @@ class Checks:
             await self._clock.sleep(IDLE_S)
             await self.round()
 
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Let no round hold a chunk meanwhile, so that only those who use a chunk hold it. The check that runs ends
+        first, unless its tier takes longer than ``REST_S_MAX``."""
+        self._rests += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REST_S_MAX), self._checking:
+                    pass
+            yield
+        finally:
+            self._rests -= 1
+
     async def round(self) -> None:
         """Check every copy once."""
         for copies in list(self._table.copies):
@@ -172,12 +191,17 @@ class Checks:
                 row += 1
 
     async def _paced(self, copies: Copies, row: int) -> None:
-        byte_count = self._names.of(row).layout.total_bytes
-        self._table.hold(row)
-        try:
-            was_read = await self.check(copies, row) is not None
-        finally:
-            self._catalog.unhold(row)
+        while self._rests:
+            await self._clock.sleep(REST_S)
+        async with self._checking:
+            if row not in copies:
+                return
+            byte_count = self._names.of(row).layout.total_bytes
+            self._table.hold(row)
+            try:
+                was_read = await self.check(copies, row) is not None
+            finally:
+                self._catalog.unhold(row)
         if was_read:
             self._counters.add("scrubbed_bytes", byte_count)
         await self._clock.sleep(byte_count / self._policies.scrub_bytes_per_s)

@@ -31,6 +31,14 @@ MUTANTS = [
         (f"{LOCATED}::test_a_bucket_that_has_no_e_is_not_said_to_have_it",),
     ),
     Mutant(
+        "a-check-on-the-side-holds-chunks",
+        "kvstore/movement/checks.py",
+        "        while self._rests:\n",
+        "        while False:\n",
+        "an operator hears that chunks are in use which nobody uses, and they stay",
+        ("tests/controller/test_operators.py::test_a_check_on_the_side_holds_no_chunk_for_an_operator",),
+    ),
+    Mutant(
         "one-callers-haste-closes-the-directory",
         DIRECTORY,
         "            self.is_reachable = self.is_reachable and timeout_s < SLOW_S\n",

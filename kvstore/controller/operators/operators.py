@@ -100,7 +100,7 @@ class Operators:
                     f"{selection.tier}: other nodes use it, too, and this one knows only some of what is there: for S3 "
                     "use kvstore scan --delete; Redis drops what it needs room for"
                 )
-        return self._changes.evict(self._chosen(selection), only, dry_run=dry_run)
+        return self._undisturbed(self._changes.evict(self._chosen(selection), only, dry_run=dry_run))
 
     def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Keep chunks where they are, for so long; 0: until they are unpinned, or the service ends. Raises Exhausted
@@ -122,7 +122,8 @@ class Operators:
         to = self._writes(tier)
         local = self._local(tier)
         leaving = copies if local is None else copies[: copies.index(local)]
-        return self._changes.send(chosen, [to], [] if keep else list(leaving), Transit.NOT_TAKEN, dry_run=dry_run)
+        given_up = [] if keep else list(leaving)
+        return self._undisturbed(self._changes.send(chosen, [to], given_up, Transit.NOT_TAKEN, dry_run=dry_run))
 
     def verify(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
         """Read copies again and check every strip."""
@@ -152,7 +153,14 @@ class Operators:
                 await self._parts.clock.sleep(LAND_STEP_S)
         slower = slower_than(self._parts, selection.tier)
         chosen = self._chosen(selection)
-        async with aclosing(self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run)) as changes:
+        changes = self._undisturbed(self._changes.send(chosen, slower, [local], STAYS, dry_run=dry_run))
+        async with aclosing(changes):
+            async for news in changes:
+                yield news
+
+    async def _undisturbed(self, changes: AsyncGenerator[ChangeNews]) -> AsyncGenerator[ChangeNews]:
+        """Run changes that leave chunks alone that are held, while no check on the side holds any."""
+        async with self._parts.movement.checks.resting(), aclosing(changes):
             async for news in changes:
                 yield news
 
