@@ -301,12 +301,12 @@ async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
     """Its round waits while an operator looks or changes something; who changes something waits for the one check."""
     async with Held((1, 2), chunks=8) as held:
         checks, table = held.service.parts.movement.checks, held.service.parts.catalog.table
-        begun, ends = asyncio.Event(), asyncio.Event()
+        begun, ends = asyncio.Event(), asyncio.Semaphore(0)
         read = checks._read
 
         async def slow(*args: Any) -> bool:
             begun.set()
-            await ends.wait()
+            await ends.acquire()
             return await read(*args)
 
         checks._read = slow
@@ -316,9 +316,8 @@ async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
         asking = asyncio.ensure_future(held.operators.chunk(held.service.query(1).digests[0].hex(), None))
         await asyncio.sleep(0.01)
         assert not asking.done()
-        ends.set()
+        ends.release()
         assert [part.hold_count for part in (await asking).parts] == [0]
-        ends.clear()
         async with checks.resting():
             for _ in range(20):
                 held.service.clock.advance(1)
@@ -326,6 +325,6 @@ async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
             assert not list(table.held()), "the next chunk's check has not begun"
         last = [news async for news in held.operators.evict(Selection(), dry_run=True)][-1]
         assert last.tally.counts == {"removed": 2}
-        ends.set()
+        ends.release()
         held.service.clock.advance(60)
         await rounds
