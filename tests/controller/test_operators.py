@@ -323,7 +323,7 @@ async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
                 held.service.clock.advance(1)
                 await asyncio.sleep(0.001)
             assert not list(table.held()), "the next chunk's check has not begun"
-        last = [news async for news in held.operators.evict(Selection(), dry_run=True)][-1]
+            last = [news async for news in held.operators.evict(Selection(), dry_run=True)][-1]
         assert last.tally.counts == {"removed": 2}
         ends.release()
         held.service.clock.advance(60)
