@@ -317,8 +317,8 @@ async def test_a_check_on_the_side_holds_no_chunk_for_an_operator() -> None:
         await asyncio.sleep(0.01)
         assert not asking.done()
         ends.release()
-        assert [part.hold_count for part in (await asking).parts] == [0]
         async with checks.resting():
+            assert [part.hold_count for part in (await asking).parts] == [0]
             for _ in range(20):
                 held.service.clock.advance(1)
                 await asyncio.sleep(0.001)
