@@ -134,9 +134,9 @@ class AsyncClient:
         """See ``Client.fetch_segment``."""
         return await self.call(self.client.fetch_segment, spec, tokens, **options)
 
-    async def find_segments(self, spec: ModelSpec, tokens: GivenTokens) -> list[range]:
+    async def find_segments(self, spec: ModelSpec, tokens: GivenTokens, **options: Any) -> list[range]:
         """See ``Client.find_segments``."""
-        return await self.call(self.client.find_segments, spec, tokens)
+        return await self.call(self.client.find_segments, spec, tokens, **options)
 
     async def wait(self, receipt: Receipt, timeout: float | None = None) -> Durability:  # noqa: ASYNC109 - the receipt's own bound
         """Await ``receipt.wait`` without blocking the loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from kvstore_client import AsyncClient, EventKind, Match, connect, connect_async
+from kvstore_client import AsyncClient, Client, EventKind, Match, connect, connect_async
 from kvstore_client.aio import CALLS_AT_ONCE
 from kvstore_ops.sidecar import Sidecar
 
@@ -237,3 +238,11 @@ async def test_a_cancelled_task_gives_back_what_it_held(
                 return not any(held(judge).values())
 
             await asyncio.to_thread(eventually, nothing_is_held, TICKET_S)
+
+
+def test_a_method_takes_what_the_clients_of_that_name_takes() -> None:
+    for name, method in inspect.getmembers(Client, inspect.isfunction):
+        taken = inspect.signature(getattr(AsyncClient, name, method)).parameters
+        if name.startswith("_") or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            continue
+        assert set(inspect.signature(method).parameters) <= set(taken), name
