@@ -53,7 +53,8 @@ def _with_choice(facts: Facts, plan: Plan, choice: Choice, setting: Recompute) -
 
 
 def _run(facts: Facts, offered: OfferedRun, setting: Recompute) -> PlannedRun | None:
-    """What is fetched of an offered run: as far as its E reaches, where E is needed; None where E ends before it."""
+    """Return the part of an offered run to fetch: as far as its E reaches, where E is needed; None where E ends before
+    it."""
     spec, first, hidden_layer = offered.cache.sender or facts.receiver, setting.first_layer, None
     layers = spec.slab_layers if offered.is_exact else setting.loaded_layers(spec.layer_count)
     if setting.needs_hidden and not offered.is_exact:

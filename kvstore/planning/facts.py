@@ -23,14 +23,14 @@ class StoredSegment:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it stands where it was computed: nothing but that preamble comes before it."""
+        """True when it stands where it was computed: only that preamble comes before it."""
         return self.token_start == self.stood_at
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What is stored of a prompt under one model: ``sender``, None: the receiver itself. ``permits``: what the profiles
-    say, one per kind of reuse; empty when the caller gave the setting."""
+    """The parts of a prompt that are stored under one model: ``sender``, None: the receiver itself. ``permits``: what
+    the profiles say, one per kind of reuse; empty when the caller gave the setting."""
 
     sender: ModelSpec | None = None
     prefix_token_count: int = 0
@@ -48,7 +48,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoredE:
-    """How many leading tokens of a cache have E of a layer stored; ``reason``: why no more. Only a fetch tells."""
+    """The number of leading tokens of a cache for which E of a layer is stored; ``reason``: why no more. Only a fetch
+    tells."""
 
     cache: StoredCache
     layer: int
@@ -76,7 +77,7 @@ class Facts:
 
     @property
     def allows_lossy(self) -> bool:
-        """Whether anything behind the exact prefix may be reused at all."""
+        """True when tokens behind the exact prefix may be reused at all."""
         computes_all = self.setting is not None and self.setting.computes_all(self.receiver.layer_count)
         return not self.is_unavailable and not computes_all
 

@@ -34,7 +34,8 @@ class OfferedRun:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a ``sender`` has, None: the model itself. ``permit``: by which it may be reused, where a profile decides."""
+    """The runs that a ``sender`` has stored; None: the model itself. ``permit``: by which it may be reused, where a
+    profile decides."""
 
     runs: tuple[OfferedRun, ...]
     sender: ModelSpec | None
@@ -45,7 +46,7 @@ class Offer:
         return sum(run.stop - run.start for run in self.runs)
 
     def around(self, other: Offer) -> Offer:
-        """What it has where the other has nothing."""
+        """Return the parts of its runs where the other has none."""
         runs = self.runs
         for taken in other.runs:
             runs = tuple(rest for run in runs for rest in run.outside(taken))
@@ -66,14 +67,14 @@ class Choice:
 
 
 def offers_of(facts: Facts) -> list[Offer]:
-    """What each model has behind the exact prefix; none of those that have nothing, or that no profile lets through."""
+    """Return each model's offer behind the exact prefix, without models that have nothing or that no profile admits."""
     offers = [_offer(facts, each) for each in (facts.own, *facts.senders) if each.sender is None or not each.is_refused]
     return [offer for offer in offers if offer.runs]
 
 
 def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: int) -> list[Choice]:
-    """What may be taken, the best first: the most tokens, of these the cheapest setting, of these what has the model's
-    own segments. Each offer by itself, and the model's own with a sender's where it has nothing itself.
+    """Sort the offers that may be taken, the best first: the most tokens, of these the cheapest setting, of these what
+    has the model's own segments. Each offer by itself, and the model's own with a sender's where it has nothing itself.
 
     ``given``: the setting; None: each offer's permit has one, and a mix takes the one that computes at least as much as
     the other in every respect."""
@@ -92,8 +93,9 @@ def choices_of(given: Recompute | None, offers: Sequence[Offer], layer_count: in
 
 
 def exact_runs(facts: Facts) -> tuple[OfferedRun, ...]:
-    """What the model itself computes of this prompt: its stored prefix, and behind it what is stored of a segment that
-    stands where it was computed. Ascending; between the two there may be tokens of the preamble."""
+    """Return the caches that the model itself would compute for this prompt: its stored prefix, and behind it what is
+    stored of a segment that stands where it was computed. Ascending; between the two there may be tokens of the
+    preamble."""
     limit = facts.reusable_token_count
     start, free = facts.load_start, min(facts.own.prefix_token_count, limit)
     runs = [OfferedRun(start, free, StoredCache(start, facts.own.prefix_token_count))] if free > start else []
@@ -109,7 +111,7 @@ def _cache_of(segment: StoredSegment, sender: ModelSpec | None) -> StoredCache:
 
 
 def _offer(facts: Facts, holding: Holding) -> Offer:
-    """What is stored behind what is exact. Of a sender its context's cache before its segments'."""
+    """Return the stored runs behind the exact part. Of a sender its context's cache before its segments'."""
     sender, limit = holding.sender, facts.reusable_token_count
     free = max((run.stop for run in exact_runs(facts)), default=0)
     runs = []

@@ -108,8 +108,8 @@ def schedule(
 
 
 class _Warmth:
-    """How many leading chunks of each context are warm, while one after the other is computed. Every chunk of every
-    context is passed once."""
+    """Count the leading chunks of each context that are warm, while one after the other is computed. Every chunk of
+    every context is passed once."""
 
     def __init__(self, contexts: Sequence[WaitingContext]) -> None:
         self._contexts = contexts
@@ -145,7 +145,7 @@ class _Warmth:
         self._warm_up(context.chunks[self._warm[index] :])
 
     def tokens(self, index: int) -> int:
-        """How many leading tokens of a context are warm."""
+        """Return the number of leading tokens of a context that are warm."""
         return self._warm[index] * self._contexts[index].chunk_tokens
 
     def warmest(self, is_placed: Sequence[bool]) -> int:
@@ -159,7 +159,7 @@ class _Warmth:
 def _hints(
     contexts: Sequence[WaitingContext], order: Iterable[tuple[int, float]], hints_max: int
 ) -> Iterator[PrefetchHint]:
-    """What is stored below memory of the next contexts, each chunk for the first that needs it."""
+    """Return the chunks of the next contexts that are stored below memory, each for the first context that needs it."""
     told = {digest for context in contexts for digest in context.chunks[: context.warm_chunks]}
     given = 0
     for index, due_s in order:

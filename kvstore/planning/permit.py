@@ -24,7 +24,8 @@ INVALID = "no valid profile for these weights: {}"
 
 @dataclass(frozen=True)
 class Pair:
-    """Whose caches are reused by whom, and how. ``sender`` None: the receiver's own, at another position."""
+    """A pair of models, and how the receiver reuses the sender's caches. ``sender`` None: the receiver's own, at
+    another position."""
 
     receiver: str
     sender: str | None
@@ -48,7 +49,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Permit:
-    """What the gate says to one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile
+    """The gate's answer for one pair: a setting, or None and the ``reason``. ``profile``: the digest of the profile
     that decided; ``token_count_max`` and ``run_count_max``: how far it goes, 0: it does not say."""
 
     pair: Pair
@@ -71,7 +72,7 @@ class Permit:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What a pair's profile says at one floor: the ``point`` to reuse by, or None and the ``reason``."""
+    """A profile's answer for a pair at one floor: the ``point`` to reuse by, or None and the ``reason``."""
 
     pair: Pair
     point: Point | None = None

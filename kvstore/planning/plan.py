@@ -49,12 +49,12 @@ class PlannedRun:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model itself computes this here, so that nothing of it is computed again."""
+        """True when the model itself computes exactly this here, so that no token of it is computed again."""
         return is_exact(self.cache)
 
     @property
     def rows(self) -> range:
-        """Which tokens of the cache these are."""
+        """The tokens of the cache that the run takes."""
         return range(self.token_start - self.cache.token_start, self.token_stop - self.cache.token_start)
 
     @property
@@ -65,9 +65,9 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a prompt. Tokens of no run are computed. ``recompute``: the setting of runs that are not exact,
-    None when there are none. ``reason``: why less is reused than was asked for; empty when it is not. ``permits``:
-    by which runs behind the exact prefix are reused; none when the caller gave the setting.
+    """The plan for a prompt: which stored tokens it reuses. Tokens of no run are computed. ``recompute``: the setting
+    of runs that are not exact, None when there are none. ``reason``: why less is reused than was asked for; empty when
+    it is not. ``permits``: by which runs behind the exact prefix are reused; none when the caller gave the setting.
     ``loading``: what the client's planner says of the exact prefix; None: it was not asked."""
 
     token_count: int
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def front_token_count(self) -> int:
-        """How many tokens are computed, before all others, while those behind them load."""
+        """Number of leading tokens that are computed while the tokens behind them load."""
         first = self.runs[0] if self.runs else None
         return first.token_start if first is not None and first.is_exact and not first.is_standalone else 0
 
@@ -103,6 +103,6 @@ class Plan:
 
 
 def is_exact(cache: StoredCache) -> bool:
-    """Whether tokens of a cache are what the model computes there: of its own prefix, and of its own segment where that
-    begins the prompt, or follows the preamble that the prompt begins with, as it did when it was computed."""
+    """True when tokens of a cache equal what the model computes there: of its own prefix, and of its own segment where
+    that begins the prompt, or follows the preamble that the prompt begins with, as it did when it was computed."""
     return cache.sender is None and (not cache.is_standalone or cache.token_start == cache.stood_at)

@@ -32,9 +32,9 @@ Value = TypeVar("Value")
 
 
 class Origin(StrEnum):
-    """How the caches of a profile were computed: after their whole prefix, alone from position 0, or behind the
-    preamble that their prompts begin with. The last is stored as standalone, under a content key that names the
-    preamble; how well it answers is another matter."""
+    """The way in which the caches of a profile were computed: after their whole prefix, alone from position 0, or
+    behind the preamble that their prompts begin with. The last is stored as standalone, under a content key that names
+    the preamble; how well it answers is another matter."""
 
     IN_CONTEXT = "in_context"
     STANDALONE = "standalone"
@@ -158,7 +158,7 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Which measurement it is: hex."""
+        """The digest that names the measurement, in hex."""
         return blake3(self.to_json().encode()).hexdigest()
 
     @staticmethod

@@ -7,7 +7,7 @@ from kvstore.spec import ModelSpec
 
 
 def check_sender(receiver: ModelSpec, sender: ModelSpec) -> None:
-    """Whether a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
+    """Decides if a sibling's cache can stand in for the receiver's: same architecture and regime, other weights.
 
     Raises: InvalidRequest naming the first field that differs, and for a sender that keeps E: its K and V would need
     its own weights.

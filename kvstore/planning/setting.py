@@ -80,31 +80,32 @@ class Recompute:
 
     @property
     def check_layer(self) -> int:
-        """Where tokens are chosen, after the group."""
+        """The layer after the group, at which tokens are chosen."""
         return self.last_layer + 1
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether the E of ``first_layer`` is needed: something is computed, and not from the embeddings."""
+        """True when the E of ``first_layer`` is needed: something is computed, and not from the embeddings."""
         return self.first_layer > 0 and (self.last_layer >= self.first_layer or self.ratio > 0)
 
     @property
     def chooses(self) -> bool:
-        """Whether some tokens are carried beyond the group and some are not."""
+        """True when some tokens are carried beyond the group and some are not."""
         return self.ratio > 0 and not self.carries_all
 
     @property
     def carries_all(self) -> bool:
-        """Whether every token is carried beyond the group."""
+        """True when every token is carried beyond the group."""
         return self.ratio == 1 and self.gradual == 0
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the suffix is asked before anything is chosen: then every layer is loaded before it is computed."""
+        """True when the suffix is asked before any token is chosen: then every layer is loaded before it is
+        computed."""
         return self.chooses and self.selector in LOOKING_AHEAD
 
     def covers(self, other: Recompute) -> bool:
-        """Whether it computes at least what the other does: as many layers for all, and no fewer tokens beyond them,
+        """True when it computes at least what the other does: as many layers for all, and no fewer tokens beyond them,
         chosen in the same way."""
         group = self.first_layer <= other.first_layer and self.last_layer >= other.last_layer
         how = (self.selector, self.metric, self.gradual) == (other.selector, other.metric, other.gradual)

@@ -107,7 +107,7 @@ def _response(planned: PlannedPrefill) -> prefill_pb2.PartialPrefillResponse:
 
 
 def render_record(record: PlanRecord) -> admin_pb2.PlanEntry:
-    """What operators are shown of a partial prefill."""
+    """Render a partial prefill for operators."""
     message = admin_pb2.PlanEntry(
         number=record.number, began_seconds=record.began, fingerprint=record.fingerprint, model_id=record.model_id,
         step_tokens=record.step_tokens, mode=MODE_NUMBERS[record.mode], stored_token_count=record.stored_token_count,
@@ -125,7 +125,7 @@ def render_record(record: PlanRecord) -> admin_pb2.PlanEntry:
 
 
 def render_engine(engine: EngineRate) -> admin_pb2.EngineRate:
-    """What all of a tenant may know of its engines."""
+    """Render an engine's rate: every client of the tenant may know it."""
     rate = engine.rate
     return admin_pb2.EngineRate(
         fingerprint=engine.fingerprint, model_id=engine.model_id, step_tokens=engine.step_tokens,

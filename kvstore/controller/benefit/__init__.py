@@ -1,4 +1,5 @@
-"""What the cache is good for: tokens that engines fetched and did not compute, and the prefixes that they fetch most.
+"""Accounts of the benefit of the cache: tokens that engines fetched and did not compute, and the prefixes that they
+fetch most.
 
 Both are accounts of one tenant, bounded, and cost a fetch a microsecond or two; lookups cost them nothing. They change
 nothing: no tier and no policy reads them.

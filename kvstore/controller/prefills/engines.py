@@ -1,4 +1,4 @@
-"""How fast engines compute, by what they told with their prefills."""
+"""Learns how fast engines compute, from the prefills that they report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES_MAX = 64
 
 
 class EngineRate(NamedTuple):
-    """What one model takes in engines that compute ``step_tokens`` at a time, 0: all at once."""
+    """The compute rate of one model in engines that compute ``step_tokens`` at a time; 0: all at once."""
 
     fingerprint: bytes
     model_id: str
@@ -38,7 +38,7 @@ class Engines:
             del self._seen[next(iter(self._seen))]
 
     def rate(self, fingerprint: bytes, step_tokens: int) -> ComputeRate:
-        """What is known of it; an unknown rate where nothing is."""
+        """Return the rate that was learned, or an unknown rate when no prefill was reported."""
         known = self._seen.get((fingerprint, step_tokens))
         return known.rate if known is not None else ComputeRate()
 

@@ -117,7 +117,7 @@ class PartialPrefills:
 
     @property
     def engine_rates(self) -> tuple[EngineRate, ...]:
-        """How fast engines compute."""
+        """The compute rates of all engines that reported prefills."""
         return self._engines.rates
 
     def _check(self, request: PrefillRequest, spec: ModelSpec) -> None:
@@ -152,14 +152,15 @@ class PartialPrefills:
         )  # fmt: skip
 
     def _here(self, query: ChainQuery, found: LookupResult) -> int:
-        """How many of the chunks that were found the node has itself."""
+        """Return the number of found chunks that the node holds itself."""
         spaces = namespaces_of(self._parts.catalog, query)
         return self._parts.catalog.walk(spaces, query.digests[: found.hit_count]).hit_count
 
     def _cut(
         self, request: PrefillRequest, spec: ModelSpec, found: LookupResult, plan: LoadPlan | None
     ) -> tuple[int, int, LookupResult]:
-        """What is to be loaded: the number of the first chunk, how many, and a ticket for them instead of for all."""
+        """Return the chunks to load: the index of the first one, their number, and a ticket for them instead of one for
+        all."""
         if plan is None or request.mode != "on":
             return 0, found.hit_count, found
         first = -(-plan.chosen.load_start // spec.chunk_tokens)

@@ -15,7 +15,7 @@ MODES = ("off", "observe", "on")
 
 
 class PlanState(StrEnum):
-    """What became of a partial prefill."""
+    """The state of a partial prefill."""
 
     ON_ITS_WAY = "on its way"
     DONE = "done"
@@ -27,7 +27,7 @@ class PlanState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnd:
-    """What a client measured: seconds from the request to the first token; of these, those in which it waited for
+    """A client's measurements: seconds from the request to the first token; of these, those in which it waited for
     bytes and computed nothing; and the prefill that it computed, where that says something."""
 
     ttft_s: float

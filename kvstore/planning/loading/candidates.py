@@ -53,7 +53,7 @@ class _Waits(NamedTuple):
     busy_s: float = 0.0
 
     def until(self, pass_s: float, facts: LoadFacts) -> float:
-        """When a pass over the layers ends that begins each of them once it has landed."""
+        """Return the second at which a pass over the layers ends that begins each layer once it has landed."""
         last_s = max(self.landed_s + pass_s / facts.layer_count, self.delivered_s + pass_s / facts.pieces)
         return max(self.first_s + pass_s, last_s)
 
@@ -96,12 +96,12 @@ class _Pattern:
         return _Waits(max(first_s + piece_s, layer_s), landed_s, last_s, busy_s + link_s)
 
     def work_s(self, start: int, stop: int) -> float:
-        """What is computed of loaded tokens as they arrive."""
+        """Return the seconds of computing for loaded tokens as they arrive (K and V out of E)."""
         return self.stock.work_share * self.facts.compute.load * self.facts.compute.token_s * (stop - start)
 
     def ttft_s(self, front: int, stop: int, *, is_high: bool = False) -> float:
-        """Until the first token, with tokens from ``front`` to ``stop`` loaded. The first pass behind them begins a
-        layer when the one before it is computed, and it has landed."""
+        """Return the seconds until the first token, with tokens from ``front`` to ``stop`` loaded. The first pass
+        behind them begins a layer when the one before it is computed, and it has landed."""
         facts = self.facts
         if front == stop:
             return self._prefill_s
@@ -124,7 +124,7 @@ class _Pattern:
         )  # fmt: skip
 
     def boundaries(self, usable: int) -> list[int]:
-        """Where loading may stop because another tier begins there, and the end."""
+        """Return the places where another tier begins, so that loading may stop there; and the end."""
         unit = self.facts.unit_tokens
         found = sorted({start // unit * unit for start in self.stock.starts[1:] if start < usable} - {0})
         if len(found) > STOPS_MAX:
@@ -132,7 +132,8 @@ class _Pattern:
         return [*found, usable]
 
     def stops(self, usable: int) -> list[int]:
-        """Where loading the first tokens may best stop: at a boundary, or where it takes as long as the pass beside."""
+        """Return the stops worth timing for a load of the first tokens: boundaries, and where loading takes as long as
+        the pass beside it."""
         facts, unit = self.facts, self.facts.unit_tokens
 
         def outlasts(stop: int) -> bool:

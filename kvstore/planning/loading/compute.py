@@ -38,7 +38,7 @@ class Prefill:
 
     @property
     def pairs(self) -> float:
-        """How many times a token attended to another."""
+        """The number of pairs of a token and a token that it attends to."""
         return self.new_tokens * (self.context_tokens + self.new_tokens / 2)
 
     @property
@@ -51,10 +51,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class ComputeRate:
-    """What computing takes: ``pass_s`` per forward pass, ``token_s`` per token, ``pair_s`` per token attended to, all
-    times ``load``, what the last few prefills took over what was expected. ``caution``: the 90th percentile over the
-    mean. Passes of more than ``most_tokens`` were not seen: up to READING_TOKENS they are taken to last as long as one
-    of so many, and beyond in proportion. 0: as the coefficients say."""
+    """The cost of computing: ``pass_s`` seconds per forward pass, ``token_s`` per token, ``pair_s`` per token attended
+    to, all times ``load``, what the last few prefills took over what was expected. ``caution``: the 90th percentile
+    over the mean. Passes of more than ``most_tokens`` were not seen: up to READING_TOKENS they are taken to last as
+    long as one of so many, and beyond in proportion. 0: as the coefficients say."""
 
     pass_s: float = 0.0
     token_s: float = 0.0
@@ -73,7 +73,7 @@ class ComputeRate:
         return self.load * self._unloaded_s(new_tokens, passes, pairs)
 
     def unloaded_s(self, done: Prefill) -> float:
-        """What this prefill was to take, had the device no other load."""
+        """Return the seconds that this prefill takes on a device without other load."""
         return self._unloaded_s(done.new_tokens, done.passes, done.pairs)
 
     def _unloaded_s(self, new_tokens: float, passes: float, pairs: float) -> float:
@@ -123,8 +123,8 @@ class Prefills:
 
     @cached_property
     def rate(self) -> ComputeRate:
-        """What these say. The slow coefficients are moved so that half of the prefills took longer, for one that
-        waited must not raise all; the load factor is the median of the last few."""
+        """The rate fitted to these prefills. The slow coefficients are moved so that half of the prefills took longer,
+        for one that waited must not raise all; the load factor is the median of the last few."""
         if not self.prefills:
             return ComputeRate()
         seconds = [each.seconds for each in self.prefills]

@@ -1,4 +1,4 @@
-"""What a loading plan rests on: values, gathered by whoever does the I/O."""
+"""The facts that a loading plan rests on: values, gathered by whoever does the I/O."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stock:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each run starts, and the end of the last."""
+        """The token at which each run starts, and the end of the last run."""
         return (0, *accumulate(run.token_count for run in self.runs))
 
     @cached_property
@@ -65,7 +65,7 @@ class Stock:
         return tuple(dict.fromkeys(run.tier for run in self.runs))
 
     def bytes_of(self, tier: Tier, start: int, stop: int) -> float:
-        """How many bytes of these tokens lie in a tier."""
+        """Return the number of bytes of these tokens that lie in a tier."""
         return self._before(tier, stop) - (self._before(tier, start) if start else 0.0)
 
     @cached_property
@@ -115,7 +115,8 @@ def slowest_tiers(tiers: Iterable[tuple[Tier, TierFacts]]) -> dict[Tier, TierFac
 
 @dataclass(frozen=True)
 class Prices:
-    """What a second of the engine, and of tiers, is worth in seconds of waiting; both 0 while nobody else waits."""
+    """The price of a second of the engine, and of a tier, in seconds of waiting; both 0 while no other request
+    waits."""
 
     compute: float = 0.0
     tier: float = 0.0
@@ -151,7 +152,7 @@ class LoadFacts:
         return min(self.piece_count or self.layer_count, self.layer_count)
 
     def usable(self, stock: Stock) -> int:
-        """How many leading tokens of a stock may be loaded."""
+        """Return the number of leading tokens of a stock that may be loaded."""
         return min(stock.token_count, self.reusable_tokens) // self.unit_tokens * self.unit_tokens
 
 

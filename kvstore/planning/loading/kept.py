@@ -20,14 +20,14 @@ TIERS_MAX = 64
 
 @dataclass(frozen=True)
 class KeptTier:
-    """What was measured of a tier, by its name in settings."""
+    """The measurements of one tier, under its name in settings."""
 
     kind: Tier
     times: BusyTimes
 
 
 def pack_rates(tiers: Mapping[str, KeptTier]) -> bytes:
-    """What ``unpack_rates`` reads."""
+    """Pack the measurements for ``unpack_rates``."""
     found = {
         name: {
             "kind": int(each.kind),

@@ -16,7 +16,7 @@ NOTHING = "nothing of the prompt is stored"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a prompt comes to its first token. ``chosen`` is one of the ``candidates``, of which plain prefill comes
+    """A plan for a prompt's first token. ``chosen`` is one of the ``candidates``, of which plain prefill comes
     first; ``why`` says what decided. ``is_measured``: whether the engine's speed is known; else its seconds are 0 and
     mean nothing."""
 
@@ -28,7 +28,7 @@ class LoadPlan:
 
     @property
     def prefill(self) -> Candidate:
-        """What computing everything takes."""
+        """The candidate that computes everything."""
         return self.candidates[0]
 
     @property

@@ -39,8 +39,8 @@ class BusyTime:
 
 @dataclass(frozen=True)
 class TierRate:
-    """What bytes take: ``latency_s`` and then ``byte_s`` each, on average; ``caution`` times that in nine of ten cases.
-    Moves of about ``least_bytes`` and fewer were not seen, and are taken to last as long as one of so many."""
+    """The cost of moving bytes: ``latency_s``, then ``byte_s`` each, on average; ``caution`` times that in nine of ten
+    cases. Moves of about ``least_bytes`` and fewer were not seen, and are taken to last as long as one of so many."""
 
     latency_s: float
     byte_s: float
@@ -88,7 +88,7 @@ PROBE_SHARE = 0.02
 
 
 def is_probe_due(rate: TierRate, byte_count: float, since_s: float) -> bool:
-    """Whether a tier that plans avoid may be asked for so many bytes again, ``since_s`` seconds after the last time:
+    """True when a tier that plans avoid may be asked for so many bytes again, ``since_s`` seconds after the last time:
     else nobody would learn that it is fast again."""
     return rate.seconds(byte_count) <= PROBE_SHARE * since_s
 
@@ -103,7 +103,7 @@ class BusyTimes:
 
     @cached_property
     def rate(self) -> TierRate | None:
-        """What these say; None: nothing was measured."""
+        """The rate fitted to these times; None: nothing was measured."""
         if not self.times:
             return None
         sizes = [each.byte_count for each in self.times]
@@ -137,7 +137,7 @@ class BusyTimes:
         return BusyTimes((*self.times, time)[-WINDOW:], surprises)
 
     def _has_seen(self, byte_count: int, rate: TierRate) -> bool:
-        """Whether the rate says anything of moves of that size: else being off is no surprise."""
+        """True when the rate covers moves of that size; for other sizes a wrong prediction is no surprise."""
         if not rate.least_bytes:
             return True
         sizes = [each.byte_count for each in self.times]

@@ -17,8 +17,8 @@ from kvstore.spec import Tier
 
 @dataclass(frozen=True)
 class Played:
-    """What loading one stretch took: until the first token, and each tier's bytes and busy seconds, the link's under
-    ``Tier.NONE``."""
+    """The outcome of loading one stretch: seconds until the first token, and each tier's bytes and busy seconds, the
+    link's under ``Tier.NONE``."""
 
     ttft_s: float
     busy: dict[Tier, BusyTime]
@@ -42,7 +42,7 @@ def play(truth: LoadFacts, stock: Stock, front: int, stop: int) -> Played:
 
 
 def _landings(truth: LoadFacts, stock: Stock, front: int, stop: int) -> tuple[list[float], dict[Tier, BusyTime]]:
-    """When each layer has landed, and how long each tier was busy."""
+    """Return when each layer has landed, and how long each tier was busy."""
     layers, unit = truth.layer_count, truth.unit_tokens
     pieces = [
         (tier, byte_count / layers)

@@ -9,7 +9,7 @@ from kvstore.planning.setting import Recompute
 
 
 class Way(StrEnum):
-    """How a prompt comes to its first token."""
+    """The ways in which a prompt comes to its first token."""
 
     PREFILL = "prefill"
     """Compute everything."""
@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """What goes on when, for a picture."""
+        """Return the spans of a plan's timeline, for a picture."""
         bars = []
         if self.front_s:
             bars.append(Bar("compute the front", 0.0, self.front_s))
