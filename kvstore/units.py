@@ -68,7 +68,7 @@ def split_address(address: str, name: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent there stays on this host. Names other than localhost count as elsewhere."""
+    """Return True when what is sent there stays on this host. Names other than localhost count as elsewhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

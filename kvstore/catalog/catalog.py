@@ -145,7 +145,8 @@ class Catalog:
         return 0
 
     def is_tail_of(self, row: int, parents: Mapping[bytes, int]) -> bool:
-        """Whether a row is a partial chunk that hangs on one of these, with fewer tokens than is said there."""
+        """Return True when a row is a partial chunk that hangs on one of these, with fewer tokens than is said
+        there."""
         count = self.table.token_counts[row]
         is_tail = self.space_of(row).is_tail(count) and not self.table.child_counts[row]
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
@@ -164,11 +165,11 @@ class Catalog:
         return self.spaces.numbered[self.table.spaces[row]]
 
     def is_visible(self, row: int) -> bool:
-        """Whether the chunk can be found; not so of a ghost."""
+        """Return True when the chunk can be found; not so of a ghost."""
         return self.space_of(row).index.get(self.table.digests[row]) == row
 
     def is_here(self, row: int, identity: Identity) -> bool:
-        """Whether the row is that chunk still, and can be found."""
+        """Return True when the row is that chunk still, and can be found."""
         return self.table.identity(row) == identity and self.is_visible(row)
 
     def stored(self, batch_count: int) -> Iterator[list[Event]]:

@@ -58,7 +58,7 @@ class Copies:
         return self.column[row] != NOWHERE
 
     def have_all(self, rows: Sequence[int]) -> bool:
-        """Whether the tier has every one of these. Cost: 40 ns a row."""
+        """Return True when the tier has every one of these. Cost: 40 ns a row."""
         return not rows or min(map(self.column.__getitem__, rows)) != NOWHERE
 
     def rows(self) -> Iterator[int]:
@@ -71,7 +71,8 @@ class Copies:
         return found if found == NOWHERE else found & ~UNPROVEN
 
     def is_proven(self, row: int) -> bool:
-        """Whether there is a copy that survives whatever the tier survives: this process wrote it, or it was proven."""
+        """Return True when there is a copy that survives whatever the tier survives: this process wrote it, or it was
+        proven."""
         return not self.column[row] & UNPROVEN  # NOWHERE has the bit, too
 
     def prove(self, row: int) -> None:
@@ -126,7 +127,7 @@ class MappedCopies(Copies):
         return self.tier.placement(self.column[row])
 
     def holds(self, row: int, placement: Placement) -> bool:
-        """Whether the chunk still lies there, and not elsewhere or nowhere."""
+        """Return True when the chunk still lies there, and not elsewhere or nowhere."""
         return row in self and self.placement(row) is placement
 
     def put_placement(self, row: int, placement: Placement) -> None:

@@ -46,7 +46,7 @@ class Namespace:
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether clients ask for its chunks: of a known model, and no E beside its cache."""
+        """True when clients ask for its chunks: of a known model, and no E beside its cache."""
         return self.model_spec is not None and self.layer is None
 
     @property
@@ -78,8 +78,8 @@ class Namespace:
             return 0
 
     def is_tail(self, token_count: int) -> bool:
-        """Whether prompts that go on otherwise look for a chunk of so many tokens by its length. Opaque values and
-        documents are as long as they are."""
+        """Return True when prompts that go on otherwise look for a chunk of so many tokens by its length. Opaque values
+        and documents are as long as they are."""
         if self.model_spec is None or self.model_kind is CacheKind.OPAQUE:
             return False
         if self.provenance is Provenance.STANDALONE:
@@ -88,7 +88,7 @@ class Namespace:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether a digest may stand for other bytes later, so that a copy given up must not come back. Also while
+        """True when a digest may stand for other bytes later, so that a copy given up must not come back. Also while
         nobody registered the model, for then nobody knows."""
         return self.model_kind in (CacheKind.OPAQUE, None)
 

@@ -154,7 +154,7 @@ class ChunkTable:
         return self._holds.get(row, 0)
 
     def is_needed(self, row: int) -> bool:
-        """Whether another row or a holder refers to it."""
+        """Return True when another row or a holder refers to it."""
         return bool(self.child_counts[row]) or row in self._holds
 
     def fastest(self, row: int) -> Copies | None:
@@ -171,7 +171,7 @@ class ChunkTable:
         return fastest.kind
 
     def is_resident(self, row: int) -> bool:
-        """Whether any local tier has the chunk."""
+        """Return True when any local tier has the chunk."""
         return any(row in copies for copies in self.copies)
 
     def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:

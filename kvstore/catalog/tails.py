@@ -93,7 +93,7 @@ class Tails:
         return self._named.get(parent, ())
 
     def are_all_named(self, parent: bytes) -> bool:
-        """Whether there are no others than the ``named``."""
+        """Return True when there are no others than the ``named``."""
         return parent not in self._lengths
 
     def bits(self, parent: bytes, token_counts: Sequence[int]) -> int:

@@ -72,7 +72,7 @@ def verify_slab(
     slab: Bytes, layout: ChunkLayout, slab_index: int, seeds: list[int], checksums: Checksums,
     first: int = 0, count: int | None = None,
 ) -> bool:  # fmt: skip
-    """Whether the slab's strips are the ones the header names. ``checksums`` [strips of the chunk, 16]."""
+    """Return True when the slab's strips are the ones the header names. ``checksums`` [strips of the chunk, 16]."""
     start = layout.slabs[slab_index].strip_first + first
     found = checksum_strips(slab, layout, slab_index, seeds, first, count)
     return found == checksums[start : start + len(found) // CHECKSUM_BYTES].tobytes()

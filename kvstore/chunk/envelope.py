@@ -106,7 +106,8 @@ class Trust:
 
 
 def is_sealed(data: bytes | Bytes) -> bool:
-    """Whether a copy, of whose header ``data`` are the first bytes, is in an envelope of this release's format."""
+    """Return True when a copy, of whose header ``data`` are the first bytes, is in an envelope of this release's
+    format."""
     first = bytes(data[:FIXED_HEADER_BYTES])
     if len(first) < FIXED_HEADER_BYTES or first[: len(MAGIC)] != MAGIC:
         return False

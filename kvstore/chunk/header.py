@@ -147,8 +147,8 @@ def pack_header(header: ChunkHeader, layout: ChunkLayout) -> bytes:
 
 
 def is_newer_format(data: bytes) -> bool:
-    """Whether a header, of which ``data`` are the first bytes, asks for a newer release than this. It is none that was
-    damaged: it is left alone, for those who can read it."""
+    """Return True when a header, of which ``data`` are the first bytes, asks for a newer release than this. It is none
+    that was damaged: it is left alone, for those who can read it."""
     if data[: len(MAGIC)] != MAGIC or len(data) < FIXED_HEADER_BYTES:
         return False
     _, _, reader, _, _, features, *_ = _FIXED.unpack_from(data)

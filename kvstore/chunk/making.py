@@ -29,7 +29,7 @@ class Making:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the copy is the raw chunk, byte for byte."""
+        """True when the copy is the raw chunk, byte for byte."""
         return self.encoding is Encoding.RAW and self.sealing is None
 
     def made(self, pieces: Sequence[Bytes]) -> tuple[ChunkHeader, list[Bytes]]:

@@ -49,8 +49,8 @@ class StripSeal:
         return bytes(cipher.tag)
 
     def opens(self, number: int, data: Bytes, tag: bytes, more: bytes = b"") -> bool:
-        """Whether these are the bytes that were sealed; with ``aead`` they are decrypted in their place. ``data`` holds
-        nothing of use where they are not."""
+        """Return True when these are the bytes that were sealed; with ``aead`` they are decrypted in their place.
+        ``data`` holds nothing of use where they are not."""
         if self.kind == MAC:
             return hmac.compare_digest(self._mac(number, data, more), tag)
         from cryptography.exceptions import InvalidTag

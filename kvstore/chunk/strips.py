@@ -32,8 +32,8 @@ class StripRun:
     seal: StripSeal | None = field(default=None, repr=False)
 
     def are_right(self, data: Bytes, expected: bytes) -> bool:
-        """Whether the strips in ``data`` check to ``expected``, 16 bytes each. Those in an envelope are opened in their
-        place."""
+        """Return True when the strips in ``data`` check to ``expected``, 16 bytes each. Those in an envelope are opened
+        in their place."""
         if self.seal is None:
             return self.checksums(data) == expected
         spans = zip(self.starts.tolist(), self.stops.tolist(), strict=True)

@@ -174,5 +174,5 @@ class RedisSettings:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is such a tier."""
+        """True when there is such a tier."""
         return bool(self.url) or self.embedded

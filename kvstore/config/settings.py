@@ -128,7 +128,7 @@ class TierSettings:
 
     @property
     def is_write_through(self) -> bool:
-        """Whether a store is acknowledged only when a tier below memory has it."""
+        """True when a store is acknowledged only when a tier below memory has it."""
         return self.nvme.write == "through"
 
 

@@ -38,11 +38,11 @@ class Pins:
         return len(self._until_s)
 
     def __contains__(self, row: int) -> bool:
-        """Whether the row was pinned itself."""
+        """Return True when the row was pinned itself."""
         return row in self._until_s
 
     def is_kept(self, row: int) -> bool:
-        """Whether a pin holds the row."""
+        """Return True when a pin holds the row."""
         return row in self._kept
 
     def rows(self) -> list[int]:

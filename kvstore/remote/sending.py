@@ -124,7 +124,7 @@ class Sending:
         return _Chunk(number, entry, layout, extents, 0 if entry.is_arriving else -1)
 
     def _is_there(self, chunk: _Chunk, slab: int) -> bool:
-        """Whether the slab can be sent, or never will be."""
+        """Return True when the slab can be sent, or never will be."""
         return bool(chunk.landed >> slab & 1) or chunk.entry.index >= self._stop
 
     async def _read(self) -> pb.FetchResponse | None:

@@ -84,7 +84,7 @@ class Tokens:
         return self._find(authorization)[0]
 
     def may_administer(self, authorization: str | bytes | None) -> bool:
-        """Whether the token names the operator's right, of its own tenant. Raises Unauthenticated."""
+        """Return True when the token names the operator's right, of its own tenant. Raises Unauthenticated."""
         return self._find(authorization)[1]
 
     def _find(self, authorization: str | bytes | None) -> tuple[str, bool]:

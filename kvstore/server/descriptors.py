@@ -51,8 +51,8 @@ def needs(settings: Settings) -> list[Need]:
 
 
 def check_needs(tenants: Mapping[str, Settings], limit: int, of_tiers: Callable[[Settings], list[Need]]) -> None:
-    """Whether all tenants' needs, and those of their tiers, fit the limit. Raises InvalidRequest naming the setting
-    that asks for the most."""
+    """Return True when all tenants' needs, and those of their tiers, fit the limit. Raises InvalidRequest naming the
+    setting that asks for the most."""
     every = [(need, name) for name, each in tenants.items() for need in (*needs(each), *of_tiers(each))]
     total = OWN_COUNT + sum(need.files for need, _ in every)
     if total <= limit:

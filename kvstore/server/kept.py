@@ -25,7 +25,7 @@ class Learned(Protocol):
 
     @property
     def is_changed(self) -> bool:
-        """Whether there is news since ``pack`` was last called."""
+        """True when there is news since ``pack`` was last called."""
 
     def pack(self) -> bytes:
         """What ``unpack`` reads."""

@@ -68,7 +68,7 @@ class Outbox:
         send(connection, answer, descriptors)
 
     def is_in_flight(self, connection: socket.socket) -> bool:
-        """Whether descriptors that were sent there are still on their way."""
+        """Return True when descriptors that were sent there are still on their way."""
         sent = self._sent.get(connection)
         return sent is not None and sent.descriptor_count > 0 and is_unread(connection)
 
@@ -78,5 +78,5 @@ class Outbox:
 
 
 def is_unread(connection: socket.socket) -> bool:
-    """Whether the peer has something of ours to read. Nothing once it has closed its end."""
+    """Return True when the peer has something of ours to read. Nothing once it has closed its end."""
     return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))

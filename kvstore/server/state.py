@@ -52,12 +52,12 @@ def close_again(settings: Settings) -> None:
 
 
 def serves_others(settings: Settings) -> bool:
-    """Whether a tenant's sockets are another user's."""
+    """Return True when a tenant's sockets are another user's."""
     return any(is_other(tenant.uid) for tenant in settings.tenants.values())
 
 
 def is_other(uid: int | None) -> bool:
-    """Whether ``uid`` is a user that is not this process's."""
+    """Return True when ``uid`` is a user that is not this process's."""
     return uid is not None and uid != os.geteuid()
 
 

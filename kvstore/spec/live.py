@@ -49,8 +49,8 @@ class Identity:
         self.digest = named(found.digest, self._configuration, beside)
 
     def holds(self, model: Any) -> bool:
-        """Whether the model is the same, by all that can be told in less than a millisecond. Raises InvalidRequest when
-        it is none that can be told any more."""
+        """Return True when the model is the same, by all that can be told in less than a millisecond. Raises
+        InvalidRequest when it is none that can be told any more."""
         if torch.get_float32_matmul_precision() != self._precision:
             return False
         if vars(model.config) != self._config and described(model.config) != self._configuration:

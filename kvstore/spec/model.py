@@ -326,7 +326,7 @@ def _check_layer(spec: ModelSpec, index: int, layer: LayerSpec) -> None:
 
 
 def _check_e(spec: ModelSpec) -> None:
-    """Whether K and V of every layer follow from E alone, and E is smaller."""
+    """Return True when K and V of every layer follow from E alone, and E is smaller."""
     if spec.mla or spec.scales or not spec.layers:
         raise InvalidRequest("keeps_e is for plain K and V: mla and scales must be unset, and there must be layers")
     if spec.hidden_dtype != spec.cache_dtype:

@@ -99,8 +99,8 @@ class Watch:
 
     @torch.inference_mode()
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these, in the order in which they were watched, are as they were. Cost: 4 us per tensor, and the
-        digest of a piece."""
+        """Return True when these, in the order in which they were watched, are as they were. Cost: 4 us per tensor, and
+        the digest of a piece."""
         if len(tensors) != len(self._refs):
             return False
         if not all(ref() is each for ref, each in zip(self._refs, tensors, strict=True)):

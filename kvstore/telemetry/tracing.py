@@ -27,7 +27,7 @@ class Tracing(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody is told."""
+        """True when anybody is told."""
 
     def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
         """A call that came with this metadata: part of its caller's trace, where that says so."""

@@ -33,7 +33,7 @@ class Wanted:
     older_than_s: float = 0.0
 
     def has(self, found: Examined, tenants: dict[str, str], now_s: float) -> bool:
-        """Whether an object is meant. Of one without a header only its age is known."""
+        """Return True when an object is meant. Of one without a header only its age is known."""
         if now_s - found.listed.modified_s < self.older_than_s:
             return False
         if not (self.tenant or self.model):

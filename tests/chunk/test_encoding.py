@@ -218,7 +218,7 @@ def test_a_flipped_byte_is_noticed_or_changes_nothing(name: str, fill: str, data
 
 
 def in_a_strip(header: ChunkHeader, place: int) -> bool:
-    """Whether this byte of the stored body belongs to a strip, not to a gap."""
+    """Return True when this byte of the stored body belongs to a strip, not to a gap."""
     assert header.stored is not None
     starts = header.stored.offsets.astype(np.int64)
     return bool(((starts <= place) & (place < starts + header.stored.lengths)).any())

@@ -106,7 +106,8 @@ async def read(tier: LocalTier, name: ChunkName, residency: Residency, slabs: ra
 
 
 async def holds(tier: LocalTier, what: Chunk, residency: Residency) -> bool:
-    """Whether the tier gives exactly this chunk; False when it says that it is lost. Other bytes fail the test."""
+    """Return True when the tier gives exactly this chunk; False when it says that it is lost. Other bytes fail the
+    test."""
     try:
         found = await read(tier, what.name, residency)
     except DataLoss:

@@ -90,7 +90,7 @@ def content(model: Model, tokens: Any) -> tuple[list[Any], dict[int, Any]]:
 
 
 def is_right(model: Model, tokens: Any, fetched: Any) -> bool:
-    """Whether every bit of what a fetch brought is what was stored."""
+    """Return True when every bit of what a fetch brought is what was stored."""
     cache, hidden = content(model, tokens[: fetched.token_count])
     wanted = [layer for layer in cache if layer is not None]
     pairs = [

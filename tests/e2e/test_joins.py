@@ -70,7 +70,7 @@ def assert_layer(into: Any, cache: Any, layer: int) -> None:
 
 
 def is_waiting(transfer: Transfer) -> bool:
-    """Whether the transfer is still not done a good while later."""
+    """Return True when the transfer is still not done a good while later."""
     with pytest.raises(DeadlineExceeded):
         transfer.wait(0.3)
     return not transfer.is_done

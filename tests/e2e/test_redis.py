@@ -112,7 +112,7 @@ def give(client: Client) -> int:
 
 
 def takes(client: Client, server: RedisServer) -> bool:
-    """Whether a context that is stored now reaches the server."""
+    """Return True when a context that is stored now reaches the server."""
     before = len(server.client().keys("kvstore:v1:c:*"))
     give(client)
     return len(server.client().keys("kvstore:v1:c:*")) == before + 4

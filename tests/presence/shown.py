@@ -62,7 +62,7 @@ def answer(catalog: Catalog, space: Namespace, digests: Sequence[bytes]) -> Answ
 
 
 def is_the_same(seen: Answer, said: LookupResult) -> bool:
-    """Whether a client sees what a lookup says."""
+    """Return True when a client sees what a lookup says."""
     runs = [(run.count, run.state, run.tier, run.encoding, run.reason) for run in seen.runs]
     told = [(run.chunk_count, run.state, run.tier, run.encoding, run.reason) for run in said.runs]
     return (seen.hit_count, runs, seen.has_tails) == (said.hit_count, told, bool(said.tails or said.tail_lengths))

@@ -39,8 +39,8 @@ class Recorder:
 
 
 def is_ordered(between: list[str]) -> bool:
-    """Whether an access before these operations is ordered before one behind them: a path of "barrier-ordered-before"
-    edges of ARM's model (po;[L] and [A];po and [L];po;[A]) leads from the one to the other."""
+    """Return True when an access before these operations is ordered before one behind them: a path of
+    "barrier-ordered-before" edges of ARM's model (po;[L] and [A];po and [L];po;[A]) leads from the one to the other."""
     operations = ["load", *between, "load"]
     reached = {0}
     for later in range(1, len(operations)):

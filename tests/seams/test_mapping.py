@@ -22,7 +22,7 @@ def memfd(byte_count: int) -> int:
 
 
 def mapped_at(address: int) -> bool:
-    """Whether a memfd of ours is. In a child, memory of its own may take the room at once."""
+    """Return True when a memfd of ours is. In a child, memory of its own may take the room at once."""
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:test" in line]
     spans = (line.split()[0].split("-") for line in lines)
     return any(int(low, 16) <= address < int(high, 16) for low, high in spans)

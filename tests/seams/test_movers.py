@@ -24,7 +24,7 @@ def test_movers(scenario: Any, tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not dead already, waited for or not."""
+    """Return True when a process is there and not dead already, waited for or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:

@@ -160,7 +160,7 @@ def test_connections_past_the_limit_are_refused_until_one_goes() -> None:
 
 
 def is_open(own: Sidecar) -> bool:
-    """Whether a session is to be had."""
+    """Return True when a session is to be had."""
     with Handoff(own.directory) as door:
         return bool(door.exchange(op="hello", version=1)[0]["op"] == "welcome")
 

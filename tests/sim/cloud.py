@@ -47,7 +47,7 @@ class Store:
         self.gone_s[key] = asyncio.get_running_loop().time()
 
     def was_there(self, key: bytes, since_s: float) -> bool:
-        """Whether it had a chunk at any moment since then."""
+        """Return True when it had a chunk at any moment since then."""
         return key in self.values or self.gone_s.get(key, -1.0) >= since_s
 
 

@@ -138,7 +138,8 @@ async def attacked(
 
 
 async def outcome_of(what: Chunk, open_chunk: OpenChunk) -> str:
-    """Whether a read gives this chunk's bytes, others, or none. An answer that came too late is asked for again."""
+    """Return True when a read gives this chunk's bytes, others, or none. An answer that came too late is asked for
+    again."""
     for _ in range(TRIES - 1):
         try:
             return await _outcome_of(what, open_chunk)

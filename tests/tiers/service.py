@@ -185,7 +185,7 @@ class DeviceService(Service):
             self.drop(row)
 
     async def look(self, row: int) -> bool | None:
-        """Whether the device's copy is what it was. See ``Checks.check``."""
+        """Return True when the device's copy is what it was. See ``Checks.check``."""
         return await self.controller.parts.movement.checks.check(self.device, row)
 
     def drop(self, row: int) -> None:

@@ -76,7 +76,8 @@ class Warm:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def can_follow(self, environment: dict[str, str]) -> bool:
-        """Whether a process with this environment imports as the template did, and would be a child of this one."""
+        """Return True when a process with this environment imports as the template did, and would be a child of this
+        one."""
         is_alone = environment.get("OMP_NUM_THREADS") == "1"  # else numpy's import starts threads: forks lose them
         if not is_alone:
             return False
@@ -162,6 +163,6 @@ def _at_imports(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _adopt_orphans(is_on: bool) -> None:
-    """Whether orphans among this process's descendants become its children. Only while one is ordered: all others are
-    for init to wait for."""
+    """Return True when orphans among this process's descendants become its children. Only while one is ordered: all
+    others are for init to wait for."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)

@@ -73,7 +73,7 @@ class Tickets:
         return ticket.query
 
     def is_open(self, ticket_id: bytes) -> bool:
-        """Whether it can be redeemed, still."""
+        """Return True when it can be redeemed, still."""
         return ticket_id in self._open
 
     def redeemed(self, ticket_id: bytes) -> None:

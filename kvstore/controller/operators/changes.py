@@ -355,7 +355,7 @@ class Changes:
         return total
 
     def _stays(self, row: int) -> bool:
-        """Whether a chunk stays in memory: somebody holds it, or no slower tier has it."""
+        """Return True when a chunk stays in memory: somebody holds it, or no slower tier has it."""
         return self._table.is_held(row) or not any(row in copies for copies in self._table.copies[1:])
 
     # ------------------------------------------------------------ verify

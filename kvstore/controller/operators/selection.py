@@ -138,8 +138,8 @@ class Chosen:
                     yield np.array(found, np.int64)
 
     def names(self, row: int) -> bool:
-        """Whether a row's chunk is the one, or of those, whose name is said: model, digits, prompt. It may be in no
-        tier any more, and what is said of tiers, ages and sizes does not count."""
+        """Return True when a row's chunk is the one, or of those, whose name is said: model, digits, prompt. It may be
+        in no tier any more, and what is said of tiers, ages and sizes does not count."""
         digest, space = self._table.digests[row], self._table.spaces[row]
         is_of_model = self._numbers is None or space in self._numbers
         is_of_chain = not self._links or digest in self._links
@@ -147,7 +147,7 @@ class Chosen:
 
     @property
     def _is_looked_at(self) -> bool:
-        """Whether columns alone do not tell."""
+        """True when columns alone do not tell."""
         return bool(self._digits.text or self._selection.byte_count_min or self._selection.byte_count_max)
 
     def _of(self, start: int, stop: int) -> Rows:
@@ -174,7 +174,7 @@ class Chosen:
         return self._digits.begins(table.digests[row]) and self._fits(table.spaces[row], table.token_counts[row])
 
     def _fits(self, number: int, token_count: int) -> bool:
-        """Whether chunks of that length are as large as is meant. There are few kinds of them."""
+        """Return True when chunks of that length are as large as is meant. There are few kinds of them."""
         kind = number << 32 | token_count
         fits = self._sizes.get(kind)
         if fits is None:

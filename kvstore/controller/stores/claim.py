@@ -163,7 +163,8 @@ class Claims:
         self._catalog.claim(space, entry.digest, entry)
 
     def _is_elsewhere(self, entry: Entry) -> bool:
-        """Whether the chunk is resident (then it is kept until the reservation ends) or another's store in flight."""
+        """Return True when the chunk is resident (then it is kept until the reservation ends) or another's store in
+        flight."""
         space = entry.namespace
         entry.held = space.index.get(entry.digest)
         if entry.held is not None:

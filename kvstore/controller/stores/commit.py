@@ -93,7 +93,8 @@ class Commits:
                     self._movement.superseded(row)
 
     async def _is_last(self, reservation: Reservation, shard: int, deadline: Deadline) -> bool:
-        """Whether this shard's commit completes the store. If not, wait for the one that does, or for its end."""
+        """Return True when this shard's commit completes the store. If not, wait for the one that does, or for its
+        end."""
         await self._reservations.idle(reservation, deadline)
         if reservation.has_ended:
             return False

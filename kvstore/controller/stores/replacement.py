@@ -38,7 +38,7 @@ class Replacement:
                 await self._parts.clock.sleep(STEP_S)
 
     def _is_in_use(self, space: Namespace, digest: bytes) -> bool:
-        """Whether a chunk is being read or stored."""
+        """Return True when a chunk is being read or stored."""
         row = space.index.get(digest)
         return digest in space.pending or (row is not None and self._parts.catalog.table.is_held(row))
 

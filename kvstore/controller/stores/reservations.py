@@ -33,7 +33,7 @@ class Reservations:
         return list(self._of.get(session, {}).values())
 
     def are_moving(self, session: Session) -> bool:
-        """Whether byte movers may still read the session's staging."""
+        """Return True when byte movers may still read the session's staging."""
         return any(each.busy for each in self.of(session))
 
     def find(self, session: Session, reservation_id: int) -> Reservation:

@@ -194,7 +194,7 @@ class MoverProcesses:
 
 
 def _is_ready(descriptor: int, timeout_s: float) -> bool:
-    """Whether there is something to read within so long."""
+    """Return True when there is something to read within so long."""
     waiting = select.poll()  # select itself takes no descriptor above 1,023
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(timeout_s * 1000))

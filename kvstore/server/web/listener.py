@@ -211,8 +211,8 @@ def _zipped(body: bytes) -> bytes:
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether a browser was sent here by a name of this host: another site's name for 127.0.0.1 would make its scripts
-    ours."""
+    """Return True when a browser was sent here by a name of this host: another site's name for 127.0.0.1 would make its
+    scripts ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return is_loopback(name.strip("[]"))
 

@@ -131,7 +131,7 @@ def verdict(outcomes: list[Outcome], console: Console) -> int:
 
 
 def _judge_device(restarted: Outcome, cold: Outcome, console: Console) -> None:
-    """Whether the device really served, and fast enough to be worth it."""
+    """Return True when the device really served, and fast enough to be worth it."""
     if restarted.tier != "nvme" or restarted.device_bytes < restarted.fetched_bytes:
         console.print(
             f"[red]restarted: {restarted.device_bytes:,} bytes were read from the device for a cache of "

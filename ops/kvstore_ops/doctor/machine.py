@@ -53,7 +53,7 @@ def kernel(release: str) -> Finding:
 
 
 def open_files(loaded: LoadedSettings) -> Finding:
-    """Whether the settings' need for descriptors fits what this user may open."""
+    """Return True when the settings' need for descriptors fits what this user may open."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit = SOFT_LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, SOFT_LIMIT_MAX)
     try:
@@ -67,7 +67,7 @@ def open_files(loaded: LoadedSettings) -> Finding:
 
 
 def memory(loaded: LoadedSettings) -> Finding:
-    """Whether the arenas of all tenants fit this machine, or its control group."""
+    """Return True when the arenas of all tenants fit this machine, or its control group."""
     settings = loaded.settings
     wanted = sum(loaded.of_tenant(name).arena.capacity_bytes for name in settings.tenant_names)
     limit = memory_limit_bytes()
@@ -86,7 +86,8 @@ def memory(loaded: LoadedSettings) -> Finding:
 
 
 def clock(now_s: float) -> Finding:
-    """Whether the wall clock can be right. Nothing that is promised depends on it; ages and certificates do."""
+    """Return True when the wall clock can be right. Nothing that is promised depends on it; ages and certificates
+    do."""
     said = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds")
     if now_s < EARLIEST_S:
         return Finding(

@@ -101,7 +101,7 @@ class Round:
             time.sleep(0.02)
 
     def _fetched(self, name: str) -> Finding:
-        """Whether the chunk comes back whole from where it is now."""
+        """Return True when the chunk comes back whole from where it is now."""
         began_s = time.perf_counter()
         found = self._client.fetch(SPEC, self._tokens, verify=True)
         took_ms = (time.perf_counter() - began_s) * 1e3

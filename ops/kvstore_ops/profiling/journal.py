@@ -82,7 +82,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _read(self, header: dict[str, Any]) -> bool:
-        """Whether there is a run to go on with."""
+        """Return True when there is a run to go on with."""
         self._file.seek(0)
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]

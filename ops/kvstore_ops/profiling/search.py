@@ -81,8 +81,8 @@ def _kept(setting: Recompute, layer_count: int, reuse: str) -> Iterator[Recomput
 
 
 def _tells(setting: Recompute, reuse: str) -> bool:
-    """Whether its selector says something: a model's own keys and values of layer 0 are the same at every position, so
-    that their deviation is rounding."""
+    """Return True when its selector says something: a model's own keys and values of layer 0 are the same at every
+    position, so that their deviation is rounding."""
     compares = setting.ratio > 0 and setting.selector in ("deviation", "product")
     return not (compares and setting.check_layer == 0 and reuse == "position")
 

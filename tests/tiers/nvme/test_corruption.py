@@ -96,7 +96,7 @@ class Damage:
         self.touched.append((target, second, 4096))
 
     def spares(self, name: str, offset: int, size: int) -> bool:
-        """Whether these bytes are what they were, and so is the page that says how their file is cut."""
+        """Return True when these bytes are what they were, and so is the page that says how their file is cut."""
         return not any(
             file == name and ((start < offset + size and offset < start + length) or start < 4096)
             for file, start, length in self.touched

@@ -61,7 +61,7 @@ async def put(tier: RedisTier, what: Chunk) -> Chunk:
 
 
 async def got(tier: RedisTier, what: Chunk, name: ChunkName | None = None) -> bool:
-    """Whether the tier gives exactly this chunk. False for a miss; other bytes fail the test."""
+    """Return True when the tier gives exactly this chunk. False for a miss; other bytes fail the test."""
     target = [np.full(slab.byte_count, 0x5A, np.uint8) for slab in what.layout.slabs]
     stored = await tier.open(name or what.name, target)
     if stored is None:

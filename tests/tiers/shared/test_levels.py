@@ -320,7 +320,7 @@ def test_what_others_wrote_well_is_adopted_and_not_sent_again(wide: Wide) -> Non
 
 
 async def checked(node: Node, *path: int, tier: int = 1) -> bool:
-    """Whether every whole chunk of a path can be read from a shared tier to the bit."""
+    """Return True when every whole chunk of a path can be read from a shared tier to the bit."""
     for number in range(len(path)):
         stored = await node.shared[tier].open(ChunkName(node.key(*path[: number + 1]), node.layout))
         if stored is None:
