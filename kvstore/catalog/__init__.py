@@ -1,5 +1,5 @@
-"""Who holds what. Every stored chunk is a row of one table; a namespace (fingerprint, provenance, exactness) maps
-chain digests to rows; a row says in which tiers the chunk lies.
+"""The index of stored chunks and of their holders. Every stored chunk is a row of one table; a namespace (fingerprint,
+provenance, exactness) maps chain digests to rows; a row says in which tiers the chunk lies.
 
 A lookup is a walk: the leading digests that are in the index, and of the rest why not. The catalog owns no bytes and
 takes no decision; the controller and movement change it, on the event loop's thread only. A digest is in the index as

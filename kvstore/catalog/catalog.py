@@ -39,7 +39,8 @@ class TailsFound(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a chain met: how many leading chunks hit, runs over the whole chain, and per namespace the hits' rows."""
+    """The result of walking a chain: the number of leading chunks that hit, runs over the whole chain, and per
+    namespace the hits' rows."""
 
     hit_count: int
     runs: tuple[Run, ...]
@@ -56,7 +57,8 @@ class Walk(NamedTuple):
 
     @property
     def reason(self) -> MissReason:
-        """Why the chunk after the last hit is missing, COLD while it is being stored; NONE when the whole chain hit."""
+        """The reason why the chunk after the last hit is missing, COLD while it is being stored; NONE when the whole
+        chain hit."""
         last = 0
         for run in self.runs:
             last += run.chunk_count
@@ -158,7 +160,7 @@ class Catalog:
         return self.space_of(row).chunk_bytes(token_count), float(token_count)
 
     def show(self, row: int) -> None:
-        """Where a visible chunk lies changed: let clients see it."""
+        """Tell clients that a visible chunk lies elsewhere now."""
         self.spaces.show(self.space_of(row), self.table.digests[row])
 
     def space_of(self, row: int) -> Namespace:

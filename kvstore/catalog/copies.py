@@ -46,12 +46,12 @@ class Copies:
 
     @property
     def kind(self) -> Tier:
-        """What replies and events call this tier."""
+        """The name of this tier in replies and events."""
         return self.tier.kind
 
     @property
     def durability(self) -> Durability:
-        """What a chunk has reached that is proven here."""
+        """The durability that a proven copy here gives."""
         return self.tier.durability
 
     def __contains__(self, row: int) -> bool:
@@ -66,7 +66,7 @@ class Copies:
         return iter(np.flatnonzero(np.frombuffer(self.column, np.int64) != NOWHERE).tolist())
 
     def residency(self, row: int) -> Residency:
-        """Where the tier keeps the chunk; NOWHERE."""
+        """Return the residency of the tier's copy; NOWHERE without one."""
         found = self.column[row]
         return found if found == NOWHERE else found & ~UNPROVEN
 
@@ -80,11 +80,11 @@ class Copies:
         self.column[row] &= ~UNPROVEN
 
     def where(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows are here."""
+        """Return those of the rows of which the tier has a copy."""
         return np.not_equal(np.frombuffer(self.column, np.int64)[rows], NOWHERE)
 
     def encodings(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """How the copies of these rows, which are all here, are encoded."""
+        """Return the encodings of the copies of these rows, which are all here."""
         return self.tier.encodings(np.frombuffer(self.column, np.int64)[rows] & ~UNPROVEN)
 
     # ------------------------------------------------------------ copies come and go
@@ -123,7 +123,7 @@ class MappedCopies(Copies):
         super().__init__(tier, policy)
 
     def placement(self, row: int) -> Placement:
-        """Where a chunk that is here lies."""
+        """Return the extents of a chunk that is here."""
         return self.tier.placement(self.column[row])
 
     def holds(self, row: int, placement: Placement) -> bool:

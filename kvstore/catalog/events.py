@@ -1,4 +1,4 @@
-"""What becomes visible, goes, and moves, told to those who watch.
+"""Events: chunks that become visible, go, and move, for those who watch.
 
 Cost while nobody watches: one addition per event. A watcher that does not keep up loses events, knows how many, and
 holds up nobody: its queue is bounded.
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class EventBatch(NamedTuple):
-    """What a watcher takes: events in order, and after them how many were lost, the last of them ``sequence``."""
+    """A watcher's batch: events in order, and after them how many were lost, the last of them ``sequence``."""
 
     events: list[Event]
     lost_count: int

@@ -1,4 +1,5 @@
-"""What hangs on what, for many chunks at once: decided on a copy of the chains, in steps that let others run."""
+"""The ancestors and descendants of many chunks at once: decided on a copy of the chains, in steps that let others
+run."""
 
 from __future__ import annotations
 

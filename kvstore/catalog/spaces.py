@@ -172,7 +172,7 @@ class Spaces:
             self.events.deliver(self.event(kind, row, tier, reason))
 
     def event(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> Event:
-        """What is told of a chunk, under the number of the last event."""
+        """Return the event that tells of a chunk, under the number of the last event."""
         table = self._table
         space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
         return Event(self.events.sequence, kind, space, digest, parent_digest(table, row), count, tier, reason)
@@ -192,7 +192,7 @@ class Spaces:
             self.presence.put(lengths_tag(space.salt, parent, group), lengths_news(bits, group))
 
     def news(self, space: Namespace, digest: bytes) -> int:
-        """What a lookup says of a chunk whose chain hit so far, as the presence table has it."""
+        """Return a lookup's answer for a chunk whose chain hit so far, as the presence table encodes it."""
         has_tails = digest in space.tails
         row = space.index.get(digest)
         if row is not None:

@@ -24,7 +24,7 @@ _EMPTY = b""
 
 
 def whole_seconds(wall_s: float) -> int:
-    """When something is stored, as rows and headers have it: 1 at least, for 0 is for what nobody knows."""
+    """Return a time of storing as rows and headers encode it: 1 at least, for 0 is for what nobody knows."""
     return min(max(1, int(wall_s)), STORED_S_MAX)
 
 
@@ -150,7 +150,7 @@ class ChunkTable:
         return list(self._holds)
 
     def hold_count(self, row: int) -> int:
-        """How many leases, tickets, moves and others hold the row."""
+        """Return the number of leases, tickets, moves and others that hold the row."""
         return self._holds.get(row, 0)
 
     def is_needed(self, row: int) -> bool:
@@ -165,7 +165,7 @@ class ChunkTable:
         return None
 
     def kind(self, row: int) -> Tier:
-        """What events and replies call the fastest tier that has the chunk, which is resident."""
+        """Return the name, in events and replies, of the fastest tier that has the chunk, which is resident."""
         fastest = self.fastest(row)
         assert fastest is not None
         return fastest.kind

@@ -13,7 +13,7 @@ NAMED_MAX = 4
 
 
 class Lengths:
-    """How many partial chunks there are of each length. ``bits``: bit n is set while there is one of n tokens."""
+    """Counts partial chunks by their length. ``bits``: bit n is set while there is one of n tokens."""
 
     __slots__ = ("bits", "counts", "total")
 
@@ -97,7 +97,7 @@ class Tails:
         return parent not in self._lengths
 
     def bits(self, parent: bytes, token_counts: Sequence[int]) -> int:
-        """Which lengths they have: bit n is set where one has n tokens."""
+        """Return their lengths: bit n is set where one has n tokens."""
         lengths = self._lengths.get(parent)
         if lengths is not None:
             return lengths.bits

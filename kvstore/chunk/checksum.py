@@ -23,7 +23,7 @@ Checksums = NDArray[np.uint8]
 
 
 def strip_key(storage_key: bytes, write_id: bytes) -> bytes:
-    """What the seeds of one write of a chunk are derived from."""
+    """Return the key from which the seeds of one write of a chunk are derived."""
     return blake3(b"kvstore/strips/1\0" + storage_key + write_id).digest()
 
 

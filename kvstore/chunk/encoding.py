@@ -152,7 +152,7 @@ def _raw_strips(layout: ChunkLayout, slab_index: int) -> Iterator[tuple[int, int
 
 
 def _zero_gaps(layout: ChunkLayout, slab_index: int, slab: Bytes) -> None:
-    """What no strip covers is zero in every copy of a chunk."""
+    """Zero the bytes that no strip covers: they are zero in every copy of a chunk."""
     place = 0
     for _, start, stop in _raw_strips(layout, slab_index):
         slab[place:start] = 0

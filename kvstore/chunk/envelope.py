@@ -63,15 +63,16 @@ _random = SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """How a copy is sealed: an envelope, and the key it gets."""
+    """The sealing of a copy: an envelope, and the key it gets."""
 
     kind: str
     key: EnvelopeKey
 
 
 class Trust:
-    """What a tier's copies are sealed with, and which it believes. ``kind``: the envelope of new ones; without one
-    nothing is demanded of what is read. Copies in envelopes of a key in the ``ring`` are read whatever the kind is."""
+    """The keys that a tier's copies are sealed with, and the envelopes it believes. ``kind``: the envelope of new ones;
+    without one nothing is demanded of what is read. Copies in envelopes of a key in the ``ring`` are read whatever the
+    kind is."""
 
     def __init__(self, kind: str = "none", ring: EnvelopeRing | None = None) -> None:
         self.kind = kind
@@ -83,7 +84,7 @@ class Trust:
         return None if self.kind == "none" else Sealing(self.kind, self.ring.newest)
 
     def header_bytes(self, layout: ChunkLayout) -> int:
-        """What a header takes at most."""
+        """Return the most bytes that a header takes."""
         return sealed_header_bytes(layout.strip_count) if self.ring else layout.header_bytes
 
     def read_header(
@@ -157,7 +158,7 @@ class Sealer:
         return target
 
     def header(self) -> Bytes:
-        """Once all strips are sealed."""
+        """Return the sealed header, once all strips are sealed."""
         assert len(self._tags) == len(self._table)
         tags = b"".join(self._tags)
         return as_bytes(_sealed_header(self._plain, self._sealing, self._seal, self._salt, self._seat, tags))
@@ -209,7 +210,7 @@ def _table(whole: Bytes) -> Bytes:
 
 
 def _hidden(whole: bytearray) -> bytes:
-    """What ``aead`` encrypts of a header."""
+    """Return the part of a header that ``aead`` encrypts."""
     fixed = b"".join(bytes(whole[part]) for part in _HIDDEN)
     return fixed + _table(np.frombuffer(whole, np.uint8))[:, -CHECKSUM_BYTES:].tobytes()
 

@@ -65,7 +65,7 @@ assert _ENTRY.itemsize == STRIP_ENTRY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What one copy is sealed with: what opens its strips, 16 bytes for each, and how long its header is as stored."""
+    """The seal of one copy: what opens its strips, 16 bytes for each, and how long its header is as stored."""
 
     seal: StripSeal
     tags: bytes
@@ -102,18 +102,19 @@ class ChunkHeader:
     envelope: Envelope | None = field(default=None, repr=False, compare=False)
 
     def checksums_of(self, first: int, stop: int) -> bytes:
-        """What strips ``first .. stop`` check to as they are stored, 16 bytes each: their tags where there are some."""
+        """Return the checksums of strips ``first .. stop`` as they are stored, 16 bytes each: their tags where there
+        are some."""
         if self.envelope is not None:
             return self.envelope.tags[first * TAG_BYTES : stop * TAG_BYTES]
         return self.checksums[first:stop].tobytes()
 
     @property
     def seal(self) -> StripSeal | None:
-        """What opens the copy's strips; None: they have no envelope."""
+        """The seal that opens the copy's strips; None: they have no envelope."""
         return None if self.envelope is None else self.envelope.seal
 
     def bytes_before(self, layout: ChunkLayout) -> int:
-        """Where the body of the copy begins."""
+        """Return the offset at which the body of the copy begins."""
         return layout.header_bytes if self.envelope is None else self.envelope.header_bytes
 
 
@@ -164,7 +165,8 @@ def write_seat(header: Bytes, seat: int) -> None:
 
 
 def read_seat(header: Bytes) -> int:
-    """Where this copy of a header says it was written; 0: it does not say. Check the header first."""
+    """Return the place at which this copy of a header says it was written; 0: it does not say. Check the header
+    first."""
     return int.from_bytes(header[_SEAT_AT:_SEAT_STOP].tobytes(), "little")
 
 

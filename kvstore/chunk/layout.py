@@ -1,4 +1,4 @@
-"""Where each strip of a chunk lies. Derived from the spec alone, computed once per geometry and kept."""
+"""The layout of a chunk: where each strip lies. Derived from the spec alone, computed once per geometry and kept."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class StoredStrips:
-    """Where an encoding put the strips: in the layout's order, only shorter. Offsets count from the body's start.
+    """The layout of an encoded body: in the layout's order, only shorter. Offsets count from the body's start.
 
     Shapes: ``offsets`` and ``lengths`` [strips]; ``slab_offsets`` [slabs + 1], whose last is the body's end.
     """

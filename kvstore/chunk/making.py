@@ -1,4 +1,5 @@
-"""What a tier writes of a raw chunk: encoded where that is worth it, in an envelope where there is one."""
+"""Makes the copy of a raw chunk that a tier writes: encoded where that is worth it, in an envelope where there is
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proves that one strip is ours, and hides it where that is asked for: a tag of 16 bytes under a copy's key.
+"""Seals: they prove that one strip is ours, and hide it where that is asked for: a tag of 16 bytes under a copy's key.
 
 ``mac``: BLAKE3 keyed with the copy's key, over the bytes and where they belong; the bytes stay as they are. ``aead``:
 AES-256-GCM, which encrypts them in their place, too. The nonce is the strip's number: a key belongs to one copy, and a

@@ -34,8 +34,8 @@ def seal_file(sealing: Sealing, about: bytes, data: bytes) -> bytes:
 
 
 def open_file(ring: EnvelopeRing, about: bytes, data: bytes) -> bytes | None:
-    """What a file holds; one without an envelope holds what it is. None: it is sealed with a key that is not in the
-    ring. Raises DataLoss where it was altered."""
+    """Return the content of a file; one without an envelope is its own content. None: it is sealed with a key that is
+    not in the ring. Raises DataLoss where it was altered."""
     if data[: len(_MAGIC)] != _MAGIC:
         return data
     if len(data) < _HEAD.size:

@@ -74,7 +74,8 @@ class StripRun:
             yield part
 
     def zero_gaps(self, data: Bytes) -> None:
-        """What no strip covers is zero in every copy of a chunk. ``data`` ends where the run's bytes do."""
+        """Zero the bytes that no strip covers: they are zero in every copy of a chunk. ``data`` ends where the run's
+        bytes do."""
         nexts = np.append(self.starts[1:], data.size)
         for gap in np.flatnonzero(self.stops < nexts).tolist():
             data[self.stops[gap] : nexts[gap]] = 0

@@ -1,4 +1,4 @@
-"""What a request means: sessions, stores, fetches, and the limits on all of them.
+"""The meaning of requests: sessions, stores, fetches, and the limits on all of them.
 
 Neither gRPC nor protobuf is used here: the same controller runs under a simulation. All state changes on the event
 loop's thread. Only the byte movers' jobs (copy and checksum) run elsewhere, and they touch nothing but extents that a

@@ -82,7 +82,7 @@ class Controller:
 
     @property
     def counted(self) -> dict[str, str]:
-        """What is counted, and what each count means."""
+        """The names of all counters, each with its meaning."""
         return self.parts.counters.descriptions
 
     async def run(self) -> None:
@@ -191,7 +191,7 @@ class Controller:
         return self.parts.catalog.register(spec).fingerprint
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """What is stored of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
+        """Return the stored prefix of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return self.lookups.lookup(query, readers)
@@ -239,7 +239,7 @@ class Controller:
         return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline())
 
     def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
-        """What lands of a fetch's chunks until the deadline; where a store is joined, as long as that may take."""
+        """Yield what lands of a fetch until the deadline; where a store is joined, as long as that may take."""
         until = deadline or self.deadline()
         return arrivals_of(result, until.later(self.parts.limits.reservation_age_s_max) if result.is_joined else until)
 
@@ -322,8 +322,8 @@ class Controller:
         return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:
-        """What the chain's stored prefix has reached once the tier of the ``wanted`` level is through with it, at most
-        ``timeout_s`` seconds from now. A level beyond the node has it sent there at once."""
+        """Return the durability of the chain's stored prefix once the tier of the ``wanted`` level is through with it,
+        at most ``timeout_s`` seconds from now. A level beyond the node has it sent there at once."""
         self._check(query)
         chains = self.lookups.stored(query)
         rows = [row for chain in chains for row in chain]

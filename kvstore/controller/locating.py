@@ -1,4 +1,4 @@
-"""Where a prompt's prefix is: on which node, in which tier, how far."""
+"""Locates a prompt's prefix: on which node, in which tier, how far."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Locates:
 
 
 def _leading(flags: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
+    """Return the number of flags before the first that is false."""
     return sum(1 for _ in takewhile(bool, flags))
 
 

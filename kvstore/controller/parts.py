@@ -1,4 +1,4 @@
-"""What the rooms of one tenant's controller share, built in one place."""
+"""The parts that the rooms of one tenant's controller share, built in one place."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ class Parts:
         return Deadline.of(self.clock, remaining_s, self.deadline_s)
 
     def storage_key(self, space: Namespace, digest: bytes) -> bytes:
-        """What names this tenant's chunk in every tier below memory."""
+        """Return the key that names this tenant's chunk in every tier below memory."""
         return self.movement.names.key(space, digest)

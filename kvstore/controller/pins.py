@@ -50,7 +50,7 @@ class Pins:
         return list(self._until_s)
 
     def until_s(self, row: int) -> float | None:
-        """When the row's pin ends; None where it has none."""
+        """Return the time at which the row's pin ends; None where it has none."""
         return self._until_s.get(row)
 
     def check(self, more_bytes: int) -> None:

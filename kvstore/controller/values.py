@@ -1,4 +1,4 @@
-"""What goes into the controller and comes out. They are plain values; the wire's messages mirror them. What each lookup
+"""The controller's arguments and results as plain values; the wire's messages mirror them. What each lookup
 makes is a tuple: that takes a quarter of a dataclass's time."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.tiers import TierStatistics
 
 
 class ChainQuery(NamedTuple):
-    """Which chunks: a chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its
+    """A query for chunks: a chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its
     attention cache (unless ``hidden_only``) and the E of each hidden layer; it hits when all of them are there."""
 
     fingerprint: bytes
@@ -62,8 +62,8 @@ class LookupResult(NamedTuple):
 
 
 class NodePrefix(NamedTuple):
-    """How many leading chunks of a chain a node has in ``tier`` or faster ones. No node: a tier that all nodes share,
-    and what it has by itself."""
+    """The number of leading chunks of a chain that a node has in ``tier`` or faster ones. No node: a tier that all
+    nodes share, and what it has by itself."""
 
     node: str
     tier: Tier
@@ -71,8 +71,8 @@ class NodePrefix(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where chains are: of each, rows of this node (certain), of others and of shared tiers (hints). ``node`` is this
-    one's name. ``reason``: why other nodes are not among them; empty: they are."""
+    """The places of chains: of each, rows of this node (certain), of others and of shared tiers (hints). ``node`` is
+    this one's name. ``reason``: why other nodes are not among them; empty: they are."""
 
     node: str
     chains: list[list[NodePrefix]]
@@ -91,7 +91,7 @@ class Arriving(Protocol):
 
     @property
     def lost(self) -> MissReason:
-        """Why no more will come; NONE while it may."""
+        """The reason why no more will come; NONE while it may."""
 
     @property
     def is_provisional(self) -> bool:
@@ -189,7 +189,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How durable a chain's stored prefix is: ``chunk_count`` chunks have reached ``durability`` on the node itself;
+    """The durability of a chain's stored prefix: ``chunk_count`` chunks have reached ``durability`` on the node itself;
     ``reason`` says why that is not more. ``is_settled``: what was waited for will not change any more. ``missing``: why
     of each level that all of them have not reached; of what lies beyond the node that counts whole chunks only."""
 
@@ -202,7 +202,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """What one model occupies, and what was fetched of it."""
+    """The memory that one model occupies, and the tokens fetched of it."""
 
     model_id: str
     fingerprint: bytes

@@ -171,7 +171,7 @@ def _told_to_stop() -> asyncio.Event:
 
 
 def _tracing(settings: Settings) -> Tracing:
-    """What spans go to. Raises InvalidRequest where they are asked for and cannot be made."""
+    """Return the exporter of spans. Raises InvalidRequest where they are asked for and cannot be made."""
     if not settings.tracing.endpoint:
         return NO_TRACING
     from kvstore.telemetry.spans import open_spans  # what it needs is installed only where spans are wanted

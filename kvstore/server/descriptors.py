@@ -37,7 +37,7 @@ def raise_limit() -> int:
 
 
 def needs(settings: Settings) -> list[Need]:
-    """What one tenant may come to need above its tiers. ``settings``: the tree as it sees it."""
+    """Return the needs for descriptors of one tenant, without its tiers'. ``settings``: the tree as it sees it."""
     arena, limits = settings.arena, settings.limits
     regions = -(-arena.capacity_bytes // arena.region_bytes) + 2
     return [

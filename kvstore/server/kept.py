@@ -21,21 +21,21 @@ _log = logging.getLogger("kvstore.server")
 
 
 class Learned(Protocol):
-    """What is kept."""
+    """The values to keep."""
 
     @property
     def is_changed(self) -> bool:
         """True when there is news since ``pack`` was last called."""
 
     def pack(self) -> bytes:
-        """What ``unpack`` reads."""
+        """Pack the values for ``unpack``."""
 
     def unpack(self, data: bytes) -> None:
         """Begin with what an earlier start has learned. Raises InvalidRequest saying what is wrong with it."""
 
 
 class KeptRates:
-    """How fast a tenant's tiers are read."""
+    """The measured rates of a tenant's tiers."""
 
     def __init__(self, meters: TierMeters) -> None:
         self._meters = meters

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
+"""The metrics for Prometheus. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
 
 from __future__ import annotations
 

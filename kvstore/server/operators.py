@@ -76,7 +76,7 @@ class AdminService:
         return reply
 
     async def Tiers(self, request: admin_pb2.TiersRequest, context: Context) -> admin_pb2.TiersResponse:
-        """What each tier has, takes and lacks."""
+        """Return what each tier holds, takes and lacks."""
         session_of(self._controller, context)
         tiers = map(_tier, self._operators.tiers())
         return admin_pb2.TiersResponse(tiers=tiers, absent=self._operators.absent, tenant=self._operators.tenant)
@@ -95,7 +95,7 @@ class AdminService:
         return _shown(await self._operators.chunk(request.digest, context.time_remaining()))
 
     async def Hottest(self, request: admin_pb2.HottestRequest, context: Context) -> admin_pb2.HottestResponse:
-        """What is fetched most of late."""
+        """Return the prefixes that are fetched most of late."""
         session_of(self._controller, context)
         found = await self._operators.hottest(min(request.limit, HOTTEST_MAX))
         return admin_pb2.HottestResponse(prefixes=map(_hot, found))
@@ -116,7 +116,7 @@ class AdminService:
     async def Change(
         self, request: admin_pb2.ChangeRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ChangeResponse]:
-        """How far a change is, and at last what became of everything."""
+        """Stream the progress of a change, and at last its outcomes."""
         session = session_of(self._controller, context)
         told = {"change": request.WhichOneof("change"), "session": session.session_id, "dry_run": request.dry_run}
         _log.info("an operator's change begins", extra=told)
@@ -154,7 +154,7 @@ class AdminService:
 
 
 def parse_selection(message: admin_pb2.Selection) -> Selection:
-    """What the controller takes; it checks names itself."""
+    """Parse a selection for the controller, which checks names itself."""
     return Selection(
         model=message.model,
         digest=message.digest,
@@ -216,7 +216,7 @@ def _hot(entry: HotEntry) -> admin_pb2.HotPrefix:
 
 
 def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:
-    """What tenants may know of it: rounded, for others' requests show in it, too."""
+    """Render a rate for tenants: rounded, since other tenants' requests show in it, too."""
     rate = tier.rate
     return admin_pb2.TierRate(
         tier=tier.name,

@@ -37,15 +37,15 @@ class _Sent:
 
 
 class Outbox:
-    """What all peers of one tenant were sent and may not have read."""
+    """The descriptors that were sent to all peers of one tenant and may not have been read."""
 
     def __init__(self, descriptor_count_max: int) -> None:
         self._most = descriptor_count_max
         self._sent: dict[socket.socket, _Sent] = {}
 
     def room(self, connection: socket.socket, wanted: int) -> int:
-        """How many of the ``wanted`` descriptors may travel now: all of them, or one, with which everybody gets on.
-        Raises Unread for a peer that has some already while the share is used up."""
+        """Return how many of the ``wanted`` descriptors may travel now: all of them, or one, with which everybody gets
+        on. Raises Unread for a peer that has some already while the share is used up."""
         for each in [each for each in self._sent if not is_unread(each)]:
             del self._sent[each]
         if sum(each.descriptor_count for each in self._sent.values()) + wanted <= self._most:

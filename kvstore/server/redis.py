@@ -1,4 +1,4 @@
-"""Where the Redis tier is built: to the server that settings name, or to one of the sidecar's own."""
+"""Builds the Redis tier: to the server that settings name, or to one of the sidecar's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse
 
 
 def open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:
-    """Where nodes tell each other what they have; None where they share no Redis. Connects to nothing yet."""
+    """Build the directory in which nodes tell each other what they have; None without a shared Redis. Connects
+    later."""
     redis = settings.tiers.redis
     if not redis.url:
         return None

@@ -222,7 +222,7 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
 
 
 def render_news(news: EventBatch) -> pb.WatchResponse:
-    """What happened, and after it the gap if there is one."""
+    """Render a batch of events, and after it the gap if there is one."""
     events = [_event(each) for each in news.events]
     if news.lost_count:
         gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints

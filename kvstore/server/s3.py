@@ -1,4 +1,4 @@
-"""Where the S3 tier is built."""
+"""Builds the S3 tier."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
 
 
 def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[EnvelopeKey]:
-    """What a tenant's copies are sealed with, the newest first: the lines of its file, without which the key that
+    """Return the keys that seal a tenant's copies, the newest first: the lines of its file, without which the key that
     follows from its secret; none where that is the published one.
 
     Raises: InvalidRequest naming the setting, and never a key.

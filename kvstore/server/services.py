@@ -64,7 +64,7 @@ class CacheService:
         return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
-        """Where chains are. Hints, but for this node's own."""
+        """Return the places of chains: hints, but for this node's own."""
         session_of(self._controller, context)
         queries = [render.parse_query(each) for each in request.queries]
         return render.render_located(await self._controller.locate(queries, self._deadline(context)))
@@ -101,7 +101,7 @@ class CacheService:
         return pb.ReleaseResponse()
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
-        """Where the stream begins, then what happens, until the caller, its session or the service ends."""
+        """Stream the position at which it begins, then events, until the caller, its session or the service ends."""
         session = session_of(self._controller, context)
         watcher = self._controller.watch(session, request.tenant)
         try:

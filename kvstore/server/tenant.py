@@ -183,7 +183,7 @@ def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
 
 
 def _owner(keys: TenantKeys) -> str:
-    """Whose the tenant's copies are, in tiers that are marked by it."""
+    """The owner that marks the tenant's copies in tiers."""
     return "" if keys == TenantKeys() else keys.digest.hex()
 
 

@@ -1,4 +1,4 @@
-"""Where tiers are built, on the real world: what a tenant has below memory."""
+"""Builds a tenant's tiers below memory, on the real world."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Builder(Generic[Built]):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """What a tenant has below memory, the fastest first. A shared tier comes with how it is used."""
+    """The tiers that a tenant has below memory, the fastest first. A shared tier comes with how it is used."""
 
     local: tuple[Builder[LocalTier], ...]
     shared: tuple[Builder[SharedUse], ...] = ()

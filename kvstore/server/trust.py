@@ -1,4 +1,4 @@
-"""Which envelope the copies in a tier get, and where they get none."""
+"""Decides which envelope the copies in a tier get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("kvstore.trust")
 
 
 def trust_of(tier: str, envelope: str, owner: TierOwner) -> Trust:
-    """What ``tiers.<tier>.envelope`` comes to for one tenant; where copies are not protected that is said. Raises
+    """Resolve ``tiers.<tier>.envelope`` for one tenant; where copies are not protected that is said. Raises
     InvalidRequest where it cannot be had."""
     setting = f"tiers.{tier}.envelope"
     kind = envelope or (MAC if owner.ring else "none")

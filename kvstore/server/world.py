@@ -1,4 +1,4 @@
-"""What the tenants of a process share."""
+"""The parts that the tenants of a process share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.telemetry import NO_TRACING, Tracing
 
 @dataclass(frozen=True)
 class TierOwner:
-    """Whose it is what a tier keeps: ``name`` ("": the default tenant without a secret), and what it is sealed with."""
+    """The owner of a tier's copies: ``name`` ("": the default tenant without a secret), and what it is sealed with."""
 
     name: str = ""
     ring: EnvelopeRing = field(default_factory=EnvelopeRing)

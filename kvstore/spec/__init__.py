@@ -1,4 +1,4 @@
-"""Whose cache it is. A ``ModelSpec`` names the model, the weights and the geometry; with a ``CacheKind``
+"""The identity of a cache. A ``ModelSpec`` names the model, the weights and the geometry; with a ``CacheKind``
 and the format version it becomes a *fingerprint* (``kvstore.keys``). Two caches that must never mix differ
 here. A spec names meaning, never how bytes are encoded or where they lie."""
 

@@ -1,4 +1,5 @@
-"""What of a transformers configuration is in a cache's key: everything, but for what is listed here with its reason.
+"""The part of a transformers configuration that is in a cache's key: everything, but for what is listed here with its
+reason.
 
 An attribute that nobody has thought of counts. So a new one can cost a miss, and never another model's bytes."""
 

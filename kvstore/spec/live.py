@@ -1,4 +1,4 @@
-"""Who a live model of transformers is, and whether it still is.
+"""The identity of a live transformers model, and the check that it has not changed.
 
 Its identity is a digest over its tensors, its configuration, and what beside them the forward pass reads: tables that
 are in no state dict and are not what the configuration makes them (a model cast to bfloat16 has rounded rotations), and
@@ -20,7 +20,7 @@ _known: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
 
 
 class _Module:
-    """What one module was, without keeping it alive."""
+    """The identity of one module, without keeping it alive."""
 
     __slots__ = ("forward", "names", "numbers", "ref")
 

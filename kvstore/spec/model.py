@@ -22,7 +22,7 @@ CHUNK_TOKENS_MAX = 65536
 
 
 class CacheKind(StrEnum):
-    """What a chunk holds. KV, MLA, E_FOR_KV or OPAQUE follows from the spec; E is hidden states entering one layer,
+    """The content of a chunk. KV, MLA, E_FOR_KV or OPAQUE follows from the spec; E is hidden states entering one layer,
     E_FOR_KV those entering each layer, in the place of KV."""
 
     KV = "kv"
@@ -34,7 +34,7 @@ class CacheKind(StrEnum):
 
 
 class Provenance(StrEnum):
-    """How the cache was computed: after its whole prefix, or alone from position 0."""
+    """The context in which the cache was computed: after its whole prefix, or alone from position 0."""
 
     IN_CONTEXT = "in_context"
     STANDALONE = "standalone"
@@ -48,7 +48,7 @@ class Exactness(StrEnum):
 
 
 class LayerKind(StrEnum):
-    """What a layer keeps per token. NONE keeps nothing and has no slab."""
+    """The kind of cache that a layer keeps per token. NONE keeps nothing and has no slab."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"

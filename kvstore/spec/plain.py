@@ -1,4 +1,4 @@
-"""Whether a live model computes what its configuration and its tensors say, and nothing else.
+"""Checks that a live model computes what its configuration and its tensors say, and nothing else.
 
 It does when its modules are those that transformers makes of the configuration, with the numbers it gives them, no hook
 changes what passes, and no ``forward`` was replaced. Then the two name its K and V. Any other model (an adapter that is

@@ -1,4 +1,4 @@
-"""What a chunk's place and fate are called. The numbers are the wire contract's; a test holds them equal."""
+"""The names of a chunk's places and fates. The numbers are the wire contract's; a test holds them equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ChunkState(IntEnum):
-    """What a lookup says of one chunk."""
+    """A lookup's answer for one chunk."""
 
     HIT = 1
     PENDING = 2

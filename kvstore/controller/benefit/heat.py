@@ -1,4 +1,4 @@
-"""Which prefixes were fetched most of late: a bounded account by the last chunk of each fetch.
+"""The prefixes that were fetched most of late: a bounded account by the last chunk of each fetch.
 
 Where there are too many to be told apart, those with the least heat give it to the branch that they hang on: a system
 prompt is as hot as all the conversations that go on from it, however many they are and however short-lived.

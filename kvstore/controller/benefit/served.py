@@ -1,4 +1,4 @@
-"""What one tenant's engines did not compute because it was fetched, by model and hour."""
+"""Counts the tokens that one tenant's engines fetched and so did not compute, by model and hour."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ NOTHING = Saving()
 
 
 class ServedHour(NamedTuple):
-    """What was fetched of a model in the hour that began at ``start_s`` (seconds since 1970)."""
+    """The tokens fetched of a model in the hour that began at ``start_s`` (seconds since 1970)."""
 
     start_s: int
     saving: Saving
 
 
 class ServedModel(NamedTuple):
-    """What was fetched of a model: since the service's start, and by hour, the oldest first, hours before the start
+    """The tokens fetched of a model: since the service's start, and by hour, the oldest first, hours before the start
     among them."""
 
     total: Saving = NOTHING

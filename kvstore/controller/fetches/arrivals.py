@@ -1,4 +1,4 @@
-"""What lands of a fetch, told as it does."""
+"""Tells a fetch's reader of each piece as it lands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstore.spec import MissReason
 
 
 async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[list[Arrival]]:
-    """What lands of a fetch's chunks, in batches, until all of it did or was lost. What has not landed at
-    the deadline counts as lost for this fetch."""
+    """Yield the pieces of a fetch's chunks that land, in batches, until all have landed or are lost. What has not
+    landed at the deadline counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
     told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}
     event = asyncio.Event()

@@ -1,4 +1,4 @@
-"""How far a chain is stored."""
+"""Finds how far a chain is stored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lookups:
         self._tickets = tickets
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """What is stored of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
+        """Return the stored prefix of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         spaces = namespaces_of(self._catalog, query)
         walk = self._catalog.walk(spaces, query.digests)
         for chain in walk.chains:
@@ -131,7 +131,8 @@ class Lookups:
     def _onwards(
         self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[ChunkHint]
     ) -> LookupResult:
-        """What is stored of a chain, with what is said to be in shared tiers after what the node has."""
+        """Return the stored prefix of a chain: chunks that the node has, then those that shared tiers are said to
+        have."""
         if not more:
             return found
         self._parts.counters.add("lookup_hinted_chunks", len(more))

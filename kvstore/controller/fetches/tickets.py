@@ -63,7 +63,8 @@ class Tickets:
         return ticket
 
     def query(self, ticket_id: bytes) -> ChainQuery:
-        """What the ticket is for. Raises InvalidRequest for one that expired, was used up or released, or never was."""
+        """Return the query that the ticket holds. Raises InvalidRequest for one that expired, was used up or released,
+        or never was."""
         ticket = self._open.get(ticket_id)
         if ticket is None:
             raise InvalidRequest(

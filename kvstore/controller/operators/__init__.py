@@ -1,4 +1,4 @@
-"""What operators ask of one tenant: what it holds, chunk by chunk, and what is to become of it.
+"""Operators' questions to one tenant, chunk by chunk, and the changes that they order.
 
 ``Operators`` is a front of its own beside the controller's, which engines use. It shows one tenant's data: another
 tenant has another. Whoever asks here may ask for all of the catalog, so nothing is looked through at once: all

@@ -1,4 +1,4 @@
-"""What operators have changed. Every change has a dry run, which makes the same plan and counts the same words."""
+"""Changes that operators order. Every change has a dry run, which makes the same plan and counts the same words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PINNED, UNPINNED = "pinned", "unpinned"
 
 
 class Said:
-    """When the caller hears how far it is."""
+    """Decides when the caller hears how far a change is."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
         self._clock = clock
@@ -314,7 +314,7 @@ class Changes:
         yield ChangeNews(tally, is_last=True)
 
     def _brought(self, row: int, *, is_late: bool) -> str:
-        """What became of a chunk that was to come into memory."""
+        """Return the word for the outcome of a chunk that was to come into memory."""
         if row in self._movement.memory:
             return BROUGHT
         if not self._movement.relocation.can_come(row):

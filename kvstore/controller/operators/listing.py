@@ -1,4 +1,4 @@
-"""What is said of each chunk that an operator selects, and what all of them come to."""
+"""Lists the chunks that an operator selects, with their totals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Listing:
         yield ListPage(totals=totals.models(), is_last=True)
 
     def _entries(self, told: Sequence[tuple[int, bytes]]) -> tuple[ChunkEntry, ...]:
-        """What is known of these, but for those that went meanwhile."""
+        """Return the entries of these rows, without chunks that went meanwhile."""
         table = self._table
         rows = [row for row, digest in told if table.digests[row] == digest and table.is_resident(row)]
         copies = self._copies(rows)
@@ -59,7 +59,7 @@ class Listing:
         )
 
     def entry(self, row: int, *, is_held: bool) -> ChunkEntry:
-        """What is known of one chunk that some local tier has."""
+        """Return the entry of one chunk that some local tier has."""
         return self._entry(row, self._copies([row])[0], is_held=is_held)
 
     def _entry(self, row: int, copies: Sequence[CopyFacts], *, is_held: bool) -> ChunkEntry:
@@ -91,7 +91,7 @@ class Listing:
 
 
 class Totals:
-    """What chunks come to, by model and tier."""
+    """The totals of chunks, by model and tier."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -23,8 +23,8 @@ class Looks:
         """Tier -> when it gave a copy last, or was first asked for one."""
 
     async def look(self, tier: str, row: int, look: Callable[[], Awaitable[bool | None]]) -> bool | None:
-        """What a look at one copy says. None: the tier did not give it, or is not asked any more. A look that takes too
-        long goes on alone, and holds its chunk until it has ended."""
+        """Look at one copy, and return the verdict. None: the tier did not give it, or is not asked any more. A look
+        that takes too long goes on alone, and holds its chunk until it has ended."""
         left_s = self._since_s.setdefault(tier, self._clock.monotonic()) + LOOK_S_MAX - self._clock.monotonic()
         if left_s <= 0:
             return None

@@ -1,4 +1,4 @@
-"""What operators ask, one method per question."""
+"""Operators' requests, one method per request."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Operators:
         return self._parts.keys.tenant
 
     def tiers(self) -> list[TierAccount]:
-        """What each tier has, takes and lacks, the fastest first."""
+        """Return what each tier holds, takes and lacks, the fastest tier first."""
         return self._parts.movement.accounts()
 
     @property
     def absent(self) -> list[str]:
-        """Why tiers that are configured are not in use."""
+        """Return the reasons why configured tiers are not in use."""
         return list(self._parts.movement.absent)
 
     def chunks(self, selection: Selection, limit: int) -> AsyncIterator[ListPage]:
@@ -191,8 +191,8 @@ class Operators:
         yield ChangeNews(tally, is_last=True)
 
     async def _found(self, query: ChainQuery) -> tuple[int, int]:
-        """How many chunks of a stored prefix memory has, and how many are stored. No lookup: that would count as a use,
-        after which tiers may want the chunks."""
+        """Return the number of chunks of a stored prefix that memory has, and the number that are stored. No lookup:
+        that would count as a use, after which tiers may want the chunks."""
         catalog, movement, turn = self._parts.catalog, self._parts.movement, self._turns.begin()
         spaces = namespaces_of(catalog, query)
         there = hits = 0
@@ -231,7 +231,7 @@ class Operators:
 
 
 def _count(tally: Tally, size: int, there: int, brought: int, missing: int) -> None:
-    """What became of a chain, chunks of one size."""
+    """Count the outcomes of a chain of chunks of one size."""
     for what, count in ((IN_MEMORY, there), (BROUGHT, brought), (NOT_STORED, missing)):
         if count:
             tally.add(what, count * size, count)

@@ -1,4 +1,5 @@
-"""Which chunks an operator means: resolved once, then decided for a block of rows at a time, on copies of columns."""
+"""The chunks that an operator selects: resolved once, then decided for a block of rows at a time, on copies of
+columns."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Showing:
         return stored[0] if stored else None
 
     def _why(self, digest: bytes) -> MissReason:
-        """Why a chunk is not here, where some namespace remembers it."""
+        """Return the reason why a chunk is not here, where some namespace remembers it."""
         reasons = (space.departures.get(digest) for space in self._catalog.spaces.numbered)
         return next((each for each in reasons if each), MissReason.NONE)
 
@@ -146,7 +146,7 @@ class Showing:
         return tuple(found[:CHILD_COUNT_MAX])
 
     def _levels(self, row: int) -> list[Durability]:
-        """What its copies survive that are there for certain."""
+        """The durability that its certain copies give."""
         local = {copies.durability for copies in self._table.copies if copies.is_proven(row)}
         shared = {each.tier.durability for each in self._parts.movement.shared_tiers.tiers if each.is_seen(row)}
         return sorted(local | shared)

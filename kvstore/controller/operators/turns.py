@@ -1,4 +1,4 @@
-"""How long an operator's question may keep the event loop."""
+"""Limits how long an operator's question may keep the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators say and are told. They are plain values; the wire's messages mirror them."""
+"""Operators' requests and replies as plain values; the wire's messages mirror them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which chunks: those for which all that is said here holds; nothing said means every one.
+    """A selection of chunks: those that match every field that is set; without fields, all chunks.
 
     ``model``: an id, its last part, or the first digits of a fingerprint. ``digest``: the first hexadecimal digits.
     ``tier``: the name of one that has a copy. ``older_than_s``: stored for so long at least. Sizes are of a chunk as it
@@ -41,7 +41,7 @@ class CopyFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkEntry:
-    """What the catalog knows of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: it is no E;
+    """The catalog's facts of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: it is no E;
     ``model_id`` empty and ``byte_count`` 0 while its model is not registered; ``stored_seconds`` 0: it was here before
     this start, and nobody noted since when."""
 
@@ -64,7 +64,7 @@ class ChunkEntry:
 
 @dataclass(slots=True)
 class TierTotal:
-    """What of a model lies in one tier. Sizes as in memory."""
+    """A model's chunks in one tier. Sizes are those in memory."""
 
     chunk_count: int = 0
     byte_count: int = 0
@@ -72,7 +72,7 @@ class TierTotal:
 
 @dataclass(slots=True)
 class ModelTotal:
-    """What was selected of one model; ``tiers`` by name."""
+    """The selected chunks of one model; ``tiers`` by name."""
 
     fingerprint: bytes
     model_id: str
@@ -132,8 +132,8 @@ class HotEntry:
 
 @dataclass(slots=True)
 class Tally:
-    """How many chunks, and bytes of them as in memory, became what, by word; how many of ``total_count`` were looked
-    at; and why some of it was not done."""
+    """The outcomes of a change, by word: numbers of chunks, and their bytes as in memory; how many of ``total_count``
+    were looked at; and why some of it was not done."""
 
     total_count: int
     done_count: int = 0
@@ -149,7 +149,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ChangeNews:
-    """How far a change is. The tally goes on being counted after it: it is to be read at once."""
+    """The progress of a change. The tally goes on being counted after it: it is to be read at once."""
 
     tally: Tally
     is_last: bool = False

@@ -1,4 +1,4 @@
-"""Who is connected, and what a connection keeps by itself: staging and leases.
+"""Sessions of connected clients, and what a session keeps: staging and leases.
 
 A session is one client process. It ends with its connection, and with it ends what it owns: the controller asks each
 room to give that up. A lease keeps chunks where they are while their session copies them. Movement takes leases back

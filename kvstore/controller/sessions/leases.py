@@ -26,7 +26,7 @@ class Lease:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """What one session has leased."""
+    """The leases of one session."""
 
     leases: dict[int, Lease] = field(default_factory=dict)
     byte_count: int = 0
@@ -55,7 +55,7 @@ class Leases:
         return list(held.leases) if held else []
 
     def holding(self, row: int) -> int:
-        """How many leases hold a row."""
+        """Return the number of leases that hold a row."""
         return sum(row in lease.rows for held in self._held.values() for lease in held.leases.values())
 
     def grant(self, session: Session, rows: tuple[int, ...], byte_count: int) -> Lease:
@@ -109,7 +109,7 @@ class Leases:
         return bool(stale)
 
     def _refusal(self, held: _Held, byte_count: int) -> str:
-        """Why a session may not lease so many bytes more; empty when it may."""
+        """Return the reason why a session may not lease so many bytes more; empty when it may."""
         if held.byte_count + byte_count > self._limits.leased_bytes_max:
             return (
                 f"this session would lease {held.byte_count + byte_count} bytes: release some, or raise "

@@ -33,8 +33,8 @@ TAILS_BESIDE_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """How room for chunks may be made: ``keep`` are rows that stay, ``patience`` is how long the device may take to
-    write what is in the way."""
+    """The means by which room for chunks is made: ``keep`` are rows that stay, ``patience`` is how long the device may
+    take to write what is in the way."""
 
     keep: frozenset[int]
     patience: Deadline

@@ -1,4 +1,4 @@
-"""What is whole becomes visible."""
+"""Commits stores: whole chunks become visible."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Commits:
         self._movement.write_down(row)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
-        """What the catalog holds now, whatever this store intended."""
+        """Return the result by what the catalog holds now, whatever this store intended."""
         for entry in reservation.entries:
             here = entry.digest in entry.namespace.index
             if entry.state is StoreState.PENDING:
@@ -160,7 +160,7 @@ class Commits:
 
 
 def _missing(entry: Entry) -> str:
-    """Why a chunk is not published though no move of it runs any more."""
+    """Return the reason why a chunk is not published although no move of it runs any more."""
     if entry.failure is not None:
         return f"copying from staging failed: {entry.failure.message}"
     missing = int(entry.filled.size - np.count_nonzero(entry.filled))

@@ -56,14 +56,14 @@ class Joins:
         )
 
     def _hold_if_stored(self, entry: Entry) -> None:
-        """What another store was writing may be there by now."""
+        """Hold the chunk if another store has published it by now."""
         row = entry.namespace.index.get(entry.digest)
         if entry.state is StoreState.PENDING and entry.held is None and row is not None:
             self._catalog.table.hold(row)
             entry.held, entry.state = row, StoreState.PRESENT
 
     def _chunk_count(self, entries: list[Entry], part_count: int) -> int:
-        """How many leading chunks are there or being written."""
+        """Return the number of leading chunks that are there or being written."""
         for start in range(0, len(entries), part_count):
             if not all(self._source(entry) for entry in entries[start : start + part_count]):
                 return start // part_count
@@ -98,8 +98,8 @@ class Joins:
 
 
 def _places(reservation: Reservation, hidden_layers: tuple[int, ...]) -> list[int]:
-    """Where among a chunk's entries the wanted parts are: the KV first, then the hidden layers in the order asked
-    for. Raises InvalidRequest for one that the store does not have."""
+    """Return the positions of the wanted parts among a chunk's entries: the KV first, then the hidden layers in the
+    order asked for. Raises InvalidRequest for one that the store does not have."""
     layers = [entry.namespace.layer for entry in reservation.entries[: reservation.part_count]]
     missing = [layer for layer in (None, *hidden_layers) if layer not in layers]
     if missing:

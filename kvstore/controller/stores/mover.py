@@ -32,7 +32,7 @@ class Move:
 
     @property
     def job(self) -> MoveJob:
-        """What ``move`` is called with."""
+        """The arguments of ``move``."""
         header = self.header
         return (
             strip_run(self.layout, header.storage_key, header.write_id, self.first, self.stop),
@@ -41,7 +41,7 @@ class Move:
         )
 
     def wrong(self, rows: bytes) -> KVStoreError | None:
-        """Why what ``move`` said cannot be the checksums of its strips; None when it can."""
+        """Return the reason why the answer of ``move`` cannot be the checksums of its strips; None when it can."""
         if len(rows) == (self.stop - self.first) * CHECKSUM_BYTES:
             return None
         return Internal(f"a byte mover gave {len(rows)} bytes of checksums for {self.stop - self.first} strips")
@@ -82,7 +82,8 @@ def moves_of(
 
 
 def _end_of(layout: ChunkLayout, slab_index: int, stop: int) -> int:
-    """Where the bytes of the strips before ``stop`` end: at the slab's end for its last, gap included."""
+    """Return the offset at which the bytes of the strips before ``stop`` end: at the slab's end for its last, gap
+    included."""
     slab = layout.slabs[slab_index]
     if stop == slab.strip_first + slab.strip_count:
         return slab.offset + slab.byte_count

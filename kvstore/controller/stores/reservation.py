@@ -93,6 +93,6 @@ class Reservation:
 
     @property
     def result(self) -> StoreResult:
-        """What its writers are told before it is committed."""
+        """The result that writers get before the commit."""
         states = tuple(entry.state for entry in self.entries)
         return StoreResult(self.reservation_id, states, refusal=self.refusal, ticket=self.ticket)

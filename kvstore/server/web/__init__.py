@@ -1,4 +1,4 @@
-"""What operators read in a browser, and what Prometheus scrapes: one port, read-only, HTTP in a thread of its own.
+"""The operators' page and the metrics for Prometheus: one port, read-only, HTTP in a thread of its own.
 
 The thread has an event loop of its own and a bounded number of connections, each with a bound on its time: a thousand
 browsers wait, or are told to come again. The service's loop is asked for counts, at most a few times a second however

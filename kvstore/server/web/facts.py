@@ -1,4 +1,4 @@
-"""What the page shows, as plain values: bounded however many tenants and models there are."""
+"""The content of the page as plain values: bounded however many tenants and models there are."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Overview:
                 await asyncio.sleep(0)
 
     async def facts(self) -> dict[str, Any]:
-        """What the page shows now. Others are answered between two tenants."""
+        """Gather the content of the page. Others are answered between two tenants."""
         tenants = []
         for tenant in self._tenants[:TENANT_COUNT_MAX]:
             tenants.append(await tenant.facts())

@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a path is answered, and who may have the answer. ``is_open``: everybody, for it says nothing; ``is_page``:
+    """The answer for a path, and who may have it. ``is_open``: everybody, for it says nothing; ``is_page``:
     not without a token where ``Gate.page_reason`` says why."""
 
     answer: Callable[[Request], Awaitable[Reply]]
@@ -72,8 +72,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Who may read. ``tokens``: digests of which one is needed; empty: none is. ``page_reason``: why the page cannot be
-    had without one. ``is_local``: it listens on loopback, and other sites' names for it are refused."""
+    """The readers that are let in. ``tokens``: digests of which one is needed; empty: none is. ``page_reason``: why the
+    page cannot be had without one. ``is_local``: it listens on loopback, and other sites' names for it are refused."""
 
     tokens: tuple[bytes, ...]
     page_reason: str
