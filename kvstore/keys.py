@@ -49,7 +49,7 @@ _EXACTNESSES = {Exactness.EXACT: b"\0", Exactness.DERIVED: b"\1"}
 
 @dataclass(frozen=True, order=True)
 class Extra:
-    """What changes a cache beside its tokens: an image's hash at its position, a cache salt at position 0."""
+    """An input that changes a cache beside its tokens: an image's hash at its position, a cache salt at position 0."""
 
     position: int
     data: bytes
@@ -167,6 +167,6 @@ def storage_key(
 
 @lru_cache(maxsize=4096)
 def presence_salt(namespace: bytes, provenance: Provenance, exactness: Exactness) -> int:
-    """What sets the chunks of one namespace apart from those of others in the presence table: 64 bits."""
+    """Return the 64 bits that set the chunks of one namespace apart from others in the presence table."""
     data = _PRESENCE + namespace + _PROVENANCES[provenance] + _EXACTNESSES[exactness]
     return int.from_bytes(blake3(data).digest(8), "little")

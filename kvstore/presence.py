@@ -1,4 +1,4 @@
-"""Which chunks are stored, in shared memory: clients look chunks up there without a call.
+"""The table of stored chunks in shared memory: clients look chunks up there without a call.
 
 One 8-byte word per chunk: 52 bits of its digest, mixed with its namespace (the *tag*), and 12 bits that say what a
 lookup would say of it (the *news*). Open addressing with linear probing; a tag's low bits are where its probe begins.
@@ -64,7 +64,7 @@ _FOUR = struct.Struct("<4Q")
 
 
 class News(NamedTuple):
-    """What a lookup says of one chunk. ``has_tails``: partial chunks hang on it."""
+    """Return a lookup's answer for one chunk. ``has_tails``: partial chunks hang on it."""
 
     state: ChunkState
     tier: Tier
@@ -81,7 +81,7 @@ def pack_news(
 
 
 def encoded_news(encodings: NDArray[np.uint8]) -> Words:
-    """What ``pack_news`` says of encodings, for many."""
+    """Return the encodings as ``pack_news`` packs them, for many chunks."""
     return encodings.astype(np.uint64) << np.uint64(5)
 
 
@@ -145,7 +145,7 @@ def lengths_bits(news: NDArray[np.uint64]) -> int:
 
 
 def slots_of(words: Words) -> int:
-    """How many places a probe can begin at; a power of two."""
+    """The number of places at which a probe can begin: a power of two."""
     return words.size - HEADER_WORDS - PROBE_MAX
 
 

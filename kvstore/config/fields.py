@@ -1,4 +1,5 @@
-"""What every class of settings is made of: types that are read with units, and the error that names a wrong value.
+"""The parts that every class of settings is made of: types that are read with units, and the error that names a wrong
+value.
 
 The string below a setting is its entry in docs/configuration.md: what it does, and after "Default:" what it is where
 nobody sets it, if that depends on the machine or on other settings.

@@ -24,7 +24,7 @@ TENANTS = "tenants"
 
 
 class Sources(NamedTuple):
-    """What ``load`` takes."""
+    """The sources that ``load`` reads."""
 
     path: Path | None = None
     environment: Mapping[str, str] = types.MappingProxyType({})

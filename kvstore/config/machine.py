@@ -1,4 +1,4 @@
-"""What the machine has for us: memory (its own, or our control group's if that is less) and room on a device."""
+"""Reads what the machine offers: memory (its own, or our control group's if that is less) and room on a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _files_bytes(directory: Path) -> int:
 
 
 def device_room_bytes(directory: Path) -> int:
-    """What the file system of ``directory`` has left for us, counting what we took of it before, for any tenant."""
+    """Return the bytes that the file system of ``directory`` has left for us, counting what we took of it before, for
+    any tenant."""
     there = next((each for each in (directory, *directory.parents) if each.is_dir()), None)
     if there is None:
         return 0

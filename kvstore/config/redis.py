@@ -34,8 +34,8 @@ def without_password(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisAddress:
-    """What ``tiers.redis.url`` says. ``kind``: "server", "sentinel" or "cluster"; ``places``: (host, port) of each that
-    is named, or a server's ``path``. ``service``: what Sentinels call the server."""
+    """The parsed ``tiers.redis.url``. ``kind``: "server", "sentinel" or "cluster"; ``places``: (host, port) of each
+    that is named, or a server's ``path``. ``service``: what Sentinels call the server."""
 
     kind: str
     is_tls: bool = False

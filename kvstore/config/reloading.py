@@ -1,4 +1,4 @@
-"""Which settings change while the service runs, and which need a restart.
+"""Decides which settings change while the service runs, and which need a restart.
 
 A leaf is frozen for everybody who has it. A reload alone writes into one, on the event loop's thread, between two
 steps of everything else; so only those settings are here that are read anew at every use. Others are built into what

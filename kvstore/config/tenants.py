@@ -51,7 +51,7 @@ def check_tenants(
     tenants: Mapping[str, TenantSettings], socket_directory: Path, device_directory: Path, arena_bytes: int,
     memory_bytes: int,
 ) -> None:  # fmt: skip
-    """What is wrong with tenants each and together. Raises InvalidRequest naming the setting."""
+    """Check tenants, each and together. Raises InvalidRequest naming the setting."""
     uids: dict[int, str] = {}
     for name, tenant in tenants.items():
         section = f"tenants.{name}"

@@ -1,4 +1,4 @@
-"""What the two ends of a hand-off say: each message a value, each field with its limit.
+"""The messages of a hand-off's two ends: each message a value, each field with its limit.
 
 A field with a default may be missing in a packet. It also has its default where the packet has a value that the field
 does not allow.
@@ -29,7 +29,7 @@ MESSAGE_CHARACTERS_MAX = 500
 
 
 class Shape(NamedTuple):
-    """What a field allows. ``most``: its largest number or length. ``wanted``: the same in words, for refusals.
+    """The limits of a field. ``most``: its largest number or length. ``wanted``: the same in words, for refusals.
     ``wire``: what packets call it, if not as here."""
 
     most: int
@@ -148,7 +148,7 @@ class PresenceQuestion:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What the client did without a call, by the server's counters' names. Never answered."""
+    """Counts of what the client did without a call, by the server's counters' names. Never answered."""
 
     op: ClassVar[str] = "looked_up"
     lookup_calls: Counted = 0

@@ -55,12 +55,12 @@ def encode(message: Question | Answer) -> bytes:
 
 
 def decode_question(packet: bytes) -> Question:
-    """What a client says. Raises NoPacket, and InvalidRequest for what is none of our questions."""
+    """Parse a client's packet. Raises NoPacket, and InvalidRequest for what is none of our questions."""
     return _decode(packet, QUESTIONS)
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """What a server says. Raises Unavailable for what is no answer of any release so far."""
+    """Parse a server's packet. Raises Unavailable for what is no answer of any release so far."""
     try:
         return _decode(packet, ANSWERS)
     except InvalidRequest as error:

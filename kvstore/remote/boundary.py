@@ -1,4 +1,4 @@
-"""What every handler of the remote plane does first and last: who calls, and errors to status."""
+"""The frame of every handler of the remote plane: it finds out who calls, and turns errors into status."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Guard:
 
 
 def carried_by(session: SidecarSession, context: Context) -> tuple[tuple[str, str | bytes], ...]:
-    """What a call to the sidecar carries that a client's call makes: the session, and the client's trace."""
+    """Return the metadata of a call to the sidecar on behalf of a client's call: the session, and the client's
+    trace."""
     trace = [(key, value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS]
     return (*session.metadata, *trace)
 

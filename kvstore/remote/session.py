@@ -72,7 +72,7 @@ class SidecarSession:
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """What makes a call to the sidecar this session's."""
+        """The metadata that makes a call to the sidecar this session's."""
         return ((METADATA_SESSION, self.secret),)
 
     async def exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:

@@ -20,7 +20,7 @@ ADMIN = "admin"
 
 
 class Token(NamedTuple):
-    """What is known of a token. ``is_admin``: it names the operator's right."""
+    """The facts of a token. ``is_admin``: it names the operator's right."""
 
     digest: bytes
     is_admin: bool
@@ -80,7 +80,7 @@ class Tokens:
             self._known.append((token, tenant))
 
     def tenant(self, authorization: str | bytes | None) -> str:
-        """Whose the token is. Raises Unauthenticated."""
+        """Return the tenant that the token names. Raises Unauthenticated."""
         return self._find(authorization)[0]
 
     def may_administer(self, authorization: str | bytes | None) -> bool:
@@ -88,8 +88,8 @@ class Tokens:
         return self._find(authorization)[1]
 
     def _find(self, authorization: str | bytes | None) -> tuple[str, bool]:
-        """Whose a token is, and whether it names the operator's right. Looks at every token whatever it found before.
-        Raises Unauthenticated."""
+        """Return a token's tenant, and whether it names the operator's right. Looks at every token whatever it found
+        before. Raises Unauthenticated."""
         if not isinstance(authorization, str) or not authorization.startswith(SCHEME):
             raise Unauthenticated("this address needs a token: connect(address, token=...)")
         given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()

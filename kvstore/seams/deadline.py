@@ -1,4 +1,4 @@
-"""When a call answers."""
+"""Deadlines of calls."""
 
 from __future__ import annotations
 

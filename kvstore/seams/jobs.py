@@ -36,7 +36,7 @@ async def done(workers: Workers, function: Callable[..., Result], /, *args: obje
 
 
 async def to_its_end(job: asyncio.Future[Result]) -> Result:
-    """What a job found. A caller that is cancelled is let go when the job is done: until then its memory is in use.
+    """Await a job's result. A caller that is cancelled is let go when the job is done: until then its memory is in use.
     Raises what the job raised; NotBegun for one that was cancelled by others."""
     cancelled: asyncio.CancelledError | None = None
     while not job.done():
@@ -53,7 +53,7 @@ async def to_its_end(job: asyncio.Future[Result]) -> Result:
 
 
 async def in_time(job: asyncio.Future[Result], timeout_s: float) -> Result:
-    """What a job found that works on nothing of the caller's, who waits no longer than this for it. Raises what the job
+    """Await, no longer than this, the result of a job that uses no memory of the caller's. Raises what the job
     raised; TimeoutError; NotBegun for one that was cancelled by others."""
     try:
         await asyncio.wait([job], timeout=timeout_s)
@@ -73,7 +73,7 @@ async def given_up(jobs: Iterable[Future[Any]]) -> None:
 
 
 def failure_of(job: asyncio.Future[Result] | Future[Result]) -> KVStoreError | None:
-    """Why a job that has ended did not end well; None when it did."""
+    """Return the error of a job that has ended; None when it succeeded."""
     if job.cancelled():
         return _not_begun(None)
     error = job.exception()

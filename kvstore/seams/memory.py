@@ -120,7 +120,7 @@ class SystemMemory:
 
 
 def descriptor_count() -> int:
-    """How many descriptors this process has open. Raises OSError where /proc is not mounted."""
+    """Return the number of descriptors that this process has open. Raises OSError where /proc is not mounted."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
     except OSError as error:

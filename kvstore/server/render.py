@@ -116,7 +116,7 @@ def _lengths(bits: int) -> bytes:
 
 
 def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -> pb.LookupResponse:
-    """What is usual first, by itself: a field that stays empty costs time, too."""
+    """Render the usual case first, by itself: a field that stays empty costs time, too."""
     response = pb.LookupResponse(hit_count=result.hit_count, runs=_runs(result))
     if result.tails:
         response.tails.extend(_tails(result.tails))

@@ -14,7 +14,7 @@ class ChunkState(IntEnum):
 
 
 class MissReason(IntEnum):
-    """Why a chunk is not there. NONE: it is."""
+    """The reason why a chunk is not there. NONE: it is."""
 
     NONE = 0
     COLD = 1
@@ -26,7 +26,7 @@ class MissReason(IntEnum):
 
 
 class Tier(IntEnum):
-    """Where a chunk lies."""
+    """The tier in which a chunk lies."""
 
     NONE = 0
     HBM = 1
@@ -42,7 +42,7 @@ class Tier(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What happened to a chunk. GAP: events were lost, for their reader was too slow."""
+    """The kind of an event of a chunk. GAP: events were lost, for their reader was too slow."""
 
     NONE = 0
     STORED = 1
@@ -52,7 +52,7 @@ class EventKind(IntEnum):
 
 
 class Encoding(IntEnum):
-    """How a residency's strips are encoded."""
+    """The encoding of a residency's strips."""
 
     NONE = 0
     RAW = 1
@@ -70,7 +70,7 @@ ENVELOPES = ("none", "mac", "aead")
 
 
 class StoreState(IntEnum):
-    """What became of one chunk of a reservation."""
+    """The outcome of one chunk of a reservation."""
 
     WANTED = 1
     PRESENT = 2
@@ -81,7 +81,8 @@ class StoreState(IntEnum):
 
 
 class Durability(IntEnum):
-    """What a stored chunk survives. NONE: it was not stored; MEMORY: nothing but its client."""
+    """The failures that a stored chunk survives, as a level. NONE: it was not stored; MEMORY: nothing but its
+    client."""
 
     NONE = 0
     MEMORY = 1

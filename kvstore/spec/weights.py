@@ -93,7 +93,7 @@ class Watch:
         self._turn = 0
 
     def learn(self, pieces: Mapping[int, bytes]) -> None:
-        """What each piece was when it was digested, by the address of its tensor's bytes."""
+        """The identity of each piece when it was digested, by the address of its tensor's bytes."""
         self._pieces = [pieces.get(stamp[0], b"") for stamp in self._stamps]
         self._ends = list(accumulate(len(each) // 32 for each in self._pieces))
 

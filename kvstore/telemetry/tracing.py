@@ -1,4 +1,5 @@
-"""What happened to a request, as spans that a tracing system joins to its engine's trace. Off unless a setting asks.
+"""Tells what happened to a request, as spans that a tracing system joins to its engine's trace. Off unless a setting
+asks.
 
 What may be traced is written once: with ``NO_TRACING``, which does nothing, and with ``kvstore.telemetry.spans``,
 which sends spans. No span has a digest, a token or a name of a model: counts, tiers, the tenant and what failed.

@@ -33,7 +33,7 @@ def data_message(fields: Any, runs: Sequence[Bytes]) -> bytes:
 
 
 def data_prefix(fields: Any, byte_count: int) -> bytes:
-    """What of a message comes before its data; a multiple of 64 bytes."""
+    """Pack the part of a message before its data; a multiple of 64 bytes."""
     head, tail = fields.SerializeToString(), bytes((DATA_TAG,)) + _varint(byte_count)
     gap = -(len(head) + 2 + len(tail)) % ALIGNMENT
     return b"".join((head, bytes((PADDING_TAG, gap)), bytes(gap), tail))

@@ -1,4 +1,5 @@
-"""How much each field of the wire may carry. One table, for every repeated, bytes and string field of every message.
+"""The limits of what each field of the wire may carry. One table, for every repeated, bytes and string field of every
+message.
 
 ``bounds`` holds requests to it before anything is computed from them. They are contract, not settings: far above what
 engines send (a prompt of 2 M tokens named by hashes of 16; every layer of the deepest model), and low enough that one

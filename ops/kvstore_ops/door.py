@@ -1,4 +1,4 @@
-"""Which sidecar a command asks, and as which tenant: what its options --address, --tenant and --tls say."""
+"""Decides which sidecar a command asks, and as which tenant, by its options --address, --tenant and --tls."""
 
 from __future__ import annotations
 

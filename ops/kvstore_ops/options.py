@@ -54,5 +54,5 @@ def load_settings(config: Path | None, flags: dict[str, object] | None = None) -
 
 
 def exit_code_of(error: KVStoreError) -> int:
-    """What a command ends with that failed so."""
+    """Return the exit code of a command that failed with this error."""
     return EXIT_CODES.get(type(error), 1)

@@ -85,7 +85,7 @@ def plan(
 
 
 def told_compute(engines: Iterable[admin_pb2.EngineRate], spec: ModelSpec, step_tokens: int) -> ComputeRate:
-    """What engines told the sidecar of a model: an unknown rate where none did."""
+    """Return the compute rate that engines told the sidecar of a model; an unknown rate where none did."""
     name = fingerprint(spec, spec.kind)
     for each in engines:
         rate = compute_from_message(each.rate)
@@ -137,7 +137,7 @@ def as_dict(facts: LoadFacts, found: LoadPlan) -> dict[str, Any]:
 
 
 def render(facts: LoadFacts, found: LoadPlan) -> Group:
-    """What is stored where, the candidates, and a picture of the chosen one."""
+    """Render where the prompt is stored, the candidates, and a picture of the chosen one."""
     stored = Table("stored tokens", "as", "in", "a second", title=f"{found.token_count:,} tokens")
     for stock in facts.stocks:
         for run in stock.runs:
@@ -160,7 +160,7 @@ def render(facts: LoadFacts, found: LoadPlan) -> Group:
 
 
 def picture(found: LoadPlan) -> list[str]:
-    """What goes on when, a line each, from the request to the first token."""
+    """Draw the timeline from the request to the first token, a line for each span."""
     chosen = found.chosen
     if not chosen.ttft_s:
         return []

@@ -86,7 +86,7 @@ def whole(entry: admin_pb2.PlanEntry) -> Group:
 
 
 def summary(found: Sequence[admin_pb2.PlanEntry]) -> str:
-    """How far plans were off, and what was saved, over plans that were carried out and whose engine is known."""
+    """Sum up how far plans were off, and what was saved, over plans that were carried out and whose engine is known."""
     pairs = []
     for each in found:
         plan = plan_from_message(each.plan) if each.HasField("plan") else None

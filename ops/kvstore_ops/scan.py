@@ -25,7 +25,7 @@ MODEL_DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is counted, or deleted. ``tenant``: a name of the settings, or the first digits of a tenant's digest;
+    """The objects to count, or to delete. ``tenant``: a name of the settings, or the first digits of a tenant's digest;
     ``model``: the first digits of a fingerprint, as the table shows them; empty: all."""
 
     tenant: str = ""
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass
 class Found:
-    """What a scan has seen. ``damaged``: how many, by what is wrong with them; ``newer`` takes a newer release to read;
+    """The result of a scan. ``damaged``: how many, by what is wrong with them; ``newer`` takes a newer release to read;
     ``foreign`` are no chunks' objects."""
 
     rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)

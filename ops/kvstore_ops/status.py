@@ -31,7 +31,7 @@ def _numbers(value: Any) -> Any:
 
 
 def render(stats: admin_pb2.StatsResponse) -> Group:
-    """What it holds, for whom, and what it has done."""
+    """Render what the sidecar holds, for whom, and what it has done."""
     arena, sessions = stats.arena, stats.sessions
     whose = "" if stats.tenant == "default" else f", tenant {stats.tenant}"
     title = f"kvstore {stats.version}{whose}, pid {stats.server_pid}, up {stats.uptime_seconds:.0f} s"
@@ -64,7 +64,7 @@ def render(stats: admin_pb2.StatsResponse) -> Group:
 
 
 def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
-    """How fast tiers are read, and how sure that is."""
+    """Render the rates of tiers, with their confidence."""
     drawn = Table("read from", "per second", "latency", "in one case of ten", "confidence", "on the way")
     for each in rates:
         known = f"{each.confidence:.0%} ({each.sample_count} measured)" if each.sample_count else "assumed"
@@ -76,7 +76,7 @@ def _rates(rates: Iterable[admin_pb2.TierRate]) -> Table:
 
 
 def _engines(engines: Iterable[admin_pb2.EngineRate]) -> Table:
-    """How fast engines compute prompts, and how sure that is."""
+    """Render the compute rates of engines, with their confidence."""
     drawn = Table("engine of", "rows a pass", "tokens per second", "load", "confidence")
     for each in engines:
         rate = each.rate

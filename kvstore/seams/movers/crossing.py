@@ -107,18 +107,18 @@ def resolve_with(bytes_of: Callable[[int, int, int], Bytes], file_of: Callable[[
 
 
 def shared_bytes(number: int, offset: int, byte_count: int) -> Bytes:
-    """What an array crosses as."""
+    """The form in which an array crosses to another process."""
     return _bytes_of(number, offset, byte_count)
 
 
 def shared_file(number: int) -> int:
-    """What a file crosses as."""
+    """The form in which a file crosses to another process."""
     return _file_of(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a job raised."""
+    """The form in which a job's error comes back."""
 
     error: BaseException
 

@@ -1,4 +1,4 @@
-"""What a partial prefill holds at once, in a process of its own, beside a full prefill and beside what it may.
+"""Measures what a partial prefill holds at once, in a process of its own, beside a full prefill and beside what it may.
 
 What one call holds is its merged cache, whose size is known, and what torch's allocator has given out at the peak,
 which is the same in every run. Beside it, by how much the process's own memory grew: with what libraries keep for

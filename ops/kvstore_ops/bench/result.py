@@ -1,4 +1,4 @@
-"""What a benchmark says: a figure, the limit it is held against, and how both were had."""
+"""The result of a benchmark: a figure, the limit it is held against, and how both were had."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SKEW_S_MAX = 5.0
 
 
 def look_at_redis(settings: Settings) -> Iterator[Finding]:
-    """What the server of tiers.redis.url says: its version, memory, policy and clock."""
+    """Look at the server of tiers.redis.url: its version, memory, policy and clock."""
     redis = settings.tiers.redis
     if not redis.url:
         yield Finding("redis", Health.UNSEEN, "tiers.redis.url is not set")
@@ -96,7 +96,7 @@ def redis_tells(told: Mapping[str, Any], engine_s: float, now_s: float) -> Itera
 
 
 def look_at_tiers(found: admin_pb2.TiersResponse) -> Iterator[Finding]:
-    """What the sidecar's tiers say of themselves."""
+    """Look at the sidecar's tiers by their own account."""
     for tier in found.tiers:
         stats = tier.stats
         what, why = f"tier {stats.name}", "chunks are not written there, and perhaps not read"

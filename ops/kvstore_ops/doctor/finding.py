@@ -1,4 +1,4 @@
-"""What a look comes to."""
+"""The result of a look."""
 
 from __future__ import annotations
 

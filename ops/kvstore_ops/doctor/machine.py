@@ -98,7 +98,7 @@ def clock(now_s: float) -> Finding:
 
 
 def certificates(settings: Settings, now_s: float) -> Iterator[Finding]:
-    """When the certificates end that settings name."""
+    """Look when the certificates end that settings name."""
     redis = settings.tiers.redis
     named = {
         "remote.certificate_file": settings.remote.certificate_file, "remote.client_ca_file":
@@ -111,7 +111,7 @@ def certificates(settings: Settings, now_s: float) -> Iterator[Finding]:
 
 
 def certificate(setting: str, name: str, now_s: float) -> Finding:
-    """When a file's first certificate begins and ends."""
+    """Return when a file's first certificate begins and ends."""
     remedy = f"renew it, put the new one into {name}, and start the service again"
     why = "connections that need it are refused"
     try:
@@ -129,7 +129,7 @@ def certificate(setting: str, name: str, now_s: float) -> Finding:
 
 
 def validity_of(text: str) -> tuple[float, float]:
-    """When the first certificate of a PEM text begins and ends, in seconds since 1970. Raises ValueError.
+    """Return when the first certificate of a PEM text begins and ends, in seconds since 1970. Raises ValueError.
 
     Source: RFC 5280, 4.1: Certificate = SEQUENCE of tbsCertificate = SEQUENCE of [0] version, serialNumber, signature,
     issuer, validity = SEQUENCE of two times.

@@ -37,13 +37,13 @@ class Operator:
         return model_named(self._client, name)
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """What the sidecar holds and has done. A client whose sidecar came back connects anew."""
+        """Return the sidecar's statistics. A client whose sidecar came back connects anew."""
         self._session = self._client.connect_now()
         found: admin_pb2.StatsResponse = self._call("Stats", admin_pb2.StatsRequest())
         return found
 
     def tiers(self) -> admin_pb2.TiersResponse:
-        """What each tier has, takes and lacks."""
+        """Return what each tier holds, takes and lacks."""
         found: admin_pb2.TiersResponse = self._call("Tiers", admin_pb2.TiersRequest())
         return found
 
@@ -75,11 +75,11 @@ class Operator:
         return self._stream("ListChunks", admin_pb2.ListChunksRequest(selection=selection, limit=limit))
 
     def totals(self, selection: admin_pb2.Selection) -> list[admin_pb2.ModelTotal]:
-        """What is selected comes to, by model."""
+        """Return the totals of the selected chunks, by model."""
         return [each for page in self.chunks(selection, 0) for each in page.totals]
 
     def change(self, request: admin_pb2.ChangeRequest) -> Iterator[admin_pb2.ChangeResponse]:
-        """How far a change is; the last message says what became of everything."""
+        """Yield the progress of a change; the last message has its outcomes."""
         return self._stream("Change", request)
 
     def _call(self, method: str, request: Any) -> Any:

@@ -29,7 +29,8 @@ def digests_of(data: bytes) -> list[str]:
 
 
 def age_of(stored_seconds: int, now_s: float, up_s: float | None = None) -> str:
-    """How long ago a chunk was stored, in words. What was there before the service started is older than that."""
+    """Return how long ago a chunk was stored, in words. What was there before the service started is older than
+    that."""
     if not stored_seconds:
         return "before start" if up_s is None else f"> {duration(up_s)}"
     return duration(max(0.0, now_s - stored_seconds))
@@ -110,7 +111,7 @@ def chunk_as_dict(chunk: admin_pb2.ChunkEntry) -> dict[str, Any]:
 
 
 def total_as_dict(total: admin_pb2.ModelTotal) -> dict[str, Any]:
-    """What was selected of one model."""
+    """Return the row of one model's selected chunks."""
     tiers = {each.tier: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in total.tiers}
     return {
         "model_id": total.model_id, "fingerprint": total.fingerprint.hex(), "chunk_count": total.chunk_count,
@@ -236,7 +237,7 @@ def _chain(count: int, digests: Sequence[str]) -> str:
 
 
 def outcomes_as_dict(found: admin_pb2.ChangeResponse, *, dry_run: bool) -> dict[str, Any]:
-    """What became of everything, or would."""
+    """Render the outcomes of a change, or of its dry run."""
     outcomes = {each.what: {"chunk_count": each.chunk_count, "byte_count": each.byte_count} for each in found.outcomes}
     return {"dry_run": dry_run, "total_count": found.total_count, "outcomes": outcomes, "problem": found.problem}
 

@@ -1,4 +1,4 @@
-"""What an operator writes on the command line, into what a call takes."""
+"""Turns an operator's words on the command line into a call's arguments."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _head(last: Sample) -> Iterator[Text]:
 
 
 def _alarms(rates: Rates, problem: str) -> Iterator[Text]:
-    """What somebody has to see to."""
+    """The alarms that somebody has to see to."""
     last = rates.last
     if problem:
         yield Text(f"! no answer: {plain(problem)}", _ALARM)
@@ -131,7 +131,7 @@ def _flows(rates: Rates, width: int) -> Iterator[Text]:
 
 
 def _benefit(rates: Rates, width: int) -> Iterator[Text]:
-    """What was not computed because it was fetched: now, and in the hours that the sidecar knows of."""
+    """The tokens that were fetched and so not computed: now, and in the hours that the sidecar knows of."""
     hours = [hour for model in rates.last.stats.models for hour in model.served_hours]
     said = f"{rates.served_tokens:,.0f} tokens/s not computed"
     for name, hour_count in (("this hour", 1), ("24 h", 24)):

@@ -1,4 +1,4 @@
-"""What one look brings, and rates between two."""
+"""A sample of the sidecar's statistics, and rates between two samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def take_sample(asked: Operator, at_s: float) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened between two samples, per second. Without an earlier one, and over a restart, since the start."""
+    """The rates between two samples, per second. Without an earlier one, and over a restart, since the start."""
 
     first: Sample | None
     last: Sample
