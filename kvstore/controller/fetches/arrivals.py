@@ -1,4 +1,4 @@
-"""What lands of a fetch, told as it does."""
+"""Reports of a fetch's slabs, as they land in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstore.spec import MissReason
 
 
 async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[list[Arrival]]:
-    """What lands of a fetch's chunks, in batches, until all of it did or was lost. What has not landed at
-    the deadline counts as lost for this fetch."""
+    """Give the arrivals of a fetch's chunks, in batches, until each chunk has landed or was lost. A chunk that has not
+    landed at the deadline counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
     told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}
     event = asyncio.Event()
