@@ -313,7 +313,7 @@ class Controller:
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
         supersedes: Sequence[bytes] = (), deadline: Deadline | None = None,
     ) -> StoreResult:  # fmt: skip
-        """Publish a store's whole chunks, and end the store. With write-through, wait for the device too."""
+        """Publish a store's complete chunks, and end the store. With write-through, wait for the device too."""
         until = deadline or self.deadline()
         result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
