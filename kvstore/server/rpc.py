@@ -106,7 +106,7 @@ def _streaming(
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            async with aclosing(function(request, context)) as responses:  # frees its leases, streams at once
+            async with aclosing(function(request, context)) as responses:  # its resources are freed at once
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status

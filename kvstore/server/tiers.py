@@ -28,8 +28,8 @@ from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Region
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
 REGION_FILES_BESIDES = 32
-"""Region files beyond those that follow from the capacity: for each size of chunks, the first files are smaller, and
-double in size up to ``region_bytes``."""
+"""Region files beyond twice the capacity's. The first files of each chunk size are small, and double in size up to
+``region_bytes``. Twice, because a file holds whole chunks only, which may fill just half of it."""
 Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
 
