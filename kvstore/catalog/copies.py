@@ -32,9 +32,9 @@ class Spare(NamedTuple):
 class Copies:
     """A tier, its policy, and a column of residencies by row number.
 
-    A copy that a scan found after a crash is *unproven* until it was read and written anew: it may be torn, or may not
-    survive the next crash. A scan may find several copies of a chunk: the others are kept as ``spares``, each with the
-    mark of its own write.
+    A copy that a scan found is *unproven* until it was read and written anew: it may be torn, or may not survive the
+    next crash. A scan may find several copies of a chunk: the others are kept as ``spares``, each with the mark of its
+    own write.
 
     Cost: 8 bytes per row of the table, and what the policy takes.
     """

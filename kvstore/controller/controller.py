@@ -165,7 +165,7 @@ class Controller:
         return self.parts.arena.generations
 
     def presence(self) -> Mapping:
-        """The table in which clients look up what is stored without a call."""
+        """The presence table, in which clients look chunks up without a call."""
         return self.parts.catalog.presence.mapping
 
     # ------------------------------------------------------------ requests

@@ -225,7 +225,7 @@ class ModelCount:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of what the service holds."""
+    """A snapshot of one tenant's counts, sizes and rates."""
 
     capacity_bytes: int
     prefaulted_bytes: int

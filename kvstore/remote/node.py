@@ -65,7 +65,7 @@ class Node:
         return session
 
     def give_back(self, lease_id: int, metadata: Any, timeout_s: float) -> None:
-        """Release a lease without waiting for the reply. Failures are ignored: the lease then ended with its session."""
+        """Release a lease without waiting for the reply. A failure is ignored: the lease ended with its session."""
         call = self.cache.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
         self._releasing.add(call)  # gRPC cancels a call whose last reference goes
         call.add_done_callback(self._releasing.discard)

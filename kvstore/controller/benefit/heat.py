@@ -133,7 +133,7 @@ class _Tree:
         for row, own in self._own.items():
             heat[row] += own
         branches: dict[int, int] = {}
-        for path in reversed(self._paths):  # a path hangs on an earlier one
+        for path in reversed(self._paths):  # each path continues an earlier one
             for row in path:
                 above = parents[row]
                 if above != ROOT_ROW:

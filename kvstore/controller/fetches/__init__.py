@@ -2,8 +2,8 @@
 
 Where a chain goes on beyond the node, ``lookup_wide`` and ``fetch_wide`` ask the shared tiers.
 
-A lookup promises nothing, unless it is asked to hold what it found by a ticket. A fetch leases the stored prefix and
-has movement bring in what memory lacks; the slabs can be copied as they arrive. A miss is a value and never an error.
+A lookup promises nothing, unless it is asked for a ticket, which holds the hits. A fetch leases the stored prefix and
+has movement bring in chunks that memory lacks; slabs can be copied as they arrive. A miss is a value, never an error.
 Cost: a lookup walks the chain, about 1 us per chunk and part; a fetch moves no byte itself.
 
 - ``lookup``    the length and the places of a chain's stored prefix

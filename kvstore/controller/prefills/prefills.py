@@ -77,7 +77,7 @@ class PartialPrefills:
         try:
             pauses = self._parts.long_work.begin()
             plan = None if request.mode == "off" else plan_loading(self._facts(request, spec, found))
-            await pauses.between()  # what was found is held
+            await pauses.between()  # the ticket holds the found chunks meanwhile
             first, count, found = self._cut(request, spec, found, plan)
         except BaseException:
             self._tickets.release(found.ticket)

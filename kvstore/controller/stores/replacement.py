@@ -31,8 +31,8 @@ class Replacement:
             if busy is None:
                 for row in [space.index[each] for each in digests if each in space.index]:
                     self._parts.movement.remove(row, MissReason.STALE)
-                return  # and the claim follows without a pause
-            while self._is_in_use(space, busy):  # one name is looked at while it is waited for, however many there are
+                return  # the claim follows without a pause, so nobody can read or store them in between
+            while self._is_in_use(space, busy):  # only this digest is checked while waiting: there may be many
                 if deadline.has_passed:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
                 await self._parts.clock.sleep(STEP_S)
