@@ -1,17 +1,17 @@
-"""The table of stored chunks in shared memory: clients look chunks up there without a call.
+"""The presence table: the stored chunks, in shared memory, where clients look chunks up without a call.
 
-One 8-byte word per chunk: 52 bits of its digest, mixed with its namespace (the *tag*), and 12 bits that say what a
-lookup would say of it (the *news*). Open addressing with linear probing; a tag's low bits are where its probe begins.
-A word is written by one store, so a reader meets the old one or the new one, and nothing else depends on it. A word
-is never taken out of a table: its news become 0, unknown, and another chunk may take its place. A table that is too
-full is copied into a larger one and marked as retired, which readers look at after they read.
+The table has one 8-byte word per chunk: 52 bits of its digest, mixed with its namespace (the *tag*), and 12 bits with a
+lookup's answer for it (the *news*). It uses open addressing with linear probing; a tag's low bits tell where its probe
+begins. A word is written by one machine store, so a reader meets the old word or the new one, and no word depends on
+another. A word is never removed from a table: its news become 0, unknown, and another chunk may take its place. A table
+that is too full is copied into a larger one and marked as retired; readers look at that mark after they read.
 
-Words of another kind say which lengths the partial chunks of a parent have: 12 of them in the place of the news, under
-a tag that is mixed with which 12 they are (``lengths_tag``). A client computes the names that its tokens have at these
-lengths, and looks for them as for any chunk.
+Words of another kind have the lengths of a parent's partial chunks: 12 bits in place of the news, each for one length,
+under a tag that is mixed with the number of that group of 12 lengths (``lengths_tag``). A client computes the digests
+that its tokens have at these lengths, and looks for them as for any chunk.
 
-A tag is not a name: beside a million chunks, one absent chunk in two billion is taken for one that is there. Then a
-fetch, which compares names in full, brings less than the lookup said.
+A tag is not a digest: beside a million chunks, one absent chunk in two billion is taken for a stored one. Then a fetch,
+which compares whole digests, brings less than the lookup said.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ from kvstore.spec import ChunkState, Encoding, MissReason, Tier
 Words = NDArray[np.uint64]
 
 HEADER_WORDS = 8
-"""The first holds the flags; together they are a cache line."""
+"""Words before the slots. The first one holds the flags; together they are a cache line."""
 RETIRED, PARTIAL = 1, 2
-"""Flags: another table took this one's place; some chunks found no word, so that what is not there may be stored."""
+"""Flags. RETIRED: another table has replaced this one. PARTIAL: some stored chunks may be missing here."""
 NEWS_MASK, STATE_MASK, TAILS = 0xFFF, 0x3, 0x800
-"""Of a word; and within the news, where the state is, and that partial chunks hang on this one."""
+"""The news within a word; and within the news the state, and the bit that the chunk has partial chunks after it."""
 LENGTHS_PER_WORD = 12
 TAIL_TOKENS_MAX = 1024
-"""The partial chunks of models with larger chunks are told of by calls: they would take too many words."""
+"""For models with larger chunks, partial chunks are found by calls only: they would take too many words."""
 TAG_MASK = (1 << 64) - 1 - NEWS_MASK
 _TAG_SHIFT = 12
 _TOP_BIT = 1 << 63
 """Set in every tag, so that no word in use is 0."""
 _SPREAD = 0x9E3779B97F4A7C15
 _WEIGHTS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
-"""Odd numbers that mix: 2^64 over the golden ratio, and the constants of splitmix64, rrmxmx and wyhash. Digests may be
-an engine's own, in which 64 bits are repeated, or zeros follow them."""
+"""Odd numbers that mix: 2^64 over the golden ratio, and the constants of splitmix64, rrmxmx and wyhash. Mixing is
+needed: digests may be an engine's own, which repeat 64 bits or pad them with zeros."""
 _ALL_BITS = (1 << 64) - 1
 PROBE_MAX = 256
-"""How far from its beginning a tag is looked for; at most six words in ten are in use, which leaves few longer runs."""
+"""Words that a probe looks at. At most six words in ten are in use, so few probes would need more."""
 SLOTS_MIN = 1 << 14
 _FULL, _ROOMY = 0.6, 0.5
 _GROWTH_MAX = 8
-"""How much larger than its share a table becomes for the sake of runs that are too long; then it is PARTIAL."""
+"""Where some chunks find no word within PROBE_MAX, a table becomes at most so many times larger than its chunks need.
+If that does not help, it is PARTIAL."""
 _PATIENCE = 16
-"""Where a chunk finds no word a larger table is made, but not before a sixteenth of this one was written."""
+"""Where a chunk finds no word, a new table is made only after as many writes as a sixteenth of this table's slots."""
 _WINDOW = np.arange(8)
 _log = logging.getLogger("kvstore.presence")
 _FOUR = struct.Struct("<4Q")
 
 
 class News(NamedTuple):
-    """Return a lookup's answer for one chunk. ``has_tails``: partial chunks hang on it."""
+    """A lookup's answer for one chunk. ``has_tails``: there are partial chunks after it."""
 
     state: ChunkState
     tier: Tier
@@ -76,18 +77,18 @@ class News(NamedTuple):
 def pack_news(
     state: int, tier: int = Tier.NONE, encoding: int = Encoding.NONE, reason: int = MissReason.NONE, tails: bool = False
 ) -> int:  # fmt: skip
-    """12 bits; 0 is for chunks nobody knows."""
+    """Return the news as 12 bits; 0 stands for an unknown chunk."""
     return state | tier << 2 | encoding << 5 | reason << 8 | (TAILS if tails else 0)
 
 
 def encoded_news(encodings: NDArray[np.uint8]) -> Words:
-    """Return the encodings as ``pack_news`` packs them, for many chunks."""
+    """Return the encodings' bits of ``pack_news``, for many chunks."""
     return encodings.astype(np.uint64) << np.uint64(5)
 
 
 @lru_cache(maxsize=1 << _TAG_SHIFT)
 def unpack_news(news: int) -> News:
-    """What nobody knows is cold."""
+    """Return 12 bits as news. An unknown chunk is a miss with reason COLD."""
     state, reason = ChunkState(news & STATE_MASK or ChunkState.MISS), MissReason(news >> 8 & 7)
     if state is ChunkState.MISS:
         reason = reason or MissReason.COLD
@@ -95,7 +96,8 @@ def unpack_news(news: int) -> News:
 
 
 def tag_of(salt: int, digest: bytes) -> int:
-    """The tag of one chunk, in its place of a word. ``salt``: its namespace's (``kvstore.keys.presence_salt``)."""
+    """Return the tag of one chunk, in the tag's bits of a word. ``salt``: its namespace's
+    (``kvstore.keys.presence_salt``)."""
     first, second, third, fourth = _FOUR.unpack(digest)
     one, two, three, four = _WEIGHTS
     mixed = (first * one + second * two + third * three + fourth * four ^ salt) & _ALL_BITS
@@ -103,7 +105,7 @@ def tag_of(salt: int, digest: bytes) -> int:
 
 
 def tags_of(salt: int, digests: bytes) -> Words:
-    """The tags of a run of digests."""
+    """Return the tags of a run of digests (32 bytes each)."""
     mixed: Words = np.frombuffer(digests, "<u8").reshape(-1, 4) @ np.array(_WEIGHTS, np.uint64)
     mixed ^= np.uint64(salt)
     mixed ^= mixed >> np.uint64(32)
@@ -114,24 +116,24 @@ def tags_of(salt: int, digests: bytes) -> Words:
 
 
 def lengths_tag(salt: int, parent: bytes, group: int) -> int:
-    """The tag of the word that says which of LENGTHS_PER_WORD lengths the partial chunks after ``parent`` have."""
+    """Return the tag of the word for one group of LENGTHS_PER_WORD lengths of the partial chunks after ``parent``."""
     return tag_of(salt ^ (group + 1) * _SPREAD & _ALL_BITS, parent)
 
 
 @lru_cache(maxsize=256)
 def lengths_tags(salt: int, parent: bytes, chunk_tokens: int) -> Words:
-    """The tags of all such words of one parent. Kept, above all for the root."""
+    """Return the tags of all length words of one parent. Results are cached, above all for the root."""
     groups = range(-(-chunk_tokens // LENGTHS_PER_WORD))
     return np.array([lengths_tag(salt, parent, group) for group in groups], np.uint64)
 
 
 def lengths_news(bits: int, group: int) -> int:
-    """What such a word says: of ``bits``, where bit n stands for n tokens, the group's."""
+    """Return the news of a group's length word: the group's part of ``bits``, where bit n stands for n tokens."""
     return bits >> group * LENGTHS_PER_WORD & NEWS_MASK
 
 
 def lengths_words(salt: int, parent: bytes, bits: int) -> Iterator[int]:
-    """Those of a parent's words that say anything, for ``bits`` as in ``lengths_news``."""
+    """Give the length words of a parent that are not empty. ``bits``: as in ``lengths_news``."""
     while bits:
         group = ((bits & -bits).bit_length() - 1) // LENGTHS_PER_WORD
         news = lengths_news(bits, group)
@@ -140,24 +142,24 @@ def lengths_words(salt: int, parent: bytes, bits: int) -> Iterator[int]:
 
 
 def lengths_bits(news: NDArray[np.uint64]) -> int:
-    """What all such words of one parent say together."""
+    """Return the bitmap of lengths from the news of all length words of one parent."""
     return sum(int(each) << group * LENGTHS_PER_WORD for group, each in enumerate(news.tolist()) if each)
 
 
 def slots_of(words: Words) -> int:
-    """The number of places at which a probe can begin: a power of two."""
+    """Return the number of places at which a probe can begin; a power of two."""
     return words.size - HEADER_WORDS - PROBE_MAX
 
 
 class Found(NamedTuple):
-    """The news of each tag, 0 where it is not known. ``is_whole``: what is not known is not there."""
+    """The news of each tag; 0: the tag is unknown. ``is_whole``: an unknown chunk is certainly not stored."""
 
     news: NDArray[np.uint64]
     is_whole: bool
 
 
 def find(words: Words, tags: Words) -> Found | None:
-    """What a table says. None of one that is retired. Cost: about 30 us for 128 tags."""
+    """Look tags up in a table's words. Return None for a table that is retired. Cost: about 30 us for 128 tags."""
     mask = slots_of(words) - 1
     begins = (tags >> np.uint64(_TAG_SHIFT) & np.uint64(mask)).astype(np.intp) + HEADER_WORDS
     seen = words[begins[:, None] + _WINDOW]
@@ -169,7 +171,7 @@ def find(words: Words, tags: Words) -> Found | None:
     for row in np.flatnonzero(~is_found & seen.all(axis=1)).tolist():
         news[row] = _probe(words, int(tags[row]), int(begins[row]))
     fence()
-    flags = int(words[0])  # after the words: a table that is retired by now may have been when they were read
+    flags = int(words[0])  # read after the words: if it is retired now, it may have been when they were read
     return None if flags & RETIRED else Found(news, not flags & PARTIAL)
 
 
@@ -184,11 +186,11 @@ def _probe(words: Words, tag: int, begin: int) -> int:
 
 
 class PresenceTable:
-    """The table of one tenant. Its only writer; the caller serialises. It raises nothing: what finds no word, because
-    digests crowd at one place or no larger table is to be had, is kept here, and the table says that it is PARTIAL.
+    """The table of one tenant. This is its only writer; callers must not overlap. It raises nothing: a chunk that finds
+    no word, because tags crowd at one place or no larger table can be made, is kept here, and the table is PARTIAL.
 
     Cost: ``put`` about 2 us. A table of a million chunks takes 16 MiB. It is copied, in 0.1 s, when more than six words
-    in ten are in use: it has grown, or the words of chunks that went became too many.
+    in ten are in use: by chunks, or by words left by chunks that went.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -196,11 +198,11 @@ class PresenceTable:
         self._used = self._put_count = 0
         self._left_out: dict[int, int] = {}
         self.is_partial = False
-        """Whether chunks may be stored where this table does not reach. See ``become_partial``."""
+        """True when chunks may be stored beyond the node, where this table does not reach. See ``become_partial``."""
         self._use(*self._made(SLOTS_MIN))
 
     def _made(self, slots: int) -> tuple[Mapping, Words]:
-        """An empty table. Raises Unavailable, or OSError where no descriptor is left."""
+        """Make an empty table. Raises Unavailable, or OSError where no descriptor is left."""
         size = (HEADER_WORDS + slots + PROBE_MAX) * 8
         mapping = self._memory.read_only_to_others("kvstore-presence", size, is_moved=False)
         words: Words = mapping.bytes.view(np.uint64)
@@ -215,13 +217,13 @@ class PresenceTable:
         self._full_at = int(_FULL * slots_of(words))
 
     def known(self) -> Words:
-        """The words of which something is known, in no order."""
+        """Return the words whose news are not 0, in no order."""
         words = self._array[HEADER_WORDS:]
         known: Words = words[words & np.uint64(NEWS_MASK) != 0]
         return known
 
     def put(self, tag: int, news: int) -> None:
-        """What a lookup says of a chunk from now on; 0: nothing is known of it any more."""
+        """Set a chunk's news; 0: it is unknown from now on."""
         self._put_count += 1
         place = self._place(tag)
         if place:
@@ -242,8 +244,8 @@ class PresenceTable:
             self._copy(np.empty(0, np.uint64))
 
     def _place(self, tag: int) -> int:
-        """Where the tag is, or may be put; 0 where there is no room. A tag that is not there may be put where nothing
-        is known of another one."""
+        """Return the place of the tag's word, or else a place where it may be put; 0 where there is none. A new tag may
+        take an empty word, or the word of an unknown chunk."""
         words, free = self._words, 0
         begin = (tag >> _TAG_SHIFT & self._mask) + HEADER_WORDS
         for place in range(begin, begin + PROBE_MAX):
@@ -257,23 +259,24 @@ class PresenceTable:
         return free
 
     def _mark(self) -> None:
-        """Say whether all is there. After the words: what a reader misses before that, it asks for."""
+        """Set or clear the PARTIAL flag. It is cleared only after the words are written: a reader that misses a word
+        before that asks by call."""
         fence()
         self._words[0] = PARTIAL if self._left_out or self.is_partial else 0
 
     def become_partial(self) -> None:
-        """From now on what is not in the table may be stored elsewhere, beyond the node: clients ask. The caller says
-        nothing any more of chunks that left."""
+        """Mark the table as PARTIAL for good: from now on chunks that are not in it may be stored beyond the node, so
+        clients ask by call. The caller does not put the reasons of departed chunks any more."""
         self.is_partial = True
         self._mark()
 
     def put_all(self, tags: Words, news: NDArray[np.uint64] | int) -> None:
-        """The same of many chunks of which nothing is known yet, in a table that has room for more."""
+        """Set the news of many chunks that are not in the table yet. Makes a new table with room for them."""
         self._copy(tags | np.asarray(news, np.uint64))
 
     def _copy(self, more: Words) -> None:
-        """Another table takes this one's place, with these words, too. Where none is to be had, for want of memory or
-        of a descriptor, they are left out: whoever changes the catalog goes on."""
+        """Replace this table by a new one that also has the words ``more``. Where no table can be made, for want of
+        memory or of a descriptor, they are left out: a change of the catalog does not fail for this."""
         self._put_count = 0
         try:
             self._replace(more)
@@ -284,7 +287,7 @@ class PresenceTable:
             self._mark()
 
     def _replace(self, more: Words) -> None:
-        """Raises KVStoreError, OSError or MemoryError, and has changed nothing then."""
+        """Replace this table; see ``_copy``. Raises KVStoreError, OSError or MemoryError, and then changes nothing."""
         left = np.array([tag | news for tag, news in self._left_out.items()], np.uint64)
         words = np.concatenate([self.known(), left, more])
         least = slots = max(SLOTS_MIN, 1 << int(words.size / _ROOMY - 1).bit_length() if words.size else 0)
@@ -296,7 +299,7 @@ class PresenceTable:
         kept, begins = words[order][in_reach], begins[in_reach]
         crowded, places = words[order][~in_reach], HEADER_WORDS + _places(begins)
         mapping, array = self._made(slots)
-        array[places] = kept  # anew: what was left out is no hole on another's way
+        array[places] = kept  # laid out anew without the crowded words: their places leave no holes in other probes
         self._left_out.clear()
         self._leave_out(crowded)
         old, retired = self.mapping, self._words
@@ -312,14 +315,15 @@ class PresenceTable:
 
 
 def _laid_out(words: Words, slots: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
-    """In a table of so many slots: the words in order of where they begin; where that is; where they come to lie."""
+    """Lay words out in a table of ``slots`` slots. Return their order by the beginning of their probes, these
+    beginnings in that order, and their places in that order."""
     begins = (words >> np.uint64(_TAG_SHIFT) & np.uint64(slots - 1)).astype(np.int64)
     order = np.argsort(begins, kind="stable")
     return order, begins[order], _places(begins[order])
 
 
 def _places(begins: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each at its beginning, or behind the one before it."""
+    """Return a place for each word: the beginning of its probe, or behind the previous word."""
     numbers = np.arange(begins.size)
     places: NDArray[np.int64] = np.maximum.accumulate(begins - numbers) + numbers
     return places

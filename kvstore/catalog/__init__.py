@@ -1,10 +1,11 @@
-"""The index of stored chunks and of their holders. Every stored chunk is a row of one table; a namespace (fingerprint,
-provenance, exactness) maps chain digests to rows; a row says in which tiers the chunk lies.
+"""The catalog: the chunks that the tiers have. Every stored chunk is a row of one table. A namespace (fingerprint,
+provenance, exactness) maps chain digests to rows. A row says in which tiers the chunk lies.
 
-A lookup is a walk: the leading digests that are in the index, and of the rest why not. The catalog owns no bytes and
-takes no decision; the controller and movement change it, on the event loop's thread only. A digest is in the index as
-long as some tier holds the chunk. A chunk that leaves while others hang on its row (its children, a lease, a ticket,
-a move) leaves a *ghost*: the row without the index entry. A store of that digest takes the ghost over.
+A lookup is a walk: it finds the leading digests that are in the index, and the reasons why the rest are missing. The
+catalog owns no bytes and takes no decisions; the controller and movement change it, on the event loop's thread only. A
+digest is in the index as long as some tier holds the chunk. A chunk that leaves while something still refers to its row
+(its children, a lease, a ticket, a move) leaves a *ghost*: the row without the index entry. A store of that digest
+takes the ghost over.
 
 Cost: about 220 bytes a chunk (``kvstore bench index`` measures it): columns, not objects.
 """

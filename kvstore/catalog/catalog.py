@@ -21,7 +21,7 @@ from kvstore.spec import ChunkState, Encoding, EventKind, MissReason, ModelSpec,
 
 
 class Run(NamedTuple):
-    """``chunk_count`` consecutive chunks that are alike."""
+    """``chunk_count`` consecutive chunks of a chain that have the same state, reason, tier and encoding."""
 
     chunk_count: int
     state: ChunkState
@@ -31,24 +31,24 @@ class Run(NamedTuple):
 
 
 class TailsFound(NamedTuple):
-    """The partial chunks after a parent: rows of the newest, and where there are others which lengths they have: bit n
-    of ``lengths`` stands for n tokens. 0: ``rows`` are all."""
+    """The partial chunks after a parent. ``rows``: the newest ones. ``lengths``: a bitmap of the lengths of all, where
+    bit n stands for n tokens; 0: ``rows`` are all."""
 
     rows: list[int]
     lengths: int
 
 
 class Walk(NamedTuple):
-    """The result of walking a chain: the number of leading chunks that hit, runs over the whole chain, and per
-    namespace the hits' rows."""
+    """The result of looking a chain up: the number of leading chunks that hit, runs over the whole chain, and the rows
+    of the hits per namespace."""
 
     hit_count: int
     runs: tuple[Run, ...]
     chains: list[list[int]]
 
     def onwards(self, start: int, chains: Sequence[Sequence[int]]) -> Walk:
-        """As if the chain hit on with these rows, from number ``start`` on; what they say of chunks that hit here
-        counts no more than that."""
+        """Return the walk with more hits: the rows ``chains`` of the chunks from index ``start`` on, which shared tiers
+        have. Return this walk unchanged where they do not extend its hits."""
         have = [rows[:start] + list(more) for rows, more in zip(self.chains, chains, strict=True)]
         count = min(map(len, have))
         if self.hit_count < start or count <= self.hit_count:
@@ -57,7 +57,7 @@ class Walk(NamedTuple):
 
     @property
     def reason(self) -> MissReason:
-        """The reason why the chunk after the last hit is missing, COLD while it is being stored; NONE when the whole
+        """The reason why the chunk after the last hit is missing: COLD while it is being stored; NONE when the whole
         chain hit."""
         last = 0
         for run in self.runs:
@@ -79,7 +79,7 @@ class Catalog:
         self._geometries: dict[tuple[str, str, str], ModelSpec] = {}
 
     def register(self, spec: ModelSpec) -> Model:
-        """Make a spec known. Idempotent. Raises: InvalidRequest when the same weights were registered with another
+        """Register a spec. Idempotent. Raises InvalidRequest when the same weights were registered with another
         geometry; Exhausted past limits.model_count_max."""
         name = fingerprint(spec, spec.kind)
         known = self.models.get(name)
@@ -95,21 +95,22 @@ class Catalog:
         return model
 
     def model(self, name: bytes) -> Model:
-        """The model a fingerprint names. Raises InvalidRequest when it was not registered here."""
+        """Return the model that a fingerprint names. Raises InvalidRequest when it was not registered here."""
         try:
             return self.models[name]
         except KeyError:
             raise InvalidRequest("this model is not registered with this server: call RegisterModel first") from None
 
     def walk(self, namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> Walk:
-        """A chunk hits when every namespace holds it. Cost: a dict look-up per chunk and namespace."""
+        """Look a chain up. A chunk hits when every namespace holds it, and all chunks before it hit. Cost: a dict
+        look-up per chunk and namespace."""
         hits = len(digests)
         chains: list[list[int]] = []
         for namespace in namespaces:
             rows: list[int] = []
             try:
                 rows.extend(map(namespace.index.__getitem__, digests[:hits]))
-            except KeyError:  # the first that is missing; the rows before it have come
+            except KeyError:  # the first missing chunk: ``rows`` has those before it
                 hits = len(rows)
             chains.append(rows)
         chains = [rows[:hits] for rows in chains]
@@ -119,7 +120,7 @@ class Catalog:
         return Walk(hits, tuple(runs), chains)
 
     def _hit_runs(self, chains: Sequence[Sequence[int]], hits: int) -> list[Run]:
-        """Runs of chunks that lie in the same tier: the slowest of their parts counts."""
+        """Return runs of chunks that lie in the same tier. The tier of a chunk is that of its slowest part."""
         if not hits:
             return []
         table = self.table
@@ -132,7 +133,7 @@ class Catalog:
         ]
 
     def tails(self, namespaces: Sequence[Namespace], parent: bytes) -> TailsFound:
-        """The partial chunks after ``parent``: rows that every namespace holds, lengths that every namespace has."""
+        """Return the partial chunks after ``parent``: rows that every namespace holds, lengths that every one has."""
         first, digests = namespaces[0].tails, self.table.digests
         rows = [row for row in first.named(parent) if all(digests[row] in each.index for each in namespaces)]
         if first.are_all_named(parent):
@@ -140,43 +141,44 @@ class Catalog:
         return TailsFound(rows, reduce(and_, (each.tails.bits(parent, self.table.token_counts) for each in namespaces)))
 
     def first_of(self, namespaces: Sequence[Namespace], digests: Sequence[bytes]) -> int:
-        """The number of the first of these chunks, from 1 on, that every namespace holds by itself; 0: none."""
+        """Return the position, from 1 on, of the first of these chunks that every namespace holds, whatever comes
+        before it in a chain; 0: none."""
         for number, digest in enumerate(digests, 1):
             if all(digest in each.index for each in namespaces):
                 return number
         return 0
 
     def is_tail_of(self, row: int, parents: Mapping[bytes, int]) -> bool:
-        """Return True when a row is a partial chunk that hangs on one of these, with fewer tokens than is said
-        there."""
+        """True when a row is a partial chunk without children, its parent is among ``parents`` (digest -> token count),
+        and it has fewer tokens than the count there."""
         count = self.table.token_counts[row]
         is_tail = self.space_of(row).is_tail(count) and not self.table.child_counts[row]
         return is_tail and count < parents.get(parent_digest(self.table, row), 0)
 
     def worth(self, row: int) -> tuple[int, float]:
-        """A chunk's weight, in bytes as stored raw, and its cost, what computing it again takes: its tokens, until
-        timings of the model are known. 0 bytes while the model is unknown."""
+        """Return a chunk's weight (bytes as stored raw; 0 while the model is unknown) and its cost, which stands for
+        the time to compute it again: its number of tokens."""
         token_count = self.table.token_counts[row]
         return self.space_of(row).chunk_bytes(token_count), float(token_count)
 
     def show(self, row: int) -> None:
-        """Tell clients that a visible chunk lies elsewhere now."""
+        """Let clients see that the place of a visible chunk changed."""
         self.spaces.show(self.space_of(row), self.table.digests[row])
 
     def space_of(self, row: int) -> Namespace:
         return self.spaces.numbered[self.table.spaces[row]]
 
     def is_visible(self, row: int) -> bool:
-        """Return True when the chunk can be found; not so of a ghost."""
+        """True when lookups find the row's chunk; False for a ghost."""
         return self.space_of(row).index.get(self.table.digests[row]) == row
 
     def is_here(self, row: int, identity: Identity) -> bool:
-        """Return True when the row is that chunk still, and can be found."""
+        """True when the row still belongs to the chunk ``identity``, and lookups find it."""
         return self.table.identity(row) == identity and self.is_visible(row)
 
     def stored(self, batch_count: int) -> Iterator[list[Event]]:
-        """All that is visible, as the events that tell of it, in batches. A chunk that changes between two batches is
-        told as it was or as it is."""
+        """Give a STORED event for every visible chunk, in batches. A chunk that changes between two batches is told as
+        it was or as it is."""
         table, spaces = self.table, self.spaces
         for space in list(spaces.numbered):
             rows = list(space.index.values())
@@ -188,8 +190,8 @@ class Catalog:
                 ]
 
     def row_of(self, namespace: Namespace, digest: bytes, parent: bytes, token_count: int) -> int:
-        """The ghost's row, or a new one, for a chunk that is about to be published. A parent that is not here
-        becomes a ghost of its own."""
+        """Return the row for a chunk that is about to be published: its ghost's row, or a new one. A parent without a
+        row gets one as a ghost."""
         row = namespace.ghosts.get(digest)
         if row is not None:
             if not self.table.token_counts[row] and parent != ROOT_DIGEST:  # a child named it, no store
@@ -199,7 +201,8 @@ class Catalog:
         return self.table.add(namespace.number, digest, self._parent_row(namespace, parent), token_count)
 
     def known_row(self, namespace: Namespace, digest: bytes, parent: bytes, token_count: int) -> int:
-        """The row of a chunk that is here, or of one that is about to be brought: a ghost, which the caller holds."""
+        """Return the row of a chunk that is here or about to be brought. In the latter case the row is a ghost, which
+        the caller must hold."""
         row = namespace.index.get(digest)
         if row is None:
             row = namespace.ghosts[digest] = self.row_of(namespace, digest, parent, token_count)
@@ -214,7 +217,7 @@ class Catalog:
         return row
 
     def _adopt(self, namespace: Namespace, row: int, parent: bytes) -> None:
-        """Hang a ghost that stood for an unknown chunk under the parent its own store names."""
+        """Set the parent of a ghost that only its children had named, as its own store names it."""
         parents, above = self.table.parents, self._parent_row(namespace, parent)
         ancestor = above
         while ancestor not in (ROOT_ROW, row):
@@ -242,18 +245,18 @@ class Catalog:
                 self.spaces.show(namespace, parent)
 
     def moved(self, row: int, tier: Tier) -> None:
-        """Another tier is the fastest that holds the chunk now."""
+        """Tell clients and watchers that ``tier`` is now the fastest one that has the chunk."""
         if self.is_visible(row):
             self.show(row)
             self.spaces.tell(EventKind.MOVED, row, tier)
 
     def claim(self, namespace: Namespace, digest: bytes, store: object) -> None:
-        """A store in flight will publish the chunk, unless it is ``unclaim``ed first."""
+        """Mark a chunk as being stored by ``store``, which will publish it unless it is ``unclaim``ed first."""
         namespace.pending[digest] = store
         self.spaces.show(namespace, digest)
 
     def unclaim(self, namespace: Namespace, digest: bytes) -> None:
-        """The store of a chunk ended. One that is not claimed is fine."""
+        """Take back a claim: the chunk's store ended. A chunk that is not claimed is no error."""
         namespace.pending.pop(digest, None)
         self.spaces.show(namespace, digest)
 
@@ -265,8 +268,8 @@ class Catalog:
             self.spaces.show(namespace, forgotten)
 
     def withdraw(self, row: int, reason: MissReason, tier: Tier) -> None:
-        """Make a chunk that no tier holds any more, ``tier`` the last of them, invisible. While something refers to
-        its row it is a ghost."""
+        """Make a chunk that no tier holds any more invisible; ``tier`` was the last that had it. While something refers
+        to its row, it is a ghost."""
         table = self.table
         assert not table.is_resident(row)
         namespace, digest = self.space_of(row), table.digests[row]
@@ -284,7 +287,7 @@ class Catalog:
         self.forget_ghost(row)
 
     def forget_ghost(self, row: int) -> None:
-        """Free the row of a chunk that is nowhere once nothing refers to it, and its parent's after it."""
+        """Free a ghost's row if nothing refers to it any more, then its parent's if the same holds there, and so on."""
         table = self.table
         while row != ROOT_ROW and not table.is_needed(row) and not table.is_resident(row):
             namespace, digest, parent = self.space_of(row), table.digests[row], table.parents[row]
@@ -300,7 +303,8 @@ class Catalog:
 
 
 def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> list[Run]:
-    """Runs of chunks that no lookup finds, whatever is stored of them: one before them is missing."""
+    """Return the runs of the chunks after the last hit. They are no hits even where they are stored, because a chunk
+    before them is missing."""
     runs: list[Run] = []
     for (state, reason), alike in groupby(_absent(namespaces, digest) for digest in digests):
         runs.append(Run(sum(1 for _ in alike), state, reason, Tier.NONE, Encoding.NONE))
@@ -308,7 +312,7 @@ def absent_runs(namespaces: Sequence[Namespace], digests: Iterable[bytes]) -> li
 
 
 def joined_runs(runs: Iterable[Run]) -> list[Run]:
-    """Neighbours that are alike, as one."""
+    """Join neighbouring runs that differ in nothing but their counts."""
     joined: list[Run] = []
     for run in runs:
         if joined and joined[-1][1:] == run[1:]:
@@ -329,7 +333,8 @@ def _absent(namespaces: Sequence[Namespace], digest: bytes) -> tuple[ChunkState,
 
 
 def _check_agreement(known: ModelSpec | None, spec: ModelSpec) -> None:
-    """The same weights have one geometry; only how their cache is cut, typed and spoken to may differ."""
+    """Raises InvalidRequest where two specs of the same weights differ in their geometry. They may differ in chunk
+    size, data types and tokenizer."""
     if known is None:
         return
     how = ("chunk_tokens", "cache_dtype", "hidden_dtype", "scales", "keeps_e", "tokenizer_digest")

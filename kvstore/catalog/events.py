@@ -1,7 +1,7 @@
-"""Events: chunks that become visible, go, and move, for those who watch.
+"""Events: watchers hear of chunks that are stored, removed or moved.
 
-Cost while nobody watches: one addition per event. A watcher that does not keep up loses events, knows how many, and
-holds up nobody: its queue is bounded.
+Cost while nobody watches: one addition per event. A watcher's queue is bounded: a slow watcher loses events and learns
+how many, and holds up nobody.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvstore.spec import EventKind, MissReason, Tier
 
 
 class Event(NamedTuple):
-    """One chunk that was stored, removed or moved. ``tier``: where it is found now, the fastest if several have it;
-    of a removed one where it was. ``sequence`` grows by one with every event, watched or not."""
+    """One chunk that was stored, removed or moved. ``tier``: the fastest tier that has it now; for a removed chunk the
+    tier that had it last. ``sequence`` grows by one with every event, watched or not."""
 
     sequence: int
     kind: EventKind
@@ -30,7 +30,8 @@ class Event(NamedTuple):
 
 
 class EventBatch(NamedTuple):
-    """A watcher's batch: events in order, and after them how many were lost, the last of them ``sequence``."""
+    """The next events for a watcher, in order, and the number of events lost after them. ``sequence``: the number of
+    the last of all these, lost ones included."""
 
     events: list[Event]
     lost_count: int
@@ -38,8 +39,8 @@ class EventBatch(NamedTuple):
 
 
 class Watcher:
-    """A bounded queue of events. When it is full what comes is counted as lost until the queue was emptied, so that
-    all that is lost lies in one place."""
+    """A bounded queue of events. When it is full, new events are counted as lost until the queue was emptied, so that
+    the lost events form one gap."""
 
     def __init__(self, events: Events, event_count_max: int) -> None:
         self._events = events
@@ -58,13 +59,13 @@ class Watcher:
         self._changed.set()
 
     def lose(self, count: int, sequence: int) -> None:
-        """Events up to ``sequence`` are not told."""
+        """Count events, the last of them ``sequence``, as lost."""
         self._lost_count += count
         self._sequence = sequence
         self._changed.set()
 
     async def take(self, count_max: int) -> EventBatch | None:
-        """The next events, at most ``count_max``, waiting for the first. None once the watcher is closed."""
+        """Wait for an event, then return the next ones, at most ``count_max``. None once the watcher is closed."""
         while not (self._queue or self._lost_count or self._is_closed):
             self._changed.clear()
             await self._changed.wait()
@@ -79,7 +80,7 @@ class Watcher:
         return EventBatch(batch, lost, self._sequence)
 
     def close(self) -> None:
-        """Take no more; whoever waits in ``take`` gets None. Idempotent."""
+        """Take no more events; a call that waits in ``take`` returns None. Idempotent."""
         self._is_closed = True
         self._queue.clear()
         self._events.forget(self)
@@ -87,14 +88,14 @@ class Watcher:
 
 
 class Events:
-    """The sequence, and who watches."""
+    """The sequence of events, and the watchers."""
 
     def __init__(self) -> None:
         self.sequence = 0
         self.watchers: list[Watcher] = []
 
     def watch(self, event_count_max: int, watcher_count_max: int) -> Watcher:
-        """A new watcher, of what comes from now on. Raises Exhausted past limits.watcher_count_max."""
+        """Return a new watcher for events from now on. Raises Exhausted past limits.watcher_count_max."""
         if len(self.watchers) >= watcher_count_max:
             raise Exhausted(f"{len(self.watchers)} are watching: raise limits.watcher_count_max")
         watcher = Watcher(self, event_count_max)
@@ -110,7 +111,7 @@ class Events:
             watcher.put(event)
 
     def lose(self, count: int) -> None:
-        """So many events are too many to be told one by one."""
+        """Count ``count`` events that are too many to be told one by one as lost by every watcher."""
         self.sequence += count
         for watcher in self.watchers:
             watcher.lose(count, self.sequence)

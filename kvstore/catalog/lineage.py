@@ -1,5 +1,4 @@
-"""The ancestors and descendants of many chunks at once: decided on a copy of the chains, in steps that let others
-run."""
+"""Ancestors of many chunks at once, computed on a copy of the chains, in steps that let others run."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ Pause = Callable[[], Awaitable[None]]
 async def descend(
     parents: NDArray[np.int32], marked: NDArray[np.bool_], pause: Pause
 ) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
-    """Of each row, whether it or one of its ancestors is marked, and how many ancestors it has.
+    """Return for each row whether it or one of its ancestors is marked, and the number of its ancestors.
 
     ``parents`` [rows] are row numbers, negative for a chain's first chunk; a parent beyond the last row counts as none.
     Cost: a pass over all rows per power of two of the longest chain, 5 ns a row.
@@ -43,8 +42,8 @@ async def descend(
 
 
 async def nearest(parents: NDArray[np.int32], marked: NDArray[np.bool_], pause: Pause) -> NDArray[np.int64]:
-    """Return for each row the nearest marked row above it, itself if it is marked; the count of rows where none is.
-    Cost: as ``descend``."""
+    """Return for each row the nearest marked row above it, or the row itself if it is marked. Where no row above is
+    marked, return the number of rows instead. Cost: as ``descend``."""
     count = len(parents)
     none = count
     above = np.where((parents < 0) | (parents >= count), none, parents).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The chunks of one kind of one model, computed in one way."""
+"""A namespace: the chunks of one kind of cache of one model, computed in one way."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvstore.keys import presence_salt
 from kvstore.spec import CacheKind, Exactness, MissReason, ModelSpec, Provenance
 
 DEPARTURE_COUNT_MAX = 65536
-"""How many departed chunks a namespace remembers the reason of."""
+"""Departed chunks for which a namespace remembers the reason."""
 SpaceKey = tuple[bytes, Provenance, Exactness]
 
 
 @dataclass(eq=False)
 class Namespace:
-    """``model_spec``, ``model_kind`` and ``layer`` are None while a recovered namespace waits for its model's
-    registration; nobody can ask for its chunks before."""
+    """The chunks of one fingerprint, provenance and exactness. ``model_spec``, ``model_kind`` and ``layer`` are None
+    while a recovered namespace waits for its model's registration; until then nobody can ask for its chunks."""
 
     number: int
     fingerprint: bytes
@@ -39,14 +39,15 @@ class Namespace:
     tails: Tails = field(default_factory=Tails)
     departures: OrderedDict[bytes, MissReason] = field(default_factory=OrderedDict)
     salt: int = field(init=False)
-    """Of its chunks' tags in the presence table."""
+    """The salt of its chunks' tags in the presence table."""
 
     def __post_init__(self) -> None:
         self.salt = presence_salt(self.fingerprint, self.provenance, self.exactness)
 
     @property
     def is_looked_up(self) -> bool:
-        """True when clients ask for its chunks: of a known model, and no E beside its cache."""
+        """True when clients look its chunks up in the presence table: its model is registered, and it is no E of a
+        layer."""
         return self.model_spec is not None and self.layer is None
 
     @property
@@ -62,24 +63,24 @@ class Namespace:
         return self.model_kind
 
     def layout(self, token_count: int) -> ChunkLayout:
-        """The layout of a chunk of so many tokens. Only of a registered model."""
+        """Return the layout of a chunk of so many tokens. Only for a registered model."""
         return layout_of(self.spec, self.kind, token_count, self.layer)
 
     def chunk_bytes(self, token_count: int) -> int:
-        """Header and body of a raw chunk; 0 while the model is unknown."""
+        """Return the bytes of a raw chunk, header and body; 0 while the model is unknown."""
         return 0 if self.model_spec is None else self.layout(token_count).total_bytes
 
     def known_bytes(self, token_count: int) -> int:
-        """As ``chunk_bytes``; 0 also for a length that no chunk of the model has. A start may have found such a chunk,
-        and one that only its children named has no length."""
+        """As ``chunk_bytes``, but 0 for a length that no chunk of the model has: a start may have found such a chunk on
+        a device, and a chunk that only its children named has length 0."""
         try:
             return self.chunk_bytes(token_count)
         except InvalidRequest:
             return 0
 
     def is_tail(self, token_count: int) -> bool:
-        """Return True when prompts that go on otherwise look for a chunk of so many tokens by its length. Opaque values
-        and documents are as long as they are."""
+        """True when a chunk of so many tokens is a partial chunk, which prompts that go on otherwise find by its
+        length. Opaque values and documents have no partial chunks, whatever their length."""
         if self.model_spec is None or self.model_kind is CacheKind.OPAQUE:
             return False
         if self.provenance is Provenance.STANDALONE:
@@ -88,12 +89,12 @@ class Namespace:
 
     @property
     def may_be_replaced(self) -> bool:
-        """True when a digest may stand for other bytes later, so that a copy given up must not come back. Also while
-        nobody registered the model, for then nobody knows."""
+        """True when a digest may stand for other bytes later, so that a removed copy must not come back. True also
+        while the model is not registered, because then the kind is unknown."""
         return self.model_kind in (CacheKind.OPAQUE, None)
 
     def depart(self, digest: bytes, reason: MissReason) -> bytes:
-        """Remember why a digest is not here. Returns one that is too long ago to be remembered; empty: none is."""
+        """Remember why a digest is not here. Return the oldest digest if it had to be forgotten for this, else b""."""
         self.departures[digest] = reason
         self.departures.move_to_end(digest)
         if len(self.departures) > DEPARTURE_COUNT_MAX:

@@ -1,4 +1,5 @@
-"""Models, and the namespaces their chunks are in; what clients see of each chunk without asking."""
+"""Models, and the namespaces of their chunks. Also writes the presence table, in which clients see chunks without a
+call."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from kvstore.presence import (
 from kvstore.spec import CacheKind, ChunkState, Encoding, EventKind, Exactness, MissReason, ModelSpec, Provenance, Tier
 
 ADOPTED_EVENTS_MAX = 1024
-"""A recovered model with more chunks than this is told to watchers as a gap."""
+"""Watchers are told of a recovered namespace with more chunks than this as a gap of lost events."""
 UNNUMBERED = -1
-"""The number of a namespace that holds nothing and of which no row can be."""
+"""The number of a namespace that is empty and that no row can belong to."""
 
 
 @dataclass(eq=False)
 class Model:
-    """A registered spec and its namespaces, made when first stored to."""
+    """A registered spec and its namespaces, each of which is made by the first store to it."""
 
     spec: ModelSpec
     fingerprint: bytes
@@ -46,27 +47,27 @@ class Model:
     def namespace(
         self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
     ) -> Namespace:
-        """The namespace of the attention cache (``layer`` None) or of the E entering ``layer``, for a store: made when
-        there is none. Raises Exhausted past limits.namespace_count_max."""
+        """Return the namespace of the attention cache (``layer`` None) or of the E entering ``layer``, for a store: it
+        is made when there is none. Raises Exhausted past limits.namespace_count_max."""
         found = self._known(layer, exactness, provenance)
         return found or self._ours(self.spaces.make(self._name(layer), provenance, exactness), layer)
 
     def seen(
         self, layer: int | None, exactness: Exactness, provenance: Provenance = Provenance.IN_CONTEXT
     ) -> Namespace:
-        """As ``namespace``, for who looks only: it makes none. Where nothing was ever stored, an empty one of the
-        caller's own."""
+        """As ``namespace``, for readers: it makes none. Where nothing was ever stored, return an empty namespace that
+        is not registered anywhere."""
         found = self._known(layer, exactness, provenance)
         return found or self._empty(layer, provenance, exactness)
 
     def recognize(self, layer: int, unnamed: Mapping[bytes, Sequence[Namespace]]) -> None:
-        """Take recovered namespaces as its own that have the fingerprint of E entering a layer. A registration does not
-        do that: a spec takes a while to hash for each layer, and whoever asks for E does it for its own."""
+        """Take over the recovered namespaces (by fingerprint) of the E entering ``layer``. Registration does not do so,
+        because hashing the spec for every layer takes a while; a request for E does it for the layers it asks for."""
         for space in unnamed.get(self._name(layer), ()):
             self.seen(layer, space.exactness, space.provenance)
 
     def _known(self, layer: int | None, exactness: Exactness, provenance: Provenance) -> Namespace | None:
-        """One that was used before, by this process or by an earlier one whose chunks the device has."""
+        """Return a namespace that was used before, by this process or by an earlier one whose chunks a device has."""
         key = (layer, provenance, exactness)
         found = self.namespaces.get(key)
         if found is None and (recovered := self.spaces.find(self._name(layer), provenance, exactness)):
@@ -74,7 +75,8 @@ class Model:
         return found
 
     def _name(self, layer: int | None) -> bytes:
-        """The fingerprint of one kind of cache. Kept: a spec of many layers takes a millisecond to hash."""
+        """Return the fingerprint of the attention cache or of a layer's E. It is remembered: a spec of many layers
+        takes a millisecond to hash."""
         found = self._names.get(layer)
         if found is None:
             if layer is not None and not 0 <= layer < self.spec.layer_count:
@@ -98,7 +100,7 @@ class Model:
 
 
 class Spaces:
-    """All namespaces: those of registered models, and those found on a device whose model nobody named yet."""
+    """All namespaces: those of registered models, and those found on a device whose model is not registered yet."""
 
     def __init__(self, table: ChunkTable, presence: PresenceTable, count_max: int) -> None:
         self._table = table
@@ -112,7 +114,7 @@ class Spaces:
         return self._by_key.get((name, provenance, exactness))
 
     def make(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
-        """A new one, for a store. Raises Exhausted past limits.namespace_count_max."""
+        """Make a namespace for a store. Raises Exhausted past limits.namespace_count_max."""
         if len(self.numbered) >= self._count_max:
             raise Exhausted(
                 f"{len(self.numbered)} namespaces (models x hidden layers x provenances x exactness) were stored to: "
@@ -121,7 +123,8 @@ class Spaces:
         return self.get(name, provenance, exactness)
 
     def get(self, name: bytes, provenance: Provenance, exactness: Exactness) -> Namespace:
-        """One whose chunks the device has, whatever the limit is by now. Raises Exhausted past what rows can name."""
+        """Return a namespace whose chunks a device has; it is made when there is none, even past
+        limits.namespace_count_max. Raises Exhausted past SPACE_COUNT_MAX, beyond which rows have no number for it."""
         key = (name, provenance, exactness)
         found = self._by_key.get(key)
         if found is None:
@@ -132,12 +135,12 @@ class Spaces:
         return found
 
     def of(self, name: bytes) -> list[Namespace]:
-        """Those of one fingerprint."""
+        """Return the namespaces of one fingerprint."""
         return [space for key, space in self._by_key.items() if key[0] == name]
 
     def adopt(self, namespace: Namespace) -> None:
-        """How large recovered chunks are, and which of them are partial tails, shows once the model is known. One
-        whose token count no chunk of the model can have stays where nobody finds it."""
+        """Complete a recovered namespace whose model is known now: count its bytes, find its partial chunks, and show
+        its chunks to clients and watchers. A chunk whose token count the model cannot have is hidden as a ghost."""
         if not (namespace.index or namespace.departures):
             return
         table = self._table
@@ -145,7 +148,7 @@ class Spaces:
         counts = np.frombuffer(table.token_counts, np.int32)
         full = namespace.spec.chunk_tokens
         short = np.flatnonzero(ours & (counts != full)).tolist()
-        del ours, counts  # while they look into the columns these cannot grow
+        del ours, counts  # as long as these views exist the columns cannot grow
         rest = [row for row in short if namespace.index.get(table.digests[row]) == row]
         namespace.byte_count = (len(namespace.index) - len(rest)) * namespace.chunk_bytes(full)
         for row in rest:
@@ -166,13 +169,13 @@ class Spaces:
             self.tell(EventKind.STORED, row, table.kind(row))
 
     def tell(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> None:
-        """Let watchers know. One addition while there are none."""
+        """Tell watchers of a chunk. Cost without watchers: one addition."""
         self.events.sequence += 1
         if self.events.watchers:
             self.events.deliver(self.event(kind, row, tier, reason))
 
     def event(self, kind: EventKind, row: int, tier: Tier, reason: MissReason = MissReason.NONE) -> Event:
-        """Return the event that tells of a chunk, under the number of the last event."""
+        """Return an event of a chunk, with the number of the last event."""
         table = self._table
         space, digest, count = self.numbered[table.spaces[row]], table.digests[row], table.token_counts[row]
         return Event(self.events.sequence, kind, space, digest, parent_digest(table, row), count, tier, reason)
@@ -180,19 +183,20 @@ class Spaces:
     # ------------------------------------------------------------ what clients see
 
     def show(self, space: Namespace, digest: bytes) -> None:
-        """Something about a chunk changed: let clients see it. Only attention caches of known models are looked up."""
+        """Write a chunk's current state into the presence table. Only attention caches of known models are in it."""
         if space.is_looked_up:
             self.presence.put(tag_of(space.salt, digest), self.news(space, digest))
 
     def show_tail(self, space: Namespace, parent: bytes, token_count: int) -> None:
-        """A partial chunk of so many tokens came or went: let clients see which lengths there are."""
+        """Update the presence table: a partial chunk of ``token_count`` tokens came or went. Writes the lengths of the
+        parent's partial chunks."""
         if space.is_looked_up and space.spec.chunk_tokens <= TAIL_TOKENS_MAX:
             group = token_count // LENGTHS_PER_WORD
             bits = space.tails.bits(parent, self._table.token_counts)
             self.presence.put(lengths_tag(space.salt, parent, group), lengths_news(bits, group))
 
     def news(self, space: Namespace, digest: bytes) -> int:
-        """Return a lookup's answer for a chunk whose chain hit so far, as the presence table encodes it."""
+        """Return the presence table's value for a chunk: the answer of a lookup for which all chunks before it hit."""
         has_tails = digest in space.tails
         row = space.index.get(digest)
         if row is not None:
@@ -207,8 +211,8 @@ class Spaces:
         return pack_news(ChunkState.MISS if reason else 0, reason=reason or 0, tails=has_tails)
 
     def _show_all(self, space: Namespace) -> None:
-        """A namespace that was recovered, of which clients see nothing yet. Cost: about 1 us per chunk, and 5 per
-        parent of partial chunks: nobody else is answered meanwhile."""
+        """Write all chunks of a recovered namespace into the presence table. Cost: about 1 us per chunk, and 5 us per
+        parent of partial chunks. No request is answered meanwhile."""
         if not space.is_looked_up:
             return
         rows = np.fromiter(space.index.values(), np.int64, len(space.index))
@@ -227,7 +231,7 @@ class Spaces:
                 self.show(space, digest)
 
     def _lengths_of(self, space: Namespace) -> Iterator[int]:
-        """The words that say which lengths the partial chunks of each parent have."""
+        """Give the presence table's words for the lengths of each parent's partial chunks."""
         if space.spec.chunk_tokens > TAIL_TOKENS_MAX:
             return
         for parent in space.tails:
@@ -235,6 +239,6 @@ class Spaces:
 
 
 def parent_digest(table: ChunkTable, row: int) -> bytes:
-    """The digest of the chain's chunk before this one."""
+    """Return the digest of the chunk before this one in its chain."""
     parent = table.parents[row]
     return ROOT_DIGEST if parent == ROOT_ROW else table.digests[parent]

@@ -1,4 +1,4 @@
-"""The rows: one per chunk that is stored somewhere, or that another row hangs on."""
+"""The table of chunks: one row per chunk that a tier has, or that another row or a holder refers to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvstore.catalog.copies import NOWHERE, Copies
 from kvstore.spec import Tier
 
 Identity = tuple[int, bytes]
-"""Which chunk a row is: (number of its namespace, chain digest)."""
+"""The identity of a row's chunk: (number of its namespace, chain digest)."""
 ROOT_ROW = -1
 """The parent of a chain's first chunk."""
 SPACE_COUNT_MAX = 1 << 16
-"""How many namespaces rows can name."""
+"""Namespaces that rows can name: a row has 16 bits for the number."""
 SHARED_COUNT_MAX = 4
 USE_COUNT_MAX = 255
 """Uses beyond that are not counted."""
@@ -24,18 +24,19 @@ _EMPTY = b""
 
 
 def whole_seconds(wall_s: float) -> int:
-    """Return a time of storing as rows and headers encode it: 1 at least, for 0 is for what nobody knows."""
+    """Return a time of storing (seconds since 1970) as rows and headers have it: whole seconds, at least 1, because 0
+    means unknown."""
     return min(max(1, int(wall_s)), STORED_S_MAX)
 
 
 class ChunkTable:
     """Columns by row number. A row is a small integer; it is reused once nothing refers to it.
 
-    ``parents`` and ``child_counts`` are the chains; ``write_marks`` are the first 8 bytes of each chunk's write id,
-    which a read compares; ``copies`` say which local tier has the chunk, and where, the fastest tier first; ``shared``
-    has two bits per shared tier: it had the chunk when we last knew, and we know that from more than its word. ``uses``
-    count stores and hits. ``stored_s`` are when a chunk came to this node, in whole seconds since 1970; 0: before that
-    was noted.
+    ``parents`` and ``child_counts`` are the chains. ``write_marks`` are the first 8 bytes of each chunk's write id,
+    which a read compares. ``copies`` has the places of the chunks in each local tier, the fastest tier first.
+    ``shared`` has two bits per shared tier: it is said to have the chunk, and it was seen to have it. ``uses`` count
+    stores and hits. ``stored_s`` is the time when a chunk came to this node, in whole seconds since 1970; 0: the time
+    was not noted.
     """
 
     def __init__(self) -> None:
@@ -61,26 +62,26 @@ class ChunkTable:
         return len(self.digests) - len(self._free)
 
     def add_tier(self, copies: Copies) -> None:
-        """A tier is taken into use: the slowest so far. It has nothing yet."""
+        """Take a tier into use as the slowest so far. It has no chunks yet."""
         copies.column.extend([NOWHERE] * len(self.digests))
         self.copies.append(copies)
         self._columns.append((copies.column, NOWHERE))
 
     def drop_tier(self, copies: Copies) -> None:
-        """A tier goes, and what it has with it."""
+        """Drop a tier, and its copies with it."""
         self.copies.remove(copies)
         self._columns = [each for each in self._columns if each[0] is not copies.column]
 
     def new_shared_bits(self) -> tuple[int, int]:
-        """The bits of one more shared tier: it is said to have the chunk; it was seen to have it."""
+        """Return the two bits in ``shared`` for one more shared tier: it is said to have the chunk; it was seen to."""
         assert self._shared_count < SHARED_COUNT_MAX, "one byte per row says which shared tiers have it"
         self._shared_count += 1
         said = 1 << 2 * (self._shared_count - 1)
         return said, said << 1
 
     def add(self, space: int, digest: bytes, parent: int, token_count: int) -> int:
-        """A new row, resident nowhere. Its parent gains a child. Nothing has changed when it raises: OverflowError for
-        a number that its column cannot hold, MemoryError, BufferError while somebody looks into a column."""
+        """Add a row, resident in no tier. Its parent gains a child. Raises OverflowError for a number that its column
+        cannot hold, MemoryError, and BufferError while a view of a column exists: then the table is as it was."""
         row = self._free[-1] if self._free else self._grown()
         self.spaces[row] = space
         self.parents[row] = parent
@@ -98,8 +99,8 @@ class ChunkTable:
         return row
 
     def _grown(self) -> int:
-        """One more row in every column but the digests: a row counts once its digest is there, and what a growth that
-        failed left in some columns is cut off."""
+        """Grow every column but the digests by one row. A row counts only once its digest is there: rows that a failed
+        growth left in some columns are cut off first."""
         row = len(self.digests)
         for column, empty in self._columns:
             if len(column) > row:
@@ -108,7 +109,8 @@ class ChunkTable:
         return row
 
     def came(self, row: int, wall_s: float) -> None:
-        """The chunk is on this node from now on. A clock beyond what the column holds counts as its end."""
+        """Set the time when the chunk came to this node (seconds since 1970). A time beyond the column's largest number
+        is stored as that number."""
         self.stored_s[row] = whole_seconds(wall_s)
 
     def remove(self, row: int) -> None:
@@ -122,17 +124,18 @@ class ChunkTable:
         self._free.append(row)
 
     def identity(self, row: int) -> Identity:
-        """Whoever waits, and does not hold the row, compares it afterwards: the row may be another chunk's by then."""
+        """Return which chunk the row belongs to. Code that awaits without a hold on the row compares the identity
+        afterwards: the row may belong to another chunk by then."""
         return self.spaces[row], self.digests[row]
 
     def rows(self) -> Iterator[int]:
-        """Every row in use, ghosts included."""
+        """Give every row in use, ghosts included."""
         return (row for row, digest in enumerate(self.digests) if digest)
 
     # ------------------------------------------------------------ holds
 
     def hold(self, row: int) -> None:
-        """Keep the row, and what tiers hold of it, from being evicted: a lease, a ticket or a move needs it."""
+        """Keep the row from being reused and its copies from being evicted: a lease, a ticket or a move needs them."""
         self._holds[row] = self._holds.get(row, 0) + 1
 
     def unhold(self, row: int) -> None:
@@ -146,37 +149,37 @@ class ChunkTable:
         return row in self._holds
 
     def held(self) -> list[int]:
-        """The rows that somebody holds now."""
+        """Return the rows that are held now."""
         return list(self._holds)
 
     def hold_count(self, row: int) -> int:
-        """Return the number of leases, tickets, moves and others that hold the row."""
+        """Count the holds of the row: leases, tickets, moves and others."""
         return self._holds.get(row, 0)
 
     def is_needed(self, row: int) -> bool:
-        """Return True when another row or a holder refers to it."""
+        """True when the row has a child or is held."""
         return bool(self.child_counts[row]) or row in self._holds
 
     def fastest(self, row: int) -> Copies | None:
-        """The fastest tier that has the chunk; None when none has."""
+        """Return the fastest tier that has the chunk; None when no tier has it."""
         for copies in self.copies:
             if row in copies:
                 return copies
         return None
 
     def kind(self, row: int) -> Tier:
-        """Return the name, in events and replies, of the fastest tier that has the chunk, which is resident."""
+        """Return the kind of the fastest tier that has the chunk. Some tier must have it."""
         fastest = self.fastest(row)
         assert fastest is not None
         return fastest.kind
 
     def is_resident(self, row: int) -> bool:
-        """Return True when any local tier has the chunk."""
+        """True when some local tier has the chunk."""
         return any(row in copies for copies in self.copies)
 
     def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """For chunks that are all resident: the number of the fastest tier that has each, and how it is encoded
-        there."""
+        """Return for each row the number of the fastest tier that has the chunk, and its encoding there. All chunks
+        must be resident."""
         found = np.full(len(rows), -1)
         encodings = np.zeros(len(rows), np.uint8)
         chosen = np.asarray(rows, np.int64)

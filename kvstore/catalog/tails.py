@@ -1,7 +1,7 @@
-"""The partial chunks that hang on each parent: a few of them by row, of the others which lengths they have.
+"""The partial chunks of each parent: the newest few by row, and a bitmap of the lengths of all.
 
-A client finds a partial chunk by its name, which it computes from its own tokens once it knows a length. So a parent
-with 100,000 of them, as the root has where prompts are short, answers with one bit per length, and nobody walks them.
+A client computes a partial chunk's digest from its own tokens once it knows a length. So a parent with 100,000 partial
+chunks, as the root has where prompts are short, answers with one bit per length, and nobody walks the chunks.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 NAMED_MAX = 4
-"""How many partial chunks of a parent a reply names, the newest; clients of older releases find only these."""
+"""Partial chunks of a parent that a reply names: the newest. Clients of older releases find only these."""
 
 
 class Lengths:
-    """Counts partial chunks by their length. ``bits``: bit n is set while there is one of n tokens."""
+    """The number of partial chunks of each length. ``bits``: bit n is set while there is one of n tokens."""
 
     __slots__ = ("bits", "counts", "total")
 
@@ -37,8 +37,8 @@ class Lengths:
 class Tails:
     """The partial chunks of one namespace by their parents' digests.
 
-    Cost: a list per parent; one that has more than NAMED_MAX takes a number per length beside it, and nothing per
-    chunk. ``token_counts`` is the chunk table's column.
+    Cost: a list per parent. A parent with more than NAMED_MAX partial chunks also takes a number per length, and
+    nothing per chunk. ``token_counts`` is the chunk table's column.
     """
 
     __slots__ = ("_lengths", "_named")
@@ -46,17 +46,17 @@ class Tails:
     def __init__(self) -> None:
         self._named: dict[bytes, list[int]] = {}
         self._lengths: dict[bytes, Lengths] = {}
-        """Of parents with partial chunks that are not in ``_named``."""
+        """Parent -> the lengths of all its partial chunks, where some of them are not in ``_named``."""
 
     def __contains__(self, parent: bytes) -> bool:
         return parent in self._named
 
     def __iter__(self) -> Iterator[bytes]:
-        """The parents."""
+        """Iterate over the parents' digests."""
         return iter(self._named)
 
     def add(self, parent: bytes, row: int, token_counts: Sequence[int]) -> bool:
-        """A partial chunk came. Whether it is its parent's first."""
+        """Add a partial chunk. Return True when it is its parent's first."""
         named = self._named.get(parent)
         if named is None:
             self._named[parent] = [row]
@@ -74,7 +74,7 @@ class Tails:
         return False
 
     def remove(self, parent: bytes, row: int, token_counts: Sequence[int]) -> bool:
-        """A partial chunk went. Whether it was its parent's last."""
+        """Remove a partial chunk. Return True when it was its parent's last."""
         named = self._named[parent]
         if row in named:
             named.remove(row)
@@ -89,15 +89,15 @@ class Tails:
         return True
 
     def named(self, parent: bytes) -> Sequence[int]:
-        """Rows of the newest, the older first."""
+        """Return the rows of the parent's newest partial chunks, the oldest of them first."""
         return self._named.get(parent, ())
 
     def are_all_named(self, parent: bytes) -> bool:
-        """Return True when there are no others than the ``named``."""
+        """True when ``named`` returns all partial chunks of the parent."""
         return parent not in self._lengths
 
     def bits(self, parent: bytes, token_counts: Sequence[int]) -> int:
-        """Return their lengths: bit n is set where one has n tokens."""
+        """Return a bitmap of the lengths of the parent's partial chunks: bit n is set where one has n tokens."""
         lengths = self._lengths.get(parent)
         if lengths is not None:
             return lengths.bits

@@ -1,4 +1,4 @@
-"""The meaning of requests: sessions, stores, fetches, and the limits on all of them.
+"""The controller: it carries out every request (sessions, stores, fetches) and enforces the limits on all of them.
 
 Neither gRPC nor protobuf is used here: the same controller runs under a simulation. All state changes on the event
 loop's thread. Only the byte movers' jobs (copy and checksum) run elsewhere, and they touch nothing but extents that a
@@ -6,12 +6,12 @@ reservation owns. ``Controller`` has one method per request and passes it on to 
 reach no further.
 
 - ``parts``     what the rooms share: memory, catalog, movement, seams, settings
-- ``sessions``  who is connected, and their staging and leases
+- ``sessions``  connected clients, with their staging and leases
 - ``fetches``   lookup, tickets, fetch, arrivals
-- ``prefills``  plans of what is worth loading, and what came of them
+- ``prefills``  plans of the chunks worth loading, and the results of these plans
 - ``stores``    reserve, fill, commit, join
-- ``operators`` what operators ask, a front of its own
-- ``values``    what goes in and comes out
+- ``operators`` operators' requests, behind a front of their own
+- ``values``    arguments and results of the requests
 """
 
 from kvstore.controller.controller import Controller

@@ -1,4 +1,4 @@
-"""The controller: one tenant's service, whole."""
+"""The controller: the whole service of one tenant."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("kvstore.controller")
 class Controller:
     """Answers one tenant's requests. Every method runs on the event loop's thread.
 
-    Raises: what ``kvstore.errors`` draws; a miss is never an error.
+    Methods raise only the errors of ``kvstore.errors``; a miss is never an error.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -64,29 +64,29 @@ class Controller:
     # ------------------------------------------------------------ tiers
 
     async def attach(self, tier: LocalTier) -> None:
-        """Take a tier into use, slower than those before it: what it holds becomes visible. Raises Unavailable when it
-        cannot be read."""
+        """Take a tier into use as the slowest so far: the chunks that it holds become visible. Raises Unavailable when
+        it cannot be read."""
         await self.parts.movement.attach(tier)
 
     def attach_shared(self, use: SharedUse) -> None:
-        """Take a tier into use that other nodes use, too. It may be away."""
+        """Take a tier into use that other nodes use, too. It may be unreachable."""
         self.parts.movement.attach_shared(use)
 
     def run_without(self, reason: str) -> None:
-        """Serve without a tier; ``reason`` is what operators are told."""
+        """Serve without a tier; operators are shown ``reason``."""
         self.parts.movement.absent.append(reason)
 
     async def detach(self) -> None:
-        """A clean stop of the tiers below memory, after ``run`` has ended."""
+        """Stop the tiers below memory cleanly, after ``run`` has ended."""
         await self.parts.movement.detach()
 
     @property
     def counted(self) -> dict[str, str]:
-        """The names of all counters, each with its meaning."""
+        """The name of each counter, with its meaning."""
         return self.parts.counters.descriptions
 
     async def run(self) -> None:
-        """Everything that goes on without being asked, for ever: movement, expiry."""
+        """Run the background work (movement, expiry) for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.parts.movement.run())
             group.create_task(self.sweep(SWEEP_INTERVAL_S))
@@ -94,7 +94,7 @@ class Controller:
     # ------------------------------------------------------------ sessions
 
     def open_session(self) -> Session:
-        """Raises Unavailable while the service is stopping; Exhausted past limits.session_count_max."""
+        """Open a session. Raises Unavailable while the service stops; Exhausted past limits.session_count_max."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         session = self.sessions.open()
@@ -117,7 +117,7 @@ class Controller:
             try:
                 await self.reservations.abandon(reservation, deadline)
                 self.parts.counters.add("store_aborted_reservations")
-            except DeadlineExceeded as error:  # its memory, and the session's staging, are its movers' still
+            except DeadlineExceeded as error:  # byte movers still use its memory and the session's staging
                 _log.error("a store of an ended session stays", extra={"reason": error.message})
         if self.reservations.of(session):
             return
@@ -131,11 +131,11 @@ class Controller:
             await self.close_session(session)
 
     def create_staging(self, session: Session, byte_count: int) -> Staging:
-        """Memory that the session may write. Raises Exhausted past a limit, naming it."""
+        """Make memory that the session may write. Raises Exhausted past a limit, naming it."""
         return self.sessions.create_staging(session, byte_count)
 
     def close_staging(self, session: Session, staging_id: int) -> None:
-        """Give staging back. The session promises that no fill of it is on its way."""
+        """Free staging. The session promises that no fill from it is under way; raises InvalidRequest when one is."""
         if self.reservations.are_moving(session):
             raise InvalidRequest("staging is being read: close it after its commit")
         staging = session.stagings.pop(staging_id, None)
@@ -161,11 +161,11 @@ class Controller:
         return self.parts.arena.regions
 
     def generations(self) -> Mapping:
-        """A number per chunk in memory, which changes before its bytes do."""
+        """A number per chunk in memory, which changes before the chunk's bytes change."""
         return self.parts.arena.generations
 
     def presence(self) -> Mapping:
-        """The table in which clients look up what is stored without a call."""
+        """The presence table, in which clients look chunks up without a call."""
         return self.parts.catalog.presence.mapping
 
     # ------------------------------------------------------------ requests
@@ -175,11 +175,11 @@ class Controller:
         return self.parts.limits.token_count_max
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
-        """Of a request that comes now. Its caller waits ``remaining_s``, if it says; controller.deadline_s at most."""
+        """The deadline of a request that comes now: ``remaining_s`` if given, and controller.deadline_s at most."""
         return self.parts.deadline(remaining_s)
 
     def begin_long_work(self) -> Pauses:
-        """For work on a long list: others are answered between its items."""
+        """Begin work on a long list. The pauses let other requests be answered between its items."""
         return self.parts.long_work.begin()
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -187,17 +187,17 @@ class Controller:
         self.parts.counters.add(name, amount)
 
     def register_model(self, spec: ModelSpec) -> bytes:
-        """The fingerprint that names the model in every later call."""
+        """Register a model. Return the fingerprint that names it in every later call."""
         return self.parts.catalog.register(spec).fingerprint
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """Return the stored prefix of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
+        """Return how far the node has a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return self.lookups.lookup(query, readers)
 
     async def lookup_wide(self, query: ChainQuery, readers: int = 0, deadline: Deadline | None = None) -> LookupResult:
-        """As ``lookup``, of any length: others are answered in between; and what shared tiers say that they have."""
+        """As ``lookup``, in steps that let others run, and followed by hits that shared tiers say they have."""
         self._check(query)
         self.parts.counters.add("lookup_calls")
         return await self.lookups.lookup_wide(query, readers, deadline or self.deadline())
@@ -205,26 +205,26 @@ class Controller:
     async def lookup_segments(
         self, queries: Sequence[ChainQuery], deadline: Deadline | None = None
     ) -> list[LookupResult]:
-        """Each chain by itself, as ``lookup_wide``. Raises Exhausted when all of them together are too long."""
+        """Look each chain up by itself, as ``lookup_wide``. Raises Exhausted when all together are too long."""
         self._check(*queries)
         return await self.lookups.segments(queries, deadline or self.deadline())
 
     async def locate(self, queries: Sequence[ChainQuery], deadline: Deadline | None = None) -> Located:
-        """On which nodes and in which tiers each chain's prefix is. Moves and holds nothing."""
+        """Return the nodes and tiers that have each chain's prefix. Moves and holds nothing."""
         self._check(*queries)
         return await self.locates.locate(queries, deadline or self.deadline())
 
     async def first_stored(self, query: ChainQuery, digests: Sequence[bytes]) -> int:
-        """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""
+        """See ``Lookups.first_stored``."""
         return await self.lookups.first_stored(query, digests, self.parts.long_work.begin())
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """The prefix that the node has, under a lease."""
+        """Lease the prefix that the node has."""
         self._check(query)
         return self.fetches.fetch(session, query)
 
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline | None = None) -> FetchResult:
-        """As ``fetch``, and what shared tiers have of the chain."""
+        """As ``fetch``, and bring in the chunks after that prefix that shared tiers have."""
         self._check(query)
         return await self.fetches.fetch_wide(session, query, deadline or self.deadline())
 
@@ -232,14 +232,14 @@ class Controller:
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...] = (), hidden_layers: tuple[int, ...] = (),
         deadline: Deadline | None = None,
     ) -> FetchResult:  # fmt: skip
-        """Fetch by a ticket: of a held prefix, or of a store in flight."""
+        """Fetch by the ticket of a held prefix, or by that of a store in flight."""
         reservation = self.reservations.by_ticket(ticket_id)
         if reservation is not None:
             return self.joins.fetch(session, reservation, frozenset(layers), hidden_layers)
         return await self.fetches.redeem(session, ticket_id, layers, deadline or self.deadline())
 
     def arrivals(self, result: FetchResult, deadline: Deadline | None = None) -> AsyncIterator[list[Arrival]]:
-        """Yield what lands of a fetch until the deadline; where a store is joined, as long as that may take."""
+        """Give the fetch's chunks as they land, until the deadline; of a joined store, as long as that may take."""
         until = deadline or self.deadline()
         return arrivals_of(result, until.later(self.parts.limits.reservation_age_s_max) if result.is_joined else until)
 
@@ -248,8 +248,8 @@ class Controller:
         self.fetches.used(queries)
 
     def watch(self, session: Session, tenant: str) -> Watcher:
-        """Events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another tenant's
-        name; Exhausted past limits.watcher_count_max."""
+        """Watch events from now on, until ``unwatch`` or the session's end. Raises PermissionDenied for another
+        tenant's name; Exhausted past limits.watcher_count_max."""
         if tenant not in ("", self.tenant):
             raise PermissionDenied(f"this session is of tenant {self.tenant!r}: watch that, or name none")
         watcher = self.watch_all()
@@ -257,7 +257,7 @@ class Controller:
         return watcher
 
     def watch_all(self) -> Watcher:
-        """Events from now on, for no session: until the watcher is closed. Raises as ``watch``."""
+        """Watch events from now on, for no session, until the watcher is closed. Raises Exhausted as ``watch``."""
         limits = self.parts.limits
         return self.parts.catalog.spaces.events.watch(limits.watch_event_count_max, limits.watcher_count_max)
 
@@ -267,25 +267,25 @@ class Controller:
         return self.parts.catalog.spaces.events.sequence
 
     def stored(self, batch_count: int) -> Iterator[list[Event]]:
-        """All that is visible, as the events that tell of it, in batches."""
+        """Give an event for every chunk that is visible now, in batches."""
         return self.parts.catalog.stored(batch_count)
 
     def unwatch(self, session: Session, watcher: Watcher) -> None:
-        """Watch no longer. Idempotent."""
+        """End a watch. Idempotent."""
         session.watchers.discard(watcher)
         watcher.close()
 
     def release(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """Give leases back. Ids that are not this session's are ignored: released or revoked before."""
+        """Give leases back. Ids that are not this session's are ignored: they were released or revoked before."""
         self.parts.leases.release(session, lease_ids)
 
     def release_ticket(self, ticket: bytes) -> None:
-        """End a ticket. Unknown ones are fine: they ended before."""
+        """End a ticket. An unknown ticket is no error: it ended before."""
         self.tickets.release(ticket)
 
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline | None = None) -> StoreResult:
         """Claim the chunks of a chain for a store. Raises Unavailable while the service is stopping; InvalidRequest for
-        a level that no tier gives here."""
+        a durability level that no tier gives here."""
         if self._is_draining:
             raise Unavailable("the service is stopping")
         self._check(request.query)
@@ -300,7 +300,7 @@ class Controller:
         return self.reservations.join(session, ticket, fingerprint, durability)
 
     async def begin_fill(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
-        """Start the moves of a long list. Returns the last of it, for the ``fill`` or ``commit`` that follows."""
+        """Start the moves of a long list. Return its last fills, for the ``fill`` or ``commit`` that follows."""
         return await self.fills.begin(session, reservation_id, fills)
 
     async def fill(
@@ -313,7 +313,7 @@ class Controller:
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
         supersedes: Sequence[bytes] = (), deadline: Deadline | None = None,
     ) -> StoreResult:  # fmt: skip
-        """Publish what is whole of a store, and end it. Where writes go through, wait for the device too."""
+        """Publish a store's complete chunks, and end the store. With write-through, wait for the device too."""
         until = deadline or self.deadline()
         result = await self.commits.commit(session, reservation_id, fills, shard, supersedes, deadline=until)
         if not self.parts.is_write_through or not result.rows:
@@ -322,8 +322,8 @@ class Controller:
         return replace(result, durability=found.durability, refusal=result.refusal or found.reason)
 
     async def settle(self, query: ChainQuery, timeout_s: float, wanted: Durability = Durability.LOCAL) -> Settled:
-        """Return the durability of the chain's stored prefix once the tier of the ``wanted`` level is through with it,
-        at most ``timeout_s`` seconds from now. A level beyond the node has it sent there at once."""
+        """Wait at most ``timeout_s`` seconds until the tier of the ``wanted`` level is done with the chain's stored
+        prefix, and return how durable it is. For a level beyond the node, the prefix is sent there at once."""
         self._check(query)
         chains = self.lookups.stored(query)
         rows = [row for chain in chains for row in chain]
@@ -334,12 +334,12 @@ class Controller:
         return Settled(len(chains[0]), found.durability, found.reason, found.is_settled, found.missing)
 
     async def abort(self, session: Session, reservation_id: int, deadline: Deadline | None = None) -> None:
-        """Drop a reservation. Unknown ids are fine: it ended before."""
+        """Drop a reservation. An unknown id is no error: it ended before."""
         await self.reservations.abort(session, reservation_id, deadline or self.deadline())
 
     def _check(self, *queries: ChainQuery) -> None:
-        """Raises Exhausted past limits.token_count_max. The last chunk of a chain may be short: it counts as one token
-        where it is the only one, else not at all."""
+        """Raises Exhausted past limits.token_count_max. The last chunk of a chain may be short: it does not count, but
+        a chain counts as one token at least."""
         token_count = 0
         for query in queries:
             model = self.parts.catalog.models.get(query.fingerprint)
@@ -350,7 +350,7 @@ class Controller:
     # ------------------------------------------------------------ operators
 
     def stats(self) -> Stats:
-        """A consistent snapshot."""
+        """Return a consistent snapshot."""
         parts, sessions = self.parts, list(self.sessions)
         arena, spaces, movement = parts.arena, parts.catalog.spaces, parts.movement
         return Stats(
@@ -380,7 +380,7 @@ class Controller:
         )
 
     async def sweep(self, interval_s: float) -> None:
-        """End what is past its time, and try again what the device refused, for ever."""
+        """End reservations, tickets and pins past their time, and retry writes that a tier refused, for ever."""
         while True:
             await self.parts.clock.sleep(interval_s)
             self.reservations.expire()

@@ -1,4 +1,4 @@
-"""Locates a prompt's prefix: on which node, in which tier, how far."""
+"""Locates: the nodes and tiers that have a prompt's prefix, and the length that each has."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from kvstore.seams import Deadline
 from kvstore.spec import Tier
 
 LOCATED_CHUNKS_MAX = 16_384
-"""Of all chains of a call, times their parts."""
+"""Chunks of all chains of a call, times their parts."""
 SPEED = (Tier.HBM, Tier.DRAM, Tier.NVME, Tier.REDIS, Tier.S3)
 """The tiers, the fastest first."""
 NO_DIRECTORY = "other nodes are not known here: set tiers.redis.url to a server that they use, too"
 
 
 class Locates:
-    """Answers of one tenant. Of this node they are certain, of others and of shared tiers hints."""
+    """Locates prefixes for one tenant. Answers about this node are certain; those about other nodes and about shared
+    tiers are hints."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def locate(self, queries: Sequence[ChainQuery], deadline: Deadline) -> Located:
-        """Of each chain. Raises InvalidRequest for more than ``LOCATED_CHUNKS_MAX`` chunks."""
+        """Locate the prefix of each chain. Raises InvalidRequest for more than ``LOCATED_CHUNKS_MAX`` chunks."""
         if sum(len(query.digests) * (len(query.hidden_layers) + 1) for query in queries) > LOCATED_CHUNKS_MAX:
             raise InvalidRequest(f"locate: more than {LOCATED_CHUNKS_MAX} chunks in one call: ask for fewer contexts")
         keys = [self._keys(query) for query in queries]
@@ -39,7 +40,7 @@ class Locates:
         return Located(self._parts.node, chains, reason)
 
     def _keys(self, query: ChainQuery) -> list[list[bytes]]:
-        """The storage keys of each chunk, one per part."""
+        """Return the storage keys of each chunk, one per part."""
         spaces = namespaces_of(self._parts.catalog, query)
         return [[self._parts.storage_key(space, digest) for space in spaces] for digest in query.digests]
 
@@ -51,7 +52,8 @@ class Locates:
     async def _others(
         self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline
     ) -> tuple[list[list[NodePrefix]], str]:
-        """Of each chain, what other nodes have; and why that is not known."""
+        """Return the prefixes of each chain that other nodes have. Where that is unknown, return nothing and the
+        reason."""
         nothing: list[list[NodePrefix]] = [[] for _ in chains]
         directory = self._parts.directory
         if directory is None:
@@ -64,7 +66,7 @@ class Locates:
         return [_of_nodes([[found[key] for key in keys] for keys in chunks]) for chunks in chains], ""
 
     async def _shared(self, chains: Sequence[Sequence[Sequence[bytes]]], deadline: Deadline) -> list[list[NodePrefix]]:
-        """Of each chain, what shared tiers say they have."""
+        """Return the prefixes of each chain that shared tiers are said to have."""
         parts = [part for chunks in chains for part in zip(*chunks, strict=True)]
         said = await self._parts.movement.shared_tiers.said(parts, deadline.left_s)
         found = []
@@ -75,12 +77,13 @@ class Locates:
 
 
 def _leading(flags: Iterable[bool]) -> int:
-    """Return the number of flags before the first that is false."""
+    """Count the flags before the first false one."""
     return sum(1 for _ in takewhile(bool, flags))
 
 
 def _prefixes(node: str, tiers: Sequence[Tier]) -> list[NodePrefix]:
-    """``tiers``: where each chunk of a prefix is. A row per tier in which more of it is than in faster ones."""
+    """Return a row per tier that, with the faster ones, has more of the prefix than those have. ``tiers``: the tier of
+    each chunk of the prefix."""
     found: list[NodePrefix] = []
     for speed, tier in enumerate(SPEED):
         count = _leading(SPEED.index(each) <= speed for each in tiers)
@@ -90,7 +93,7 @@ def _prefixes(node: str, tiers: Sequence[Tier]) -> list[NodePrefix]:
 
 
 def _of_nodes(chunks: Sequence[Sequence[Mapping[str, Tier]]]) -> list[NodePrefix]:
-    """``chunks``: of each part of each chunk, which nodes have it, and where."""
+    """Return the prefixes by node. ``chunks``: for each part of each chunk, the tier by node."""
     first = chunks[0] if chunks else ()
     nodes = sorted(set.intersection(*(set(part) for part in first))) if first else []
     found = []

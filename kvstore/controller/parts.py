@@ -1,4 +1,4 @@
-"""The parts that the rooms of one tenant's controller share, built in one place."""
+"""The parts that all rooms of one tenant's controller share, built in one place."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvstore.telemetry import NO_TRACING, Counters, Tracing
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """The fields are what a tenant's server gives: memory, seams, settings. The properties are made of them once, and
-    all rooms use the same."""
+    """Memory, seams and settings (the fields) come from the tenant's server. The properties are built from them once,
+    and all rooms use the same ones."""
 
     arena: Arena
     policy: Callable[[], EvictionPolicy]
-    """Makes one for a tier."""
+    """Makes the policy of one tier."""
     limits: LimitSettings
     clock: Clock
     random: Random
@@ -37,20 +37,20 @@ class Parts:
     faults: FaultPoints
     counters: Counters
     deadline_s: float = 10.0
-    """How long a call may wait, whatever its caller allows."""
+    """Seconds that a call may wait at most, whatever its caller allows."""
     policies: PolicySettings = field(default_factory=PolicySettings)
     node: str = ""
-    """What other nodes call this one."""
+    """This node's name, as other nodes know it."""
     directory: NodeDirectory | None = None
-    """Where they tell what they have."""
+    """The directory in which nodes tell what they have; None: there is none."""
     tracing: Tracing = NO_TRACING
-    """Who is told of requests as spans."""
+    """Receives the spans of requests."""
     is_write_through: bool = False
-    """A commit is answered when the tiers below memory are through with the chunks."""
+    """True: a commit is answered only when the tiers below memory are done with the chunks."""
 
     @cached_property
     def ids(self) -> Iterator[int]:
-        """Of sessions, leases, reservations and staging. No id is used twice in a server's life."""
+        """Ids for sessions, leases, reservations and staging. No id is used twice in a server's life."""
         return itertools.count(1)
 
     @cached_property
@@ -91,7 +91,7 @@ class Parts:
         return Movement(parts, self.leases.revoke_stale)
 
     def deadline(self, remaining_s: float | None = None) -> Deadline:
-        """Of a call that begins now and whose caller waits ``remaining_s``, or says nothing of it."""
+        """Return the deadline of a call that begins now: ``remaining_s`` if given, and ``deadline_s`` at most."""
         return Deadline.of(self.clock, remaining_s, self.deadline_s)
 
     def storage_key(self, space: Namespace, digest: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Pins: an operator keeps chunks where they are, and all that they hang on, until the pin ends. No session owns one."""
+"""Pins: an operator keeps chunks and their ancestors where they are until the pin ends. No session owns a pin."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvstore.errors import Exhausted
 from kvstore.seams import Clock
 
 EXPIRED_AT_ONCE = 64
-"""So many pins end in one step of the loop, which takes some 1 ms."""
+"""Pins that end in one step of the loop, which takes some 1 ms."""
 STALE_COUNT_MAX = 1024
 FOR_EVER = float("inf")
 
 
 class Pins:
-    """The pins of one tenant, by row. A row is *kept* while it is pinned or a kept row hangs on it: it is held, and so
-    stays that chunk's. Pins end with the process."""
+    """The pins of one tenant, by row. A row is *kept* while it is pinned or one of its children is kept. A kept row is
+    held, so it is not reused for another chunk. Pins end with the process."""
 
     def __init__(self, catalog: Catalog, limits: LimitSettings, clock: Clock) -> None:
         self._catalog = catalog
@@ -26,11 +26,11 @@ class Pins:
         self._clock = clock
         self._until_s: dict[int, float] = {}
         self._ends: list[tuple[float, int]] = []
-        """A heap of (end, row). It keeps pins that have ended or were set anew until their turn comes."""
+        """A heap of (end, row). Pins that ended early or were set anew stay in it until their old end comes."""
         self._kept: dict[int, int] = {}
-        """Row -> how many reasons keep it: its own pin, and each kept row that hangs on it."""
+        """Row -> number of reasons that keep it: its own pin, and each kept child."""
         self._above: dict[int, int] = {}
-        """Row -> its parent when it came to be kept: a chain may grow upwards later."""
+        """Row -> its parent at the time when it was first kept: a chain may grow upwards later."""
         self._bytes: dict[int, int] = {}
         self.byte_count = 0
 
@@ -38,23 +38,23 @@ class Pins:
         return len(self._until_s)
 
     def __contains__(self, row: int) -> bool:
-        """Return True when the row was pinned itself."""
+        """True when the row itself is pinned."""
         return row in self._until_s
 
     def is_kept(self, row: int) -> bool:
-        """Return True when a pin holds the row."""
+        """True when a pin, its own or a descendant's, holds the row."""
         return row in self._kept
 
     def rows(self) -> list[int]:
-        """The rows that were pinned by name, without those above them."""
+        """Return the rows that are pinned themselves, without their ancestors."""
         return list(self._until_s)
 
     def until_s(self, row: int) -> float | None:
-        """Return the time at which the row's pin ends; None where it has none."""
+        """Return the monotonic time at which the row's pin ends; None: it is not pinned."""
         return self._until_s.get(row)
 
     def check(self, more_bytes: int) -> None:
-        """Raises Exhausted where so many bytes more would be past limits.pin_bytes_max."""
+        """Raises Exhausted where ``more_bytes`` more would exceed limits.pin_bytes_max."""
         if self.byte_count + more_bytes > self._limits.pin_bytes_max:
             raise Exhausted(
                 f"pins would keep {self.byte_count + more_bytes} bytes: unpin some, or raise limits.pin_bytes_max "
@@ -62,7 +62,8 @@ class Pins:
             )
 
     def above(self, row: int) -> list[int]:
-        """A row, and those above it up to the first that is kept: what a pin would come to keep."""
+        """Return the rows that a pin of ``row`` would newly keep: the row and its ancestors, up to the first kept
+        one."""
         found = []
         while row != ROOT_ROW and row not in self._kept:
             found.append(row)
@@ -70,8 +71,8 @@ class Pins:
         return found
 
     def pin(self, row: int, seconds: float) -> None:
-        """Pin one row for so long; 0: until it is unpinned. A second pin takes the place of the first. Raises
-        Exhausted."""
+        """Pin one row for ``seconds``; 0: until it is unpinned. A second pin replaces the first. Raises Exhausted past
+        limits.pin_bytes_max."""
         self.check(sum(map(self._size, self.above(row))))
         if row not in self._until_s:
             self._keep(row)
@@ -94,14 +95,14 @@ class Pins:
         return True
 
     def restore(self, row: int, until_s: float | None) -> None:
-        """Have the pin of a row that is pinned end when it did before it was pinned anew; None: now."""
+        """Undo a pin that was set anew: have it end at ``until_s`` again; None: it was not pinned before, unpin it."""
         if until_s is None:
             self.unpin(row)
         elif row in self._until_s:
             self._set(row, until_s)
 
     async def sweep(self) -> None:
-        """End all pins whose time is over, and answer others in between."""
+        """End all pins whose time is over, in steps between which others are answered."""
         while self.expire():
             await self._clock.sleep(0)
 

@@ -1,5 +1,5 @@
-"""A controller that tells of its requests as spans. It takes the other's place where spans are asked for, so that who
-does not ask pays nothing."""
+"""A controller that traces its requests as spans. It replaces the plain controller only where tracing is on, so that
+without tracing a request pays nothing for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore.telemetry import TraceSpan, Tracing
 
 
 class TracedController(Controller):
-    """Each of its methods does what the controller's does, inside a span."""
+    """Each method calls the controller's method of the same name inside a span."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

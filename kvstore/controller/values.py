@@ -1,5 +1,5 @@
-"""The controller's arguments and results as plain values; the wire's messages mirror them. What each lookup
-makes is a tuple: that takes a quarter of a dataclass's time."""
+"""Arguments and results of the controller. They are plain values; the wire's messages mirror them. Values that every
+lookup makes are named tuples: making one takes a quarter of a dataclass's time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvstore.tiers import TierStatistics
 
 
 class ChainQuery(NamedTuple):
-    """A query for chunks: a chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its
-    attention cache (unless ``hidden_only``) and the E of each hidden layer; it hits when all of them are there."""
+    """A chain of digests, root's child first, in a model's namespaces. The parts of a chunk are its attention cache
+    (unless ``hidden_only``) and the E of each hidden layer; a chunk hits when all its parts are stored."""
 
     fingerprint: bytes
     digests: list[bytes]
@@ -27,13 +27,13 @@ class ChainQuery(NamedTuple):
     exactness: Exactness = Exactness.EXACT
     hidden_only: bool = False
     layers: tuple[int, ...] = ()
-    """Of a fetch: the layers its caller waits for, which come from the device first; empty: all."""
+    """For a fetch: the layers that its caller waits for, which are read first; empty: all."""
     provenance: Provenance = Provenance.IN_CONTEXT
 
 
 class UsedChain(NamedTuple):
-    """A chain that a client copied without a call: its last digest is all of ``query.digests``. It was fetched
-    ``fetch_count`` times, which brought ``token_count`` tokens together; 0: the client does not say."""
+    """A chain that a client copied without a call; ``query.digests`` has only its last digest. It was fetched
+    ``fetch_count`` times, which brought ``token_count`` tokens in sum; 0: the client does not say."""
 
     query: ChainQuery
     fetch_count: int = 0
@@ -48,9 +48,10 @@ class Tail(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """``runs`` cover the whole chain; the first ``hit_count`` chunks are resident. ``tail_lengths``: bit n is set where
-    a partial chunk after them has n tokens; 0 while ``tails`` are all. ``tail_found``: which of the partial chunks that
-    were asked for is the first that is stored, from 1 on."""
+    """The result of a lookup. ``runs`` cover the whole chain; the first ``hit_count`` chunks are hits. ``tails``:
+    partial chunks after them. ``tail_lengths``: bit n is set where such a partial chunk has n tokens; 0: ``tails`` are
+    all. ``tail_found``: the position, from 1 on, of the first stored one among the partial chunks asked for; 0: none.
+    ``ticket_s``: seconds that the ticket lasts."""
 
     hit_count: int
     runs: tuple[Run, ...]
@@ -62,8 +63,8 @@ class LookupResult(NamedTuple):
 
 
 class NodePrefix(NamedTuple):
-    """The number of leading chunks of a chain that a node has in ``tier`` or faster ones. No node: a tier that all
-    nodes share, and what it has by itself."""
+    """The number of leading chunks of a chain that a node has in ``tier`` or faster tiers. An empty ``node`` stands for
+    a tier that all nodes share; then only that tier's chunks count."""
 
     node: str
     tier: Tier
@@ -71,8 +72,8 @@ class NodePrefix(NamedTuple):
 
 
 class Located(NamedTuple):
-    """The places of chains: of each, rows of this node (certain), of others and of shared tiers (hints). ``node`` is
-    this one's name. ``reason``: why other nodes are not among them; empty: they are."""
+    """The places of chains: for each chain, prefixes on this node (certain), on other nodes and in shared tiers
+    (hints). ``node``: this node's name. ``reason``: why other nodes are left out; empty: they are not."""
 
     node: str
     chains: list[list[NodePrefix]]
@@ -91,36 +92,36 @@ class Arriving(Protocol):
 
     @property
     def lost(self) -> MissReason:
-        """The reason why no more will come; NONE while it may."""
+        """The reason why no more slabs will come; NONE while they may."""
 
     @property
     def is_provisional(self) -> bool:
-        """Its store has not been committed: what was read of it may turn out to be nothing."""
+        """True while its store is not committed: readers may have to discard the slabs that they read."""
 
     @property
     def has_landed(self) -> bool:
-        """All of it can be read, for good."""
+        """True when all slabs can be read, and are final."""
 
     @property
     def listeners(self) -> dict[asyncio.Event, None]:
-        """Set whenever one of the above changes, in the order in which they came."""
+        """Events that are set whenever one of the above changes, in the order in which they were added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """One resident part of a chunk: chain index, part, tokens, and where it lies."""
+    """One part of a fetched chunk: its chain index, part number, token count, and place in memory."""
 
     chain_index: int
     part: int
     token_count: int
     placement: Placement
     loading: Arriving | None = None
-    """None when all of it is in memory."""
+    """The load under way; None when the part is in memory."""
 
 
 class Arrival(NamedTuple):
-    """Of the chunk at ``position`` of a fetch's result, the slabs of the bitmap ``landed`` are in memory now; ``lost``
-    says why no more will come."""
+    """News of the chunk at ``position`` of a fetch's result: the slabs in the bitmap ``landed`` are in memory now.
+    ``lost``: why no more will come; NONE while they may."""
 
     position: int
     landed: int
@@ -132,7 +133,8 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The resident prefix, leased until released. ``lease_id`` 0: nothing hit, nothing leased."""
+    """The stored prefix, leased until released. ``lease_id`` 0: nothing hit, nothing leased. ``tier``: the slowest tier
+    that chunks come from. ``reason``: why the chunk after the prefix is missing."""
 
     lease_id: int
     hit_count: int
@@ -142,12 +144,12 @@ class FetchResult:
     tails: tuple[Tail, ...]
     tail_lengths: int = 0
     is_joined: bool = False
-    """Some of the chunks may come from a store in flight."""
+    """True when some of the chunks come from a store in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveRequest:
-    """Room for a chain. ``tail_token_count`` 0: the last chunk is full."""
+    """A request for room for a chain. ``tail_token_count``: tokens of the last chunk; 0: it is full."""
 
     query: ChainQuery
     token_digests: list[bytes]
@@ -155,13 +157,13 @@ class ReserveRequest:
     first_position: int = 0
     shards: int = 1
     replaces: list[bytes] | None = None
-    """Digests, of an opaque namespace, whose chunks this store takes the place of."""
+    """Digests of an opaque namespace whose chunks this store replaces."""
     durability: Durability = Durability.NONE
-    """A level beyond the node: what is stored goes there at once."""
+    """For a level beyond the node, the chunks are sent there at once."""
 
 
 class Fill(NamedTuple):
-    """A run of strips in staging, laid out as in the chunk's body from its first strip on."""
+    """A run of strips in staging, laid out there as in the chunk's body."""
 
     chunk: int
     strip_first: int
@@ -172,8 +174,9 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """One state per (chunk, part); ``committed_count`` leading chunks of the chain are resident. ``tail_lengths``: of
-    wanted chunks, by their place in the chain, which lengths the partial chunks beside them have."""
+    """The result of a reserve or a commit: one state per (chunk, part). After a commit, ``committed_count`` leading
+    chunks of the chain are stored. ``tail_lengths``: for wanted chunks (index in the chain, bitmap) the lengths of the
+    partial chunks beside them."""
 
     reservation_id: int
     states: tuple[StoreState, ...]
@@ -183,15 +186,15 @@ class StoreResult:
     rows: tuple[int, ...] = ()
     """The catalog's rows of the committed prefix."""
     ticket: bytes = b""
-    """What the writers of the other shards join by."""
+    """The ticket by which the writers of other shards join the store."""
     tail_lengths: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The durability of a chain's stored prefix: ``chunk_count`` chunks have reached ``durability`` on the node itself;
-    ``reason`` says why that is not more. ``is_settled``: what was waited for will not change any more. ``missing``: why
-    of each level that all of them have not reached; of what lies beyond the node that counts whole chunks only."""
+    """The durability of a chain's stored prefix: its ``chunk_count`` chunks have reached ``durability`` on the node
+    itself; ``reason`` says why it is not more. ``is_settled``: the outcome waited for will not change any more.
+    ``missing``: the reason for each level that not all chunks have reached; beyond the node only whole chunks count."""
 
     chunk_count: int
     durability: Durability
@@ -202,7 +205,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """The memory that one model occupies, and the tokens fetched of it."""
+    """The chunks and bytes of one model, and the saving of its fetches."""
 
     model_id: str
     fingerprint: bytes
@@ -213,7 +216,7 @@ class ModelCount:
 
     @staticmethod
     def of(model: Model, served: Served) -> ModelCount:
-        """As it is now."""
+        """Return the model's counts of now."""
         spaces = model.namespaces.values()
         count, held = sum(len(each.index) for each in spaces), sum(each.byte_count for each in spaces)
         fetched = served.of(model.fingerprint)
@@ -222,7 +225,7 @@ class ModelCount:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of what the service holds."""
+    """A snapshot of one tenant's counts, sizes and rates."""
 
     capacity_bytes: int
     prefaulted_bytes: int
@@ -246,7 +249,7 @@ class Stats:
     tiers: tuple[TierStatistics, ...]
     """Of every tier below memory, the fastest first."""
     tier_problem: str
-    """Why a tier is not in use, or takes nothing; empty when all is well."""
+    """The reasons why tiers are not in use or take nothing; empty when all is well."""
     counters: dict[str, int]
     rates: tuple[MeasuredTier, ...] = ()
-    """How fast the tiers below memory are read."""
+    """The rates at which the tiers below memory are read."""

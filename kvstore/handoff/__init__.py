@@ -1,10 +1,10 @@
-"""The hand-off: how a process on the same host gets its session and its memory, by descriptor. Both ends speak it from
-here: the server's half is ``kvstore.server.handoff``, the client's ``kvstore_client.planes.shared_memory.session``, and
-a client on another host has its half in ``kvstore.remote.session``.
+"""The hand-off: a protocol by which a process on the same host gets a session, and memory by descriptor. Both ends use
+this package: the server's half is ``kvstore.server.handoff``, the client's is
+``kvstore_client.planes.shared_memory.session``, and ``kvstore.remote.session`` is the half for clients on other hosts.
 
-An AF_UNIX SOCK_SEQPACKET connection; one JSON object per packet, descriptors by SCM_RIGHTS. The connection is the
-session: when either end closes it, the session's leases, reservations and staging end. The peer's uid must be the
-tenant's, or the server's own.
+The hand-off is an AF_UNIX SOCK_SEQPACKET connection with one JSON object per packet, and descriptors by SCM_RIGHTS. The
+connection is the session: when either end closes it, the session's leases, reservations and staging end. The peer's uid
+must be the tenant's, or the server's own.
 
     > {"op": "hello", "version": 1}
     < {"op": "welcome", "session": 7, "secret": "<64 hex>", "server_pid": 1, "generations_bytes": n,
@@ -20,10 +20,11 @@ tenant's, or the server's own.
     > {"op": "looked_up", COUNTER: n, ...}                        done without a call, to be counted; never answered
     < {"op": "error", "status": "RESOURCE_EXHAUSTED", "message": "..."}   instead of any answer
 
-``messages`` has these as values with the limits of their fields, ``packets`` turns one into the other, and ``passing``
-sends and takes descriptors. The memfds that travel are made, and sealed before they do, in
-``kvstore.seams.memory``: what a client only reads it cannot write, and what it writes it cannot shrink. So neither end
-looks at seals.
+``messages`` has these packets as values with the limits of their fields, ``packets`` converts between the two, and
+``passing`` sends and receives packets with descriptors. ``kvstore.seams.memory`` makes the memfds, and seals them
+before they are sent: a client cannot write memory that it may only read, and cannot shrink memory that it may write. So
+neither end checks seals.
 
-The packets are frozen: a field may come, with a default for peers that do not know it; none changes or goes.
+The packets are frozen: a field may be added, with a default for peers that do not know it; no field changes or is
+removed.
 """

@@ -1,6 +1,6 @@
-"""The messages of a hand-off's two ends: each message a value, each field with its limit.
+"""The messages between the two ends of a hand-off: each message is a value, and each field has its limit.
 
-A field with a default may be missing in a packet. It also has its default where the packet has a value that the field
+A field with a default may be missing in a packet. It also gets its default where the packet has a value that the field
 does not allow.
 """
 
@@ -16,21 +16,21 @@ PROTOCOL_VERSION = 1
 REGIONS_MAX = 64
 """Regions per packet, each with its descriptor; the kernel's own limit is 253."""
 COUNTED_MAX = 1 << 32
-"""Of a counter in one packet: counters are 64 bits on the wire."""
+"""The largest count in one packet: the server's counters are 64 bits on the wire."""
 FETCHED_BYTES_MAX = 1 << 40
-"""What one packet says was copied: a second of it, at a rate that no machine has."""
+"""The largest number of copied bytes in one packet: a packet stands for a second, and no machine copies so fast."""
 TOKENS_MAX = 1 << 40
-"""What one packet says was fetched of one chain, in tokens."""
+"""The largest number of tokens fetched of one chain in one packet."""
 USED_MAX = 128
 """Chains named in one packet: each takes some 150 bytes of its 64 KiB."""
 NUMBER_MAX = (1 << 62) - 1
 MESSAGE_CHARACTERS_MAX = 500
-"""Refusals quote what was sent; this bounds how much of it goes back."""
+"""Characters of a refusal's message: it quotes the peer's packet, and this bounds the quote."""
 
 
 class Shape(NamedTuple):
-    """The limits of a field. ``most``: its largest number or length. ``wanted``: the same in words, for refusals.
-    ``wire``: what packets call it, if not as here."""
+    """The values that a field allows. ``most``: its largest number or length. ``wanted``: the same in words, for
+    refusals. ``wire``: its name in packets, if that differs from the field's name."""
 
     most: int
     wanted: str
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 def number(most: int = NUMBER_MAX, wire: str = "") -> Shape:
-    """A whole number from 0."""
+    """Return the shape of a whole number from 0 to ``most``."""
     return Shape(most, f"a whole number up to {most}", lambda value: _is_number(value, most), wire)
 
 
@@ -84,7 +84,7 @@ def _is_version(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """32 bytes, in hexadecimal digits."""
+    """True for 32 bytes in lower-case hexadecimal digits."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
@@ -100,7 +100,7 @@ Offers = Annotated[tuple[str, ...], rows(8, "short texts", lambda value: _is_tex
 RegionRows = Annotated[tuple[tuple[int, int], ...], rows(REGIONS_MAX, "pairs of numbers", _is_region)]
 """(index, bytes) of each region; their descriptors travel in the same order."""
 ChainRows = Annotated[tuple[tuple[str, int, int, str], ...], rows(USED_MAX, "names of chains", _is_chain)]
-"""Of each chain: its model's fingerprint, the wire's numbers of its exactness and provenance, its last digest."""
+"""For each chain: its model's fingerprint, the wire's numbers of its exactness and provenance, its last digest."""
 
 AmountRows = Annotated[tuple[tuple[int, int], ...], rows(USED_MAX, "pairs of counts", _is_amount)]
 
@@ -109,7 +109,7 @@ AmountRows = Annotated[tuple[tuple[int, int], ...], rows(USED_MAX, "pairs of cou
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a session. The first packet, and no other. The answer is ``Welcome``."""
+    """Opens a session. It must be the first packet, and only the first. The answer is ``Welcome``."""
 
     op: ClassVar[str] = "hello"
     version: Version
@@ -117,7 +117,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class RegionsQuestion:
-    """Asks for the arena's regions from index ``have`` on. The answer has the first of them."""
+    """Asks for the arena's regions from index ``have`` on. The answer has the first few of them."""
 
     op: ClassVar[str] = "regions"
     have: Number
@@ -133,7 +133,7 @@ class StagingQuestion:
 
 @dataclass(frozen=True, slots=True)
 class StagingClose:
-    """Gives such memory back. The answer is ``Done``."""
+    """Gives staging back. The answer is ``Done``."""
 
     op: ClassVar[str] = "staging_close"
     staging_id: Number
@@ -148,7 +148,7 @@ class PresenceQuestion:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Counts of what the client did without a call, by the server's counters' names. Never answered."""
+    """Counts of the client's work without calls, named as the server's counters. It is never answered."""
 
     op: ClassVar[str] = "looked_up"
     lookup_calls: Counted = 0
@@ -159,9 +159,9 @@ class LookedUp:
     fetch_miss_chunks: Counted = 0
     fetch_bytes: FetchedBytes = 0
     used: ChainRows = ()
-    """Chains that were fetched. A server that offers "uses" wants to know them: they are the last to leave."""
+    """Chains that were fetched. Sent to a server that offers "uses": it evicts used chunks last."""
     used_amounts: AmountRows = ()
-    """Of each of these: how often it was fetched, and how many tokens that brought."""
+    """For each chain in ``used``: the number of its fetches, and the tokens that they brought."""
 
 
 # ------------------------------------------------------------ from the server
@@ -169,7 +169,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """A session. With the generations, and the first regions."""
+    """Opens the session, with the descriptors of the generations and of the first regions."""
 
     op: ClassVar[str] = "welcome"
     session_id: Annotated[int, number(wire="session")]
@@ -186,7 +186,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class RegionsAnswer:
-    """Some regions; none where the client has them all."""
+    """Some regions with their descriptors; none where the client has all of them."""
 
     op: ClassVar[str] = "regions"
     regions: RegionRows
@@ -198,7 +198,7 @@ class RegionsAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StagingAnswer:
-    """Memory of the length that was asked for."""
+    """Staging of the length that was asked for, by its descriptor."""
 
     op: ClassVar[str] = "staging"
     descriptor_count: ClassVar[int] = 1
@@ -208,7 +208,7 @@ class StagingAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It was done."""
+    """Confirms a question that needs no other answer."""
 
     op: ClassVar[str] = "ok"
     descriptor_count: ClassVar[int] = 0
@@ -216,8 +216,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class PresenceAnswer:
-    """The table that is in use now. ``token_count_max``: longer lookups are refused. ``tail_tokens_max``: the partial
-    chunks of larger chunks are not in the table; releases before partial chunks do not say it."""
+    """The presence table in use now, by its descriptor. ``token_count_max``: longer lookups are refused.
+    ``tail_tokens_max``: for models with larger chunks the table has no partial chunks; 0 from old releases."""
 
     op: ClassVar[str] = "presence"
     descriptor_count: ClassVar[int] = 1
@@ -228,7 +228,7 @@ class PresenceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Instead of any answer: the error, by its status."""
+    """Stands in place of any answer: the error, by its status."""
 
     op: ClassVar[str] = "error"
     descriptor_count: ClassVar[int] = 0

@@ -1,4 +1,4 @@
-"""Messages to packets and back. What a packet says besides its message's fields is not read."""
+"""Converts messages to packets and back. Unknown fields of a packet are ignored."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Message = TypeVar("Message", Question, Answer)
 
 
 class NoPacket(InvalidRequest):
-    """It is no JSON object: what else comes from such a peer cannot be understood either."""
+    """The packet is no JSON object. The peer is disconnected, because its later packets cannot be understood either."""
 
 
 class Place(NamedTuple):
-    """A field of a message, as its packet has it."""
+    """A field of a message (``field``), and its place in the packet (``name``)."""
 
     field: str
     name: str
@@ -44,7 +44,7 @@ PLACES: Mapping[type[Any], tuple[Place, ...]] = {
 
 
 def encode(message: Question | Answer) -> bytes:
-    """A packet. Only what differs from a default is said."""
+    """Return the message as a packet. Fields that have their defaults are left out."""
     packet: dict[str, Any] = {"op": message.op}
     for place in PLACES[type(message)]:
         value = getattr(message, place.field)
@@ -55,12 +55,12 @@ def encode(message: Question | Answer) -> bytes:
 
 
 def decode_question(packet: bytes) -> Question:
-    """Parse a client's packet. Raises NoPacket, and InvalidRequest for what is none of our questions."""
+    """Return the question in a client's packet. Raises NoPacket; InvalidRequest for an unknown or bad question."""
     return _decode(packet, QUESTIONS)
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """Parse a server's packet. Raises Unavailable for what is no answer of any release so far."""
+    """Return the answer in a server's packet. Raises Unavailable for a packet that is no answer of a known release."""
     try:
         return _decode(packet, ANSWERS)
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""Packets with descriptors in them, and who is at the other end."""
+"""Sends and receives packets with descriptors, and tells the peer's user."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.handoff.packets import PACKET_BYTES_MAX, decode_answer, encode
 
 Said = TypeVar("Said", Welcome, RegionsAnswer, StagingAnswer, Done)
 DESCRIPTORS_MAX = 253
-"""The kernel's limit for one packet."""
+"""Descriptors in one packet: the kernel's limit."""
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The uid at the other end, told by the kernel."""
+    """Return the uid of the process at the other end, from the kernel."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
@@ -28,15 +28,16 @@ def peer_uid(connection: socket.socket) -> int:
 def send(
     connection: socket.socket, message: Question | Answer, descriptors: Sequence[int] = (), flags: int = 0
 ) -> None:
-    """One packet. Raises OSError for a peer that is gone or takes no more, and when the kernel passes nothing."""
+    """Send one packet. Raises OSError for a peer that is gone or takes no more, or when the kernel passes no more
+    descriptors."""
     rights = array.array("i", descriptors)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
     connection.sendmsg([encode(message)], ancillary, flags)
 
 
 def receive(connection: socket.socket) -> tuple[Answer, list[int]]:
-    """The server's next packet, and the descriptors that came with it, which are the caller's. Raises OSError, and
-    Unavailable at the end."""
+    """Receive the server's next answer and its descriptors, which the caller must close. Raises OSError; Unavailable
+    when the server has closed the session."""
     packet, ancillary, _, _ = connection.recvmsg(
         PACKET_BYTES_MAX, socket.CMSG_SPACE(DESCRIPTORS_MAX * 4), socket.MSG_CMSG_CLOEXEC
     )
@@ -56,8 +57,8 @@ def receive(connection: socket.socket) -> tuple[Answer, list[int]]:
 
 
 def expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[Said, list[int]]:
-    """An answer of this kind, with what came with it. Raises the error that a refusal is, and Unavailable for an answer
-    to something else."""
+    """Return the answer if it is of this kind, with its descriptors; else close them. Raises the error of a refusal;
+    Unavailable for an answer to another question."""
     if isinstance(answer, kind):
         return answer, descriptors
     _close(descriptors)
@@ -65,8 +66,8 @@ def expected(kind: type[Said], answer: Answer, descriptors: list[int]) -> tuple[
 
 
 def check_descriptors(answer: Answer, descriptors: Sequence[int]) -> None:
-    """Check that every descriptor of an answer came: the kernel leaves out what a process has no room for. Raises
-    Unavailable."""
+    """Check that every descriptor of an answer came: the kernel leaves out those for which the process has no room.
+    Raises Unavailable."""
     if len(descriptors) != answer.descriptor_count:
         raise Unavailable(
             f"{len(descriptors)} of {answer.descriptor_count} descriptors came from the sidecar: raise this process's "

@@ -1,5 +1,5 @@
-"""The remote plane's process. Its orders come as one line of JSON on standard input, and it ends with that input; its
-only line on standard output says the port it has, or why it cannot be had."""
+"""The remote plane's process. It reads its orders as one line of JSON on standard input, and ends when that input is
+closed. Its only line on standard output tells its port, or the error that keeps it from listening."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ async def _serve(orders: dict[str, Any]) -> None:
 
 
 def _leave_with_the_sidecar() -> None:
-    """What clients hold of us ends as it would with a crash, which they are made for."""
+    """End this process at once when standard input is closed. Clients see the same as after a crash, which they can
+    handle."""
     sys.stdin.read()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The frame of every handler of the remote plane: it finds out who calls, and turns errors into status."""
+"""The boundary of every handler of the remote plane: it checks the caller's token, and turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger("kvstore.remote")
 
 
 class Guard:
-    """Lets in who has a token. An interceptor: who has none is refused before his message is read."""
+    """Finds the caller's tenant and session, and checks his rights and his tenant's number of calls."""
 
     def __init__(self, tokens: Tokens, nodes: dict[str, Node], call_count_max: int) -> None:
-        """``call_count_max``: of one tenant at once. Each may hold a message in memory."""
+        """``call_count_max``: calls of one tenant at once, each of which may hold a message in memory."""
         self._tokens = tokens
         self._nodes = nodes
         self._call_count_max = call_count_max
@@ -41,7 +41,7 @@ class Guard:
         call.add_done_callback(lambda _: self._calls.subtract((node.tenant,)))
 
     def node(self, metadata: Any) -> Node:
-        """The caller's tenant's sidecar. Raises Unauthenticated."""
+        """Return the sidecar of the caller's tenant, by his token. Raises Unauthenticated."""
         return self._nodes[self._tokens.tenant(_value(metadata, METADATA_TOKEN))]
 
     def check_admin(self, context: Context) -> None:
@@ -53,18 +53,17 @@ class Guard:
             )
 
     def said(self, node: Node) -> str:
-        """The tenant's name in logs; where there is nobody else there is nothing to tell apart."""
+        """Return the tenant's name in logs; empty where the default tenant is the only one."""
         return "" if list(self._nodes) == [DEFAULT_TENANT] else node.tenant
 
     def session(self, context: Context) -> tuple[Node, SidecarSession]:
-        """The caller's session, which is one of his own tenant. Raises Unauthenticated."""
+        """Return the caller's session, which must be one of his own tenant. Raises Unauthenticated."""
         node = self.node(context.invocation_metadata())
         return node, node.session(_value(context.invocation_metadata(), METADATA_SESSION) or b"")
 
 
 def carried_by(session: SidecarSession, context: Context) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the metadata of a call to the sidecar on behalf of a client's call: the session, and the client's
-    trace."""
+    """Return the metadata of a call to the sidecar for a client's call: the session, and the client's trace."""
     trace = [(key, value) for key, value in context.invocation_metadata() or () if key in TRACE_HEADERS]
     return (*session.metadata, *trace)
 
@@ -74,8 +73,8 @@ def _value(metadata: Any, name: str) -> Any:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Refuses a call without a good token, whatever it calls, and one too many of a tenant, before its message is read.
-    What is logged of the others says whose they are."""
+    """Refuses calls without a good token, and calls past the tenant's limit, before their messages are read. Logs of
+    the other calls name their tenants."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -87,7 +86,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
             log_on_as(self._guard.said(node))
         except Unauthenticated as error:
             self._refused_count += 1
-            if self._refused_count & (self._refused_count - 1) == 0:  # 1, 2, 4, 8: whoever guesses does not fill logs
+            if self._refused_count & (self._refused_count - 1) == 0:  # 1, 2, 4, 8: guessing does not fill the logs
                 _log.warning("calls without a good token", extra={"count": self._refused_count})
             return _refusal(error)
         call = asyncio.current_task()
@@ -107,7 +106,8 @@ def _refusal(error: KVStoreError) -> Any:
 
 
 def guarded(function: Callable[..., Awaitable[Any]], name: str, counters: Counters) -> Callable[..., Awaitable[Any]]:
-    """The handler, its errors as status. A caller that does not even take its status is left to its deadline."""
+    """Return the handler with its errors turned into statuses. A call whose client does not take the status is
+    cancelled."""
 
     async def handle(request: Any, context: Context) -> Any:
         try:

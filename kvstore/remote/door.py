@@ -1,4 +1,5 @@
-"""The TCP listener: calls that carry names go on to the sidecar as they came, those that carry bytes are ours."""
+"""The TCP listener. Calls that carry names are forwarded to the sidecar unchanged; calls that carry bytes are answered
+here."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ FORWARDED = {
 }
 FORWARDED_STREAMS = {CACHE: ("Watch",), ADMIN: ("ListChunks", "Change")}
 ADMITTED = "Stats"
-"""The one call of AdminService that asks for no right."""
+"""The one call of AdminService that needs no operator's right."""
 PROTOCOL_VERSION = 1
 OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -42,7 +43,7 @@ OPTIONS = (
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # A client that vanished without a word is noticed, and its session ends.
+    # A client that vanished without closing its connection is noticed, and its session ends.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -57,7 +58,7 @@ class Door:
         self, tokens: Tokens, nodes: dict[str, Node], *, message_bytes: int, stream_count_max: int, stall_s: float,
         connection_count_max: int, call_count_max: int,
     ) -> None:  # fmt: skip
-        """``connection_count_max``: of everybody; ``call_count_max``: of one tenant, at once."""
+        """``connection_count_max``: connections of all tenants; ``call_count_max``: calls of one tenant at once."""
         self._guard = Guard(tokens, nodes, call_count_max)
         self._message_bytes = message_bytes
         self._stream_count_max = stream_count_max
@@ -70,7 +71,7 @@ class Door:
         self._register()
 
     def listen(self, address: str, credentials: Any) -> int:
-        """Take the address. Returns the port. Raises Unavailable when it is taken."""
+        """Listen on the address, and return the port. Raises Unavailable when the address cannot be used."""
         host, _ = split_address(address, "remote.address")
         assert credentials is not None or is_loopback(host)
         add = self.server.add_secure_port if credentials is not None else self.server.add_insecure_port
@@ -108,15 +109,15 @@ class Door:
     # ------------------------------------------------------------ handlers
 
     def _admitted(self, service: str, name: str, context: Context) -> tuple[Node, SidecarSession]:
-        """The caller's session. Raises Unauthenticated; PermissionDenied where the call asks for the operator's
-        right."""
+        """Return the caller's session. Raises Unauthenticated; PermissionDenied for a call that needs the operator's
+        right if the caller lacks it."""
         found = self._guard.session(context)
         if service == ADMIN and name != ADMITTED:
             self._guard.check_admin(context)
         return found
 
     def _forward(self, service: str, name: str) -> Callable[..., Awaitable[bytes]]:
-        """A call of the local plane, passed on as it came: its answer or its status comes back as it is."""
+        """Return a handler that forwards a call to the sidecar unchanged, and passes its reply or status back."""
         path = f"/{service}/{name}"
 
         async def forward(request: bytes, context: Context) -> bytes:
@@ -135,7 +136,7 @@ class Door:
         return forward
 
     def _forward_stream(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
-        """The same for a stream of small messages. Who reads it slowly is the sidecar's to deal with."""
+        """As ``_forward``, for a stream of small replies. The sidecar deals with slow readers."""
         path = f"/{service}/{name}"
 
         async def forward(request: bytes, context: Context) -> None:
@@ -147,7 +148,7 @@ class Door:
         return forward
 
     def _forward_talk(self, service: str, name: str) -> Callable[..., Awaitable[None]]:
-        """The same for a stream in both directions."""
+        """As ``_forward``, for a stream in both directions."""
         path = f"/{service}/{name}"
 
         async def forward(requests: Any, context: Context) -> None:
@@ -159,7 +160,7 @@ class Door:
         return forward
 
     async def _connect(self, request: bytes, context: Context) -> None:
-        """A session, for as long as its client listens."""
+        """Open a session, which lasts until the client ends the call."""
         version = decode(rpb.ConnectRequest, request).version
         if version != PROTOCOL_VERSION:
             raise InvalidRequest(
@@ -181,19 +182,19 @@ class Door:
             _log.info("session ended", extra={"session": session.session_id})
 
     async def _fetch(self, request: bytes, context: Context) -> None:
-        """A prefix, bytes included."""
+        """Send a leased prefix, bytes included."""
         node, session = self._guard.session(context)
         self._enter(session, context)
         carried = carried_by(session, context)
         sending = Sending(node, session, decode(rpb.FetchBytesRequest, request), self._message_bytes, carried)
         leaving: asyncio.Future[Any] | None = None
         try:
-            async for message in sending.messages(context.time_remaining()):  # made while the one before leaves
+            async for message in sending.messages(context.time_remaining()):  # made while the last one is written
                 if leaving is not None:
                     await self._left(leaving)
                 leaving = asyncio.gather(context.write(message))
                 leaving.add_done_callback(_note_end)
-                await asyncio.sleep(0)  # now it does
+                await asyncio.sleep(0)  # lets the write begin
             if leaving is not None:
                 await self._left(leaving)
         finally:
@@ -202,7 +203,7 @@ class Door:
                 leaving.cancel()
 
     async def _left(self, leaving: asyncio.Future[Any]) -> None:
-        """Raises DeadlineExceeded for a reader that does not take the message."""
+        """Wait until a message was written. Raises DeadlineExceeded for a reader that does not take it."""
         if not leaving.done():
             await asyncio.wait((leaving,), timeout=self._stall_s)
         if not leaving.done():
@@ -212,14 +213,14 @@ class Door:
         leaving.result()
 
     async def _store(self, _requests: Any, context: Context) -> bytes:
-        """Strips of a reservation."""
+        """Receive strips of a reservation."""
         node, session = self._guard.session(context)
         self._enter(session, context)
         byte_count = await Receiving(node, session, self._stall_s).run(context)
         return rpb.StoreBytesResponse(byte_count=byte_count).SerializeToString()
 
     def _enter(self, session: SidecarSession, context: Context) -> None:
-        """Count a stream of bytes until it is really over. Raises Exhausted past remote.stream_count_max."""
+        """Count a stream of bytes until its call is done. Raises Exhausted past remote.stream_count_max."""
         if session.stream_count >= self._stream_count_max:
             raise Exhausted(f"this session has {session.stream_count} streams open: raise remote.stream_count_max")
         session.stream_count += 1
@@ -231,7 +232,7 @@ class Door:
 
 
 async def _answered(call: Any, context: Context) -> None:
-    """Pass on what the sidecar answers until it has no more to say, fails, or the client is gone."""
+    """Pass the sidecar's replies on until the stream ends or fails, or the client is gone."""
     try:
         async for message in call:
             await context.write(message)
@@ -242,13 +243,14 @@ async def _answered(call: Any, context: Context) -> None:
 
 
 def _note_end(leaving: asyncio.Future[Any]) -> None:
-    """A message that could not leave is nobody's error when its stream has ended by then."""
+    """Fetch the error of a failed write, so that asyncio does not report it when the stream has already ended."""
     if not leaving.cancelled():
         leaving.exception()
 
 
 def credentials(certificate_file: str, key_file: str, client_ca_file: str) -> Any:
-    """TLS from files, or None. With a client CA only its clients are let in. Raises InvalidRequest naming the file."""
+    """Return TLS credentials from PEM files; None without a certificate file. With a client CA only clients with its
+    certificates are let in. Raises InvalidRequest naming the file."""
     if not certificate_file:
         return None
     chain = _read(certificate_file, "remote.certificate_file")

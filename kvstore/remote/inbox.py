@@ -1,5 +1,5 @@
-"""Room for messages that are on their way in. gRPC tells nobody how large a message is before all of it is there, so
-each that is waited for counts as the largest there may be."""
+"""Room for incoming messages. gRPC does not tell a message's size before all of it has come, so each message that is
+waited for counts as one of the largest size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvstore.errors import Exhausted
 
 SESSION_MESSAGES = 4
 TENANT_MESSAGES = 16
-"""Messages of at most 64 MiB that a session, and a tenant's sessions together, have received at once at the most:
-enough to fill a network, and 1 GiB of a process that all tenants share."""
+"""Messages, of at most 64 MiB each, that a session and all sessions of a tenant may have in this process at once. They
+are enough to fill a network, and at most 1 GiB per tenant of a process that all tenants share."""
 
 
 class Inbox:
-    """So many messages at once. Who comes later waits in line."""
+    """Room for ``message_count`` messages at once. Further streams wait in line. ``whose``: a word for refusals."""
 
     def __init__(self, message_count: int, whose: str) -> None:
         self.message_count = message_count
@@ -25,7 +25,7 @@ class Inbox:
 
     @asynccontextmanager
     async def room(self, timeout_s: float) -> AsyncIterator[None]:
-        """Room for one message until it is out of this process's memory. Raises Exhausted when none is free in time."""
+        """Take room for one message inside the context. Raises Exhausted when none is free in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._free.acquire()

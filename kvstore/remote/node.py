@@ -23,7 +23,7 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 
 
 class Node:
-    """A sidecar's local plane. Its regions are mapped once, whatever the number of remote sessions."""
+    """The local plane of one tenant's sidecar. Its regions are mapped once, however many remote sessions there are."""
 
     def __init__(self, tenant: str, socket_directory: Path) -> None:
         self.tenant = tenant
@@ -43,7 +43,7 @@ class Node:
     # ------------------------------------------------------------ sessions
 
     async def open_session(self) -> SidecarSession:
-        """A session of the sidecar for one remote client. Raises what the sidecar refuses it with."""
+        """Open a session of the sidecar for one remote client. Raises the error with which the sidecar refuses it."""
         session, welcome, descriptors = await SidecarSession.open(self._sockets / "data.sock")
         try:
             with closing_all(descriptors):
@@ -58,14 +58,14 @@ class Node:
         return session
 
     def session(self, secret: bytes) -> SidecarSession:
-        """The open session a call belongs to. Raises Unauthenticated: its client must connect again."""
+        """Return the open session that a call belongs to. Raises Unauthenticated: its client must connect again."""
         session = self._sessions.get(secret)
         if session is None or not session.is_open:
             raise Unauthenticated("no such session: connect again")
         return session
 
     def give_back(self, lease_id: int, metadata: Any, timeout_s: float) -> None:
-        """Release a lease without waiting for the answer; what fails had ended with its session."""
+        """Release a lease without waiting for the reply. A failure is ignored: the lease ended with its session."""
         call = self.cache.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=timeout_s, metadata=metadata)
         self._releasing.add(call)  # gRPC cancels a call whose last reference goes
         call.add_done_callback(self._releasing.discard)
@@ -87,7 +87,8 @@ class Node:
                 self._regions[index] = self._map(descriptor, byte_count)
 
     async def region(self, session: SidecarSession, index: int) -> Bytes:
-        """A region's bytes, read-only; mapped when first asked for."""
+        """Return a region's bytes, read-only. It is mapped when it is first asked for. Raises Unavailable where the
+        sidecar does not have it."""
         while index not in self._regions:
             async with self._growing:
                 have = len(self._regions)
@@ -102,12 +103,12 @@ class Node:
     # ------------------------------------------------------------ models
 
     def note_model(self, request: bytes, reply: bytes) -> None:
-        """Remember the spec of a model that the sidecar accepted: its layouts say where strips lie."""
+        """Remember the spec of a model that the sidecar accepted: its layouts tell the places of strips."""
         name = pb.RegisterModelResponse.FromString(reply).fingerprint
         if name not in self.models:
             self.models[name] = spec_from_message(pb.RegisterModelRequest.FromString(request).spec)
 
 
 def translated(error: grpc.aio.AioRpcError) -> KVStoreError:
-    """The typed error of a failed call to the sidecar."""
+    """Return the typed error of a failed call to the sidecar."""
     return from_status(error.code().name, error.details() or "")

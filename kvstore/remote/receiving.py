@@ -1,4 +1,4 @@
-"""StoreBytes: from messages into staging, and the sidecar fills its chunks from there as for any local client."""
+"""StoreBytes: strips from messages into staging. The sidecar fills its chunks from there, as for any local client."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvstore.wire.data import ALIGNMENT, split_message
 SEGMENT_BYTES = 4 << 20
 FILL_TIMEOUT_S = 20.0
 _NOT_READING = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
-"""How a fill fails that reads no staging any more."""
+"""Statuses of failed fills after which the sidecar does not read staging any more."""
 
 
 class Receiving:
-    """One stream. While the sidecar copies a message's bytes out of staging, the next one is received: at most two
-    segments of staging are in use. A message is in this process's memory while it has room in the inboxes."""
+    """One stream. While the sidecar copies a message's bytes out of staging, the next message is received: so at most
+    two segments of staging are in use. A message is in this process's memory only while it has room in the inboxes."""
 
     def __init__(self, node: Node, session: SidecarSession, stall_s: float) -> None:
         self._node = node
@@ -34,8 +34,9 @@ class Receiving:
         self._filling: tuple[Any, Segment] | None = None
 
     async def run(self, context: Any) -> int:
-        """Bytes stored. Raises InvalidRequest for a message that contradicts itself, DataLoss for bytes that are not
-        the ones that were sent, DeadlineExceeded for a writer that stalls, and what the sidecar refuses."""
+        """Receive the stream, and return the number of bytes filled. Raises InvalidRequest for a message that
+        contradicts itself; DataLoss for bytes that fail their checksum; DeadlineExceeded for a writer that stalls; and
+        the sidecar's refusals."""
         byte_count = 0
         try:
             while (staged := await self._staged(context)) is not None:
@@ -46,7 +47,7 @@ class Receiving:
         return byte_count
 
     async def _staged(self, context: Any) -> tuple[rpb.StoreBytesRequest, Segment, int] | None:
-        """The next message's fields, and its bytes in staging. None at the end."""
+        """Return the next message's fields, its bytes in staging, and their number. None at the end."""
         async with self._session.inbox.room(self._stall_s), self._node.inbox.room(self._stall_s):
             message = await self._next(context)
             return None if message is None else await self._take(message)
@@ -71,7 +72,7 @@ class Receiving:
         return fields, segment, int(data.size)
 
     async def _fill(self, fields: rpb.StoreBytesRequest, segment: Segment, byte_count: int) -> int:
-        """Have the sidecar fill from staging, once it is done with the message before."""
+        """Have the sidecar fill from staging, once it is done with the previous message. Return the bytes."""
         try:
             await self._filled()
         except BaseException:
@@ -90,7 +91,7 @@ class Receiving:
         return byte_count
 
     async def _filled(self) -> None:
-        """Wait for the fill before."""
+        """Wait for the previous fill. Raises its error."""
         if self._filling is not None:
             call, _ = self._filling
             try:
@@ -100,7 +101,8 @@ class Receiving:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Give the segment back once the sidecar reads it no more. One that it may still read goes with the session."""
+        """Give the segment back once the sidecar does not read it any more. A segment that it may still read is not
+        used again in this session."""
         filling, self._filling = self._filling, None
         if filling is not None:
             call, segment = filling
@@ -113,8 +115,8 @@ class Receiving:
 
 
 def _check_runs(runs: Iterable[rpb.StripRun], byte_count: int) -> None:
-    """Refuse runs that are not a message's bytes of data, or have less than their strips take at the least: such a run
-    would be filled from what lies behind it. Raises InvalidRequest naming the run."""
+    """Check that the runs' bytes are the message's data, and that each run has at least the bytes that its strips take:
+    a shorter run would be filled from bytes behind it. Raises InvalidRequest naming the run."""
     total = 0
     for number, run in enumerate(runs):
         least = ALIGNMENT * run.strip_count

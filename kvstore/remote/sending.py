@@ -1,8 +1,8 @@
 """FetchBytes: a leased prefix, from the arena into messages.
 
-Layer by layer in the order asked for, chunk by chunk, and of each slab only the heads asked for. What is still on its
-way from the device is sent when it landed. A chunk whose generation changed while it was copied is not sent: the
-client is told that it is lost, and nothing after it is sent either.
+Bytes are sent layer by layer in the order asked for, chunk by chunk, and of each slab only the heads asked for. Slabs
+that still come from a device are sent when they have landed. A chunk whose generation changed while it was copied is
+not sent: the client is told that it is lost, and no chunk after it is sent either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RELEASE_TIMEOUT_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """A leased chunk: where its bytes lie, and how far it has landed."""
+    """A leased chunk. ``extents``: its bytes in the arena. ``landed``: a bitmap of the slabs that can be read; -1: all.
+    ``is_introduced``: its header was queued."""
 
     number: int
     entry: pb.ResidentChunk
@@ -40,7 +41,7 @@ class _Chunk:
     is_introduced: bool = False
 
     def run(self, start: int, stop: int) -> Bytes:
-        """Bytes ``start .. stop`` of header and body: they lie in one extent."""
+        """Return the bytes ``start .. stop`` of header and body, which lie in one extent."""
         for extent in self.extents:
             if start < extent.size:
                 return extent[start:stop]
@@ -49,14 +50,14 @@ class _Chunk:
 
 
 class Sending:
-    """One stream. Iterate ``messages``, then ``close`` whatever happened."""
+    """One stream. The caller iterates ``messages``, then calls ``close`` in any case."""
 
     def __init__(
         self, node: Node, session: SidecarSession, request: rpb.FetchBytesRequest, message_bytes: int,
         carried: tuple[tuple[str, str | bytes], ...],
     ) -> None:  # fmt: skip
-        """``carried``: what its call to the sidecar carries. Raises InvalidRequest for a model this server was not told
-        of, or layers and heads it does not have."""
+        """``carried``: metadata for the call to the sidecar. Raises InvalidRequest for a model that was not registered
+        here, or for layers and heads that it does not have."""
         query = request.fetch.query
         spec = node.models.get(query.fingerprint)
         if spec is None:
@@ -74,12 +75,12 @@ class Sending:
         self._chunks: list[_Chunk] = []
         self._lost: list[pb.Arrival] = []
         self._stop = 1 << 32
-        """Chain index of the first chunk that is lost."""
+        """The chain index of the first lost chunk; no chunk from there on is sent."""
         self._runs: list[tuple[_Chunk, rpb.StripRun, Bytes]] = []
         self._pending_bytes = 0
 
     async def messages(self, timeout_s: float | None) -> AsyncIterator[bytes]:
-        """The stream's messages. Raises what the sidecar refuses the fetch with."""
+        """Give the stream's messages. Raises the error with which the sidecar refuses the fetch."""
         self._call = self._node.cache.Fetch(self._request.fetch, timeout=timeout_s, metadata=self._carried)
         head = await self._read()
         if head is None:
@@ -102,7 +103,7 @@ class Sending:
             yield self._message()
 
     def close(self) -> None:
-        """Give the lease back, beside the caller: a client that goes cancels whatever its stream still waits for."""
+        """Give the lease back, without waiting: after a client went, its stream's task cannot wait for anything."""
         if self._call is not None:
             self._call.cancel()
         if self._lease_id:
@@ -124,7 +125,7 @@ class Sending:
         return _Chunk(number, entry, layout, extents, 0 if entry.is_arriving else -1)
 
     def _is_there(self, chunk: _Chunk, slab: int) -> bool:
-        """Return True when the slab can be sent, or never will be."""
+        """True when there is nothing to wait for: the slab can be sent, or it never will be."""
         return bool(chunk.landed >> slab & 1) or chunk.entry.index >= self._stop
 
     async def _read(self) -> pb.FetchResponse | None:
@@ -135,7 +136,7 @@ class Sending:
         return None if response is grpc.aio.EOF else response
 
     async def _advance(self) -> None:
-        """Wait for news of what is on its way. What will not come any more is lost."""
+        """Wait for news of arriving chunks. Chunks that will not arrive any more are lost."""
         response = await self._read()
         if response is None:
             for chunk in self._chunks:
@@ -144,7 +145,7 @@ class Sending:
             return
         for news in response.arrivals:
             if news.is_provisional:
-                continue  # its checksums are not known yet, and nothing goes out that cannot be checked
+                continue  # its checksums are not known yet, and clients could not check its bytes
             chunk = self._chunks[news.chunk]
             chunk.landed = int.from_bytes(news.slabs, "little")
             if news.lost:
@@ -157,7 +158,7 @@ class Sending:
     # ------------------------------------------------------------ messages
 
     def _add(self, chunk: _Chunk, slab: int, first: int, stop: int | None) -> Iterable[bytes]:
-        """Queue a slab's strips, and the header before the chunk's first. Yields the messages that are full."""
+        """Queue a slab's strips, and the header before the chunk's first strips. Give the messages that are full."""
         layout = chunk.layout
         if not chunk.is_introduced:
             chunk.is_introduced = True
@@ -175,7 +176,8 @@ class Sending:
         self._pending_bytes += memory.size
 
     def _message(self) -> bytes:
-        """What is queued, copied; of chunks that went under the copy, only that they did."""
+        """Return the queued runs, copied into a message. A chunk that changed while it was copied is left out, and
+        named as lost."""
         runs, self._runs, self._pending_bytes = self._runs, [], 0
         while True:
             lost, self._lost = self._lost, []
@@ -200,8 +202,8 @@ class Sending:
 def _cuts(
     layout: ChunkLayout, slab: int, first: int, stop: int | None, message_bytes: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Strips ``first .. stop`` of a slab as (number in the chunk, count, start, stop in header and body): one run where
-    a message has room for it, else as few as have. A strip larger than a message is one of its own."""
+    """Cut the strips ``first .. stop`` of a slab into as few runs as fit messages: (first strip's number in the chunk,
+    count, start and stop in header and body). A strip larger than a message is a run of its own."""
     entry = layout.slabs[slab]
     numbers = range(entry.strip_first + first, entry.strip_first + (entry.strip_count if stop is None else stop))
     cuts: list[tuple[int, int, int, int]] = []
@@ -219,7 +221,8 @@ def _cuts(
 def _steps(
     spec: ModelSpec, parts: list[int | None], request: rpb.FetchBytesRequest
 ) -> Iterable[tuple[int, int, int, int | None]]:
-    """(part, slab, first and stop strip within it), in the order to send. Raises InvalidRequest."""
+    """Give (part, slab, first and stop strip within the slab) in the order to send. Raises InvalidRequest for layers
+    and heads that the model does not have."""
     for part, hidden in enumerate(parts):
         if hidden is not None:
             yield part, 0, 0, None
@@ -239,7 +242,7 @@ def _steps(
 
 
 def _shown(head: pb.FetchResponse) -> pb.FetchResponse:
-    """The first message without what means nothing elsewhere."""
+    """Return the first message without the fields that mean nothing on another host: lease, extents, generations."""
     shown = pb.FetchResponse()
     shown.CopyFrom(head)
     shown.lease_id = 0

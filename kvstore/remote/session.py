@@ -1,4 +1,4 @@
-"""One remote client, as a local client of the sidecar: its hand-off connection, and staging for what it stores."""
+"""One remote client as the sidecar sees it: its hand-off connection, and staging for its stores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SidecarSession:
         self._turn = asyncio.Lock()
         self._idle: list[Segment] = []
         self._owed = False
-        """Whether an answer is on its way that nobody waits for any more."""
+        """True while an answer is outstanding. After a cancelled exchange nobody waits for it."""
         self.secret = b""
         self.session_id = 0
         self.server_pid = 0
@@ -53,7 +53,8 @@ class SidecarSession:
 
     @staticmethod
     async def open(path: Path) -> tuple[SidecarSession, Welcome, list[int]]:
-        """A session, the sidecar's welcome and the descriptors in it. Raises what refused us, or Unavailable."""
+        """Open a session. Return it, the sidecar's welcome and the descriptors in it. Raises the sidecar's refusal, or
+        Unavailable."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         connection.setblocking(False)
         session = SidecarSession(connection)
@@ -72,11 +73,12 @@ class SidecarSession:
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The metadata that makes a call to the sidecar this session's."""
+        """The metadata that names this session in a call to the sidecar."""
         return ((METADATA_SESSION, self.secret),)
 
     async def exchange(self, question: Question, kind: type[Said]) -> tuple[Said, list[int]]:
-        """One question and its answer, of this kind. Raises the typed error it may be; Unavailable when none came."""
+        """Ask a question, and return its answer, of this kind, with its descriptors. Raises the typed error of a
+        refusal; Unavailable when no answer came."""
         try:
             async with self._turn, asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 while self._owed:
@@ -91,7 +93,7 @@ class SidecarSession:
         return expected(kind, answer, descriptors)
 
     async def _take_owed(self) -> None:
-        """The answer to somebody who was cancelled while he waited: nobody else's, and its staging is spare."""
+        """Take the answer to a question whose asker was cancelled. Staging in it is kept for later use."""
         answer, descriptors = await self._receive()
         self._owed = False
         with closing_all(descriptors):
@@ -119,7 +121,7 @@ class SidecarSession:
     # ------------------------------------------------------------ staging
 
     async def take_segment(self, byte_count: int) -> Segment:
-        """Staging of at least ``byte_count`` bytes, ours until it is given back. Raises Exhausted at the limits."""
+        """Take staging of at least ``byte_count`` bytes, until ``give_back``. Raises Exhausted at the limits."""
         for segment in self._idle:
             if segment.bytes.size >= byte_count:
                 self._idle.remove(segment)
@@ -135,12 +137,12 @@ class SidecarSession:
         return Segment(answer.staging_id, mapping)
 
     def give_back(self, segment: Segment) -> None:
-        """Nobody writes it any more, and the sidecar has read it."""
+        """Give a segment back, which nobody writes and the sidecar does not read any more."""
         if self.is_open:
             self._idle.append(segment)
 
     def close(self) -> None:
-        """End it, here and in the sidecar. Idempotent."""
+        """End the session, here and in the sidecar. Idempotent."""
         self.is_open = False
         self._idle.clear()
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Bearer tokens: whose they are, told in constant time."""
+"""Bearer tokens: they name their tenant, and are compared in constant time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FILE_BYTES_MAX = 1 << 20
 HASHED = "sha256:"
 SCHEME = "Bearer "
 ADMIN = "admin"
-"""The word after a token whose bearer may ask and do what operators may."""
+"""The word that follows a token whose bearer has the operator's right."""
 
 
 class Token(NamedTuple):
-    """The facts of a token. ``is_admin``: it names the operator's right."""
+    """A token by its SHA-256 digest. ``is_admin``: its bearer has the operator's right."""
 
     digest: bytes
     is_admin: bool
 
 
 def read_tokens(path: Path, setting: str) -> list[Token]:
-    """A file's tokens. Raises InvalidRequest naming the setting, and never the token, for a file that
-    cannot be read, or that others may read or write."""
+    """Return a file's tokens. Raises InvalidRequest naming the setting, and never a token, for a file that cannot be
+    read, that others may read or write, or that has a malformed line."""
     data = read_private(path.expanduser(), setting, FILE_BYTES_MAX + 1, "one token per line")
     if len(data) > FILE_BYTES_MAX:
         raise InvalidRequest(f"{setting} = {path}: it has more than {FILE_BYTES_MAX} bytes")
@@ -72,7 +72,8 @@ class Tokens:
         self._known: list[tuple[Token, str]] = []
 
     def add(self, tenant: str, tokens: list[Token], setting: str) -> None:
-        """``setting`` is where they come from. Raises InvalidRequest when a token is another tenant's already."""
+        """Add a tenant's tokens; ``setting`` names their file's setting. Raises InvalidRequest when a token is another
+        tenant's already."""
         for token in tokens:
             for known, owner in self._known:
                 if owner != tenant and hmac.compare_digest(token.digest, known.digest):
@@ -80,16 +81,16 @@ class Tokens:
             self._known.append((token, tenant))
 
     def tenant(self, authorization: str | bytes | None) -> str:
-        """Return the tenant that the token names. Raises Unauthenticated."""
+        """Return the token's tenant. Raises Unauthenticated."""
         return self._find(authorization)[0]
 
     def may_administer(self, authorization: str | bytes | None) -> bool:
-        """Return True when the token names the operator's right, of its own tenant. Raises Unauthenticated."""
+        """True when the token's bearer has the operator's right for its own tenant. Raises Unauthenticated."""
         return self._find(authorization)[1]
 
     def _find(self, authorization: str | bytes | None) -> tuple[str, bool]:
-        """Return a token's tenant, and whether it names the operator's right. Looks at every token whatever it found
-        before. Raises Unauthenticated."""
+        """Return a token's tenant, and whether its bearer has the operator's right. Compares every known token, so that
+        the time tells nothing. Raises Unauthenticated."""
         if not isinstance(authorization, str) or not authorization.startswith(SCHEME):
             raise Unauthenticated("this address needs a token: connect(address, token=...)")
         given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()

@@ -1,5 +1,5 @@
-"""Tells the directory what this node has, so that others can find it: a watcher of the catalog, like the publisher of
-events. Nothing waits for it."""
+"""Tells the directory which chunks this node has, so that other nodes can find them. It watches the catalog, as the
+publisher of events does. No request waits for it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvstore.seams import Clock
 from kvstore.spec import CacheKind, EventKind, Tier
 
 BATCH_COUNT_MAX = 64
-"""Of one pipeline: it takes a millisecond of the loop."""
+"""Chunks that are told in one Redis pipeline, which takes a millisecond of the loop."""
 BEAT_S = LIVE_S / 3
 LOOK_S = 1.0
-"""How often it is seen whether all has to be told anew."""
+"""Seconds between two checks whether everything must be told anew."""
 _log = logging.getLogger("kvstore.directory")
 
 
 class Announcer:
-    """``key_of`` names a chunk as every node of the tenant does. Where Redis does not answer, or events were lost, this
-    node begins anew: a new incarnation, and all that is here is told."""
+    """Announces one tenant's chunks. ``key_of`` gives a chunk's storage key, the same on every node of the tenant. When
+    Redis did not answer or events were lost, the node begins a new incarnation and tells all of its chunks again."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Announcer:
         self._watcher = controller.watch_all()
 
     async def run(self) -> None:
-        """For ever, or until the watcher is closed."""
+        """Announce chunks for ever, or until the watcher is closed."""
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(self._beat())
             await self._tell()
             beating.cancel()
 
     async def close(self) -> None:
-        """After ``run`` has ended: this node is not counted any more."""
+        """Take this node out of the directory, after ``run`` has ended."""
         self._watcher.close()
         await self._directory.close()
 
@@ -83,7 +83,7 @@ class Announcer:
                 await self._send(news.events)
 
     async def _tell_all(self) -> None:
-        """Begin a new account. What changes meanwhile follows as events."""
+        """Begin a new incarnation, and tell all chunks. Changes meanwhile follow as events."""
         self._directory.renew()
         self._is_behind = False
         try:

@@ -1,4 +1,4 @@
-"""The server's life: settings in, doors open, signal, doors closed."""
+"""The life of the server process: it reads the settings, serves all tenants until a signal, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ from kvstore.units import format_bytes
 
 MOVER_COUNT = 2
 SWITCH_INTERVAL_S = 0.0005
-"""How long a byte mover may hold the interpreter while the event loop waits."""
+"""Seconds that another thread may hold the interpreter while the event loop waits."""
 DETACH_TIMEOUT_S = 30.0
 PR_SET_DUMPABLE = 4
 _log = logging.getLogger("kvstore.server")
 
 
 def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
-    """Run the service until SIGTERM or SIGINT. Returns the exit status. ``tiers``: what each tenant has below memory.
+    """Run the service until SIGTERM or SIGINT. Return the exit status. ``tiers``: builders of each tenant's tiers below
+    memory.
 
-    Raises: KVStoreError when it cannot start; the message names the setting and the remedy.
+    Raises KVStoreError when it cannot start; the message names the setting and the remedy.
     """
     settings = loaded.settings
     configure_logging(settings.server.log_level, settings.server.log_format)
@@ -64,7 +65,7 @@ def serve(loaded: LoadedSettings, tiers: Tiers = TIERS) -> int:
     lock = prepare(settings, disk)
     movers = MoverProcesses(MOVER_COUNT)  # before there are secrets, or threads
     try:
-        movers.lend(lock)  # nobody else serves this state while one of them still writes for us
+        movers.lend(lock)  # no other server takes this state directory while a mover still writes for this one
         keys = read_keys(settings.tenants)
         asyncio.run(_run(loaded, keys, Rings(keys, settings.tenants), disk, movers, limit, tiers))
         close_again(settings)
@@ -110,7 +111,7 @@ async def _run(
             if publisher is not None:
                 with log_as(tenants[0].said):
                     besides.append(group.create_task(publisher.run()))
-            gc.freeze()  # what is there for good is not looked through again, which takes 30 ms a time
+            gc.freeze()  # permanent objects are not collected again: that takes 30 ms each time
             _announce(tenants, page, door.address)
             site.is_ready = True
             await stopping.wait()
@@ -131,7 +132,7 @@ async def _run(
 
 
 def _claim(tenants: list[Tenant]) -> None:
-    """All places or none. Raises Unavailable when one is another's."""
+    """Claim the sockets' places of all tenants, or none. Raises Unavailable when another server has one of them."""
     claimed: list[Tenant] = []
     try:
         for tenant in tenants:
@@ -144,18 +145,18 @@ def _claim(tenants: list[Tenant]) -> None:
 
 
 async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_s: float) -> None:
-    """A clean stop of every tenant, all at once. Raises what kept one from it, after all have ended."""
+    """Stop all tenants cleanly, all at once. Raises the first tenant's error after all have ended."""
     ends = await asyncio.gather(*(tenant.close_doors(grace_s) for tenant in tenants), return_exceptions=True)
     for task in besides:
         task.cancel()
     tasks = [*besides, *(task for tenant in tenants for task in tenant.tasks)]
-    # What waits for the device ends when the device lets it go, and that may be never.
+    # Tasks that wait for a device end only when it answers, and that may be never.
     await asyncio.wait(tasks, timeout=max(1.0, grace_s))
     if not all(task.done() for task in tasks):
         _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
     detached = asyncio.gather(*(tenant.detach() for tenant in tenants), return_exceptions=True)
     await asyncio.wait([detached], timeout=DETACH_TIMEOUT_S)
-    if not detached.done():  # it stalled only now; the other tenants have their snapshots
+    if not detached.done():  # a device stalled only now; the other tenants have their snapshots
         _leave_now(tenants, "the device does not answer: leaving without its snapshot", 0)
     for end in [*ends, *detached.result()]:
         if end is not None:
@@ -163,7 +164,7 @@ async def _stop(tenants: list[Tenant], besides: list[asyncio.Task[None]], grace_
 
 
 def _told_to_stop() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
+    """Return an event that SIGTERM and SIGINT set."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -171,16 +172,17 @@ def _told_to_stop() -> asyncio.Event:
 
 
 def _tracing(settings: Settings) -> Tracing:
-    """Return the exporter of spans. Raises InvalidRequest where they are asked for and cannot be made."""
+    """Return the receiver of spans. Raises InvalidRequest where the settings ask for spans and they cannot be made."""
     if not settings.tracing.endpoint:
         return NO_TRACING
-    from kvstore.telemetry.spans import open_spans  # what it needs is installed only where spans are wanted
+    from kvstore.telemetry.spans import open_spans  # its packages are installed only where spans are wanted
 
     return open_spans(settings.tracing, settings.server.node)
 
 
 def _faults() -> FaultPoints:
-    """``KVSTORE_CRASH=point:n`` kills this process the n-th time it reaches a fault point: how the crash tests test."""
+    """Return the fault points. For crash tests, ``KVSTORE_CRASH=point:n`` kills this process the n-th time that it
+    reaches a point."""
     faults = FaultPoints()
     point, _, count = os.environ.get("KVSTORE_CRASH", "").partition(":")
     if point:
@@ -197,8 +199,8 @@ def _faults() -> FaultPoints:
 
 
 def _leave_now(tenants: list[Tenant], reason: str, status: int) -> None:
-    """There is work that cannot be brought to its end: end the process as a crash would, which costs the next start a
-    look at the headers."""
+    """End the process as a crash would, because some work cannot be finished. The next start then reads the headers of
+    stored chunks."""
     _log.error(reason)
     for tenant in tenants:
         tenant.sockets.remove()
@@ -229,7 +231,7 @@ def _announce(tenants: list[Tenant], page: str, remote: str) -> None:
 
 
 def _warn_of_shared_users(tenants: list[Tenant]) -> None:
-    """Tenants without a user of their own are told apart by their sockets, not kept apart."""
+    """Warn where several tenants have no user of their own: their sockets do not protect them from each other."""
     own = os.geteuid()
     names = [tenant.name for tenant in tenants if tenant.uid in (None, own)]
     if len(names) > 1:

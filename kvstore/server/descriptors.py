@@ -1,4 +1,4 @@
-"""Open files: how many this process may have, what it will need, and which setting asks for more than there are."""
+"""Open files: the process's limit, the number that the settings need, and the setting that asks for too many."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from kvstore.config import DEFAULT_TENANT, Settings
 from kvstore.errors import InvalidRequest
 
 OWN_COUNT = 192
-"""The process's own: movers, lanes, the event loop's, gRPC's, logs, metrics and those that read them."""
+"""The process's own open files: movers, lanes, event loop, gRPC, logs, metrics and the connections that read them."""
 SOFT_LIMIT_MAX = 1 << 20
-"""Enough for any settings; where the hard limit is "infinity" a table of that size would be walked by somebody."""
+"""Enough for any settings. With a hard limit of "infinity" no larger limit is set: some programs walk all possible
+descriptors."""
 HELLO_COUNT_MAX = 32
-"""Connections to a tenant's hand-off that have no session: not yet, or no longer."""
+"""Connections to a tenant's hand-off that have no session yet, or no longer."""
 
 
 class Need(NamedTuple):
-    """``files``: how many open files follow from a setting."""
+    """``files``: number of open files that follow from a setting."""
 
     files: int
     setting: str
@@ -27,7 +28,7 @@ class Need(NamedTuple):
 
 
 def raise_limit() -> int:
-    """The soft limit on open files as far up as this user may. Returns it."""
+    """Raise the soft limit on open files as far as this user may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = SOFT_LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, SOFT_LIMIT_MAX)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -37,7 +38,7 @@ def raise_limit() -> int:
 
 
 def needs(settings: Settings) -> list[Need]:
-    """Return the needs for descriptors of one tenant, without its tiers'. ``settings``: the tree as it sees it."""
+    """Return the open files that one tenant may need beside those of its tiers. ``settings``: the tenant's own view."""
     arena, limits = settings.arena, settings.limits
     regions = -(-arena.capacity_bytes // arena.region_bytes) + 2
     return [
@@ -51,8 +52,8 @@ def needs(settings: Settings) -> list[Need]:
 
 
 def check_needs(tenants: Mapping[str, Settings], limit: int, of_tiers: Callable[[Settings], list[Need]]) -> None:
-    """Return True when all tenants' needs, and those of their tiers, fit the limit. Raises InvalidRequest naming the
-    setting that asks for the most."""
+    """Check that the needs of all tenants and of their tiers fit the limit. Raises InvalidRequest naming the setting
+    that asks for the most files."""
     every = [(need, name) for name, each in tenants.items() for need in (*needs(each), *of_tiers(each))]
     total = OWN_COUNT + sum(need.files for need, _ in every)
     if total <= limit:

@@ -1,5 +1,5 @@
-"""The server's half of the hand-off (``kvstore.handoff`` has the protocol): who may connect, how long it may take, and
-what each question is answered with."""
+"""The server's half of the hand-off (``kvstore.handoff`` has the protocol): it checks the users who connect, bounds the
+time to say hello, and answers questions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvstore.server.render import parse_query
 from kvstore.v1 import cache_pb2 as pb
 
 HELLO_TIMEOUT_S = 5.0
-"""How long a connection may hold a descriptor of ours without saying who it is."""
+"""Seconds that a connection may hold one of the server's descriptors before its hello."""
 ACCEPT_PAUSE_S = 0.1
 LINGER_STEP_S = 0.5
 
@@ -56,7 +56,8 @@ class Handoff:
     def __init__(
         self, controller: Controller, clock: Clock, uids: Set[int], *, outbox: Outbox, connection_count_max: int
     ) -> None:
-        """``uids``: whose processes are served. ``connection_count_max``: with a session or without."""
+        """``uids``: users whose processes are served. ``connection_count_max``: connections with and without a
+        session."""
         self._controller = controller
         self._clock = clock
         self._uids = uids
@@ -71,7 +72,7 @@ class Handoff:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, or the peer went before we came: the sessions that are open go on.
+                # No descriptor is left, or the peer went before it was accepted: open sessions go on.
                 _log.warning("cannot accept", extra={"reason": str(error)})
                 await self._clock.sleep(ACCEPT_PAUSE_S)
                 continue
@@ -115,7 +116,7 @@ class Handoff:
                 await self._close(session)
 
     def _refuse(self, connection: socket.socket, error: KVStoreError) -> None:
-        """Say why a peer is let go; it may be gone already."""
+        """Tell a peer why it is disconnected; it may be gone already."""
         self._controller.count("sessions_refused")
         _log.warning("hand-off refused", extra={"reason": error.message[:MESSAGE_CHARACTERS_MAX]})
         try:
@@ -124,14 +125,14 @@ class Handoff:
             _log.info("refusal not taken", extra={"reason": str(reason)})
 
     async def _linger(self, connection: socket.socket) -> None:
-        """A peer that holds our descriptors unread holds its connection, of which a tenant has so many."""
+        """Keep the connection, which counts against the tenant's limit, until the peer has read all descriptors."""
         while self._outbox.is_in_flight(connection):
             await self._clock.sleep(LINGER_STEP_S)
 
     async def _converse(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await loop.sock_recv(connection, PACKET_BYTES_MAX):
-            await asyncio.sleep(0)  # a peer that always has something to say holds up nobody
+            await asyncio.sleep(0)  # a peer that always has another question holds up nobody
             try:
                 question = decode_question(packet)
                 if isinstance(question, LookedUp):
@@ -152,7 +153,7 @@ class Handoff:
         _log.info("session ended", extra={"session": session.session_id})
 
     async def _hello(self, connection: socket.socket) -> None:
-        """Wait for the opening. Raises what refuses the peer: its uid, its silence or its version."""
+        """Wait for the peer's hello. Raises the error that refuses it: for its uid, its silence or its version."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 packet = await asyncio.get_running_loop().sock_recv(connection, PACKET_BYTES_MAX)
@@ -175,7 +176,8 @@ class Handoff:
         return answer, [generations.descriptor, *(region.mapping.descriptor for region in regions)]
 
     def _answer(self, session: Session, connection: socket.socket, question: Question) -> tuple[Answer, list[int]]:
-        """One question of an open session. Raises the typed error that is its answer."""
+        """Return the answer to a question of an open session, and its descriptors. Raises the typed error that is to be
+        answered instead."""
         controller = self._controller
         match question:
             case RegionsQuestion(have):
@@ -203,12 +205,12 @@ class Handoff:
             self._controller.count(name, count)
         try:
             self._controller.used(map(_chain, used, amounts if len(amounts) == len(used) else repeat((0, 0))))
-        except KVStoreError as error:  # it is never answered: who sent it would take a refusal for another answer
+        except KVStoreError as error:  # not answered: the client would take a refusal for the next question's answer
             _log.warning("uses were not counted", extra={"reason": error.message})
 
 
 def _chain(used: tuple[str, int, int, str], amounts: tuple[int, int]) -> UsedChain:
-    """A chain that a client used, by its last digest. Counts that no fetches have are none."""
+    """Return a chain that a client used, by its last digest. Impossible counts become 0."""
     name, exactness, provenance, digest = used
     query = pb.ChainQuery(fingerprint=bytes.fromhex(name), digests=bytes.fromhex(digest))
     query.exactness, query.provenance = exactness, provenance  # type: ignore[assignment]  # the wire's numbers

@@ -1,4 +1,4 @@
-"""Files in which what a tenant's service has learned outlives it. Each is a hint: what is lost with one is learned
+"""Files that keep what a tenant's service has learned over restarts. Each file is a hint: without it the service learns
 anew."""
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _log = logging.getLogger("kvstore.server")
 
 
 class Learned(Protocol):
-    """The values to keep."""
+    """Knowledge that a file keeps."""
 
     @property
     def is_changed(self) -> bool:
-        """True when there is news since ``pack`` was last called."""
+        """True when the knowledge changed since ``pack`` was last called."""
 
     def pack(self) -> bytes:
-        """Pack the values for ``unpack``."""
+        """Return the knowledge as bytes, which ``unpack`` reads."""
 
     def unpack(self, data: bytes) -> None:
-        """Begin with what an earlier start has learned. Raises InvalidRequest saying what is wrong with it."""
+        """Begin with the knowledge that an earlier start packed. Raises InvalidRequest saying what is wrong with it."""
 
 
 class KeptRates:
-    """The measured rates of a tenant's tiers."""
+    """The rates at which a tenant's tiers are read."""
 
     def __init__(self, meters: TierMeters) -> None:
         self._meters = meters
@@ -52,7 +52,7 @@ class KeptRates:
 
 
 class KeptFile:
-    """One file. It is read at the start, and written when there is news. ``said``: what is in it, for logs."""
+    """One file. It is read at the start, and written when there is news. ``said``: the name of its content in logs."""
 
     def __init__(self, path: Path, disk: Disk, learned: Learned, said: str) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class KeptFile:
         self._said = said
 
     def load(self) -> None:
-        """Begin with what the last start knew. A file that cannot be read is left alone, and a word said."""
+        """Begin with the knowledge of the last start. A file that cannot be read is left alone, with a warning."""
         try:
             self._learned.unpack(read_whole(self._disk, self.path, BYTES_MAX))
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class KeptFile:
             _log.warning(f"{self._said} are learned anew", extra={"path": str(self.path), "reason": reason})
 
     async def follow(self, clock: Clock, workers: Workers) -> None:
-        """Write it now and then, for ever."""
+        """Write the file every ``SAVE_INTERVAL_S`` if there is news, for ever."""
         while True:
             await clock.sleep(SAVE_INTERVAL_S)
             if self._learned.is_changed:
@@ -81,7 +81,7 @@ class KeptFile:
                     _log.warning(f"{self._said} are not kept", extra={"reason": error.message})
 
     def save(self) -> None:
-        """Write it if there is news. Blocks."""
+        """Write the file if there is news. Blocks."""
         if self._learned.is_changed:
             self._write(self._learned.pack())
 

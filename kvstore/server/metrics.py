@@ -1,4 +1,4 @@
-"""The metrics for Prometheus. Where there are several tenants every sample says whose it is: ``tenant="default"``."""
+"""The metrics that Prometheus scrapes. With several tenants every sample has a tenant label: ``tenant="default"``."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _MODEL_COUNTERS = {
     "served_tokens": "Tokens that engines fetched and did not compute",
     "saved_seconds": "What computing such tokens would have taken, once engines have told how long prefills take",
 }
-"""Of each model, by the beginning of its fingerprint: its name is for those who may read the page."""
+"""Counters of each model, by the beginning of its fingerprint: only readers of the page may see its name."""
 FINGERPRINT_DIGITS = 16
 TIER_UP = "1 while the tier is up"
 UNITS = ("bytes", "chunks", "seconds", "tokens")
 
 
 class Scrape(NamedTuple):
-    """All that one scrape tells: each tenant's counts, and what each counter counts."""
+    """The content of one scrape: each tenant's counts, and the meaning of each counter."""
 
     stats: Mapping[str, Stats]
     counted: Mapping[str, str]
@@ -100,19 +100,19 @@ class _Collector(Collector):
 
 
 def exposition_form(accept: str) -> str:
-    """Return the content type of the form of the page that a reader prefers: one of a few."""
+    """Return the content type of the form that a reader prefers (its Accept header): one of a few."""
     return choose_encoder(accept)[1]
 
 
 def exposition(found: Scrape, form: str) -> bytes:
-    """Return the page in one of the forms of ``exposition_form``."""
+    """Return the metrics in one of the forms of ``exposition_form``."""
     registry = CollectorRegistry()
     registry.register(_Collector(found))
     return choose_encoder(form)[0](registry)
 
 
 class MetricRow(NamedTuple):
-    """One metric: its name as Prometheus has it, its kind, its unit, its labels beside ``tenant``, and what it is."""
+    """One metric: its name in Prometheus, its kind, its unit, its labels beside ``tenant``, and its meaning."""
 
     name: str
     kind: str
@@ -122,7 +122,7 @@ class MetricRow(NamedTuple):
 
 
 def metric_rows(counted: Mapping[str, str]) -> list[MetricRow]:
-    """Return every metric. ``counted``: the counters, and what each of them counts."""
+    """Return every metric. ``counted``: the meaning of each counter, by its name."""
     rows = [_row(name, "gauge", "", said) for name, (_, said) in _GAUGES.items()]
     rows += [_row(f"tier_{name}", "gauge", "tier", said) for name, said in _TIER_GAUGES.items()]
     rows.append(_row("tier_up", "gauge", "tier", TIER_UP))

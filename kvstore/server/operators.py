@@ -1,4 +1,4 @@
-"""AdminService: what operators ask, and what they are told."""
+"""AdminService: the operators' calls."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _EXACTNESS = {Exactness.EXACT: pb.EXACTNESS_EXACT, Exactness.DERIVED: pb.EXACTNE
 
 
 class AdminService:
-    """The operator's calls, for sessions of one tenant. Its sockets serve their owner only; over TCP the remote plane
-    lets in who has a token that says so."""
+    """The operator's calls, for sessions of one tenant. The tenant's sockets serve only their owner; over TCP the
+    remote plane lets in callers with an operator's token."""
 
     def __init__(
         self, controller: Controller, operators: Operators, prefills: PartialPrefills, clock: Clock, server_pid: int,
         reloading: Reloading | None,
     ) -> None:  # fmt: skip
-        """``reloading``: of the whole service; None: this tenant's operators may not."""
+        """``reloading``: reloads the settings of the whole service; None: this tenant's operators may not do so."""
         self._controller = controller
         self._operators = operators
         self._prefills = prefills
@@ -66,7 +66,7 @@ class AdminService:
         self._reloading = reloading
 
     async def Stats(self, request: admin_pb2.StatsRequest, context: Context) -> admin_pb2.StatsResponse:
-        """A consistent snapshot."""
+        """Return a consistent snapshot of the tenant's counts."""
         session_of(self._controller, context)
         uptime = self._clock.monotonic() - self._started_s
         reply = render_stats(
@@ -76,7 +76,7 @@ class AdminService:
         return reply
 
     async def Tiers(self, request: admin_pb2.TiersRequest, context: Context) -> admin_pb2.TiersResponse:
-        """Return what each tier holds, takes and lacks."""
+        """Return the account of each tier, and the reasons why configured tiers are not in use."""
         session_of(self._controller, context)
         tiers = map(_tier, self._operators.tiers())
         return admin_pb2.TiersResponse(tiers=tiers, absent=self._operators.absent, tenant=self._operators.tenant)
@@ -84,24 +84,25 @@ class AdminService:
     async def ListChunks(
         self, request: admin_pb2.ListChunksRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ListChunksResponse]:
-        """Pages of chunks, then totals."""
+        """Give pages of selected chunks, then the totals."""
         session_of(self._controller, context)
         async for page in self._operators.chunks(parse_selection(request.selection), request.limit):
             yield _page(page)
 
     async def ShowChunk(self, request: admin_pb2.ShowChunkRequest, context: Context) -> admin_pb2.ShowChunkResponse:
-        """One chunk. One that is not here is a reply without parts."""
+        """Return one chunk. For a chunk that is not here the reply has no parts."""
         session_of(self._controller, context)
         return _shown(await self._operators.chunk(request.digest, context.time_remaining()))
 
     async def Hottest(self, request: admin_pb2.HottestRequest, context: Context) -> admin_pb2.HottestResponse:
-        """Return the prefixes that are fetched most of late."""
+        """Return the prefixes that were fetched most of late."""
         session_of(self._controller, context)
         found = await self._operators.hottest(min(request.limit, HOTTEST_MAX))
         return admin_pb2.HottestResponse(prefixes=map(_hot, found))
 
     async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
-        """Settings that differ from what is in effect. Only the default tenant's operators change all tenants'."""
+        """Reload the settings, and return those that differ from the ones in effect. Settings concern all tenants, so
+        only the default tenant's operators may do so."""
         session_of(self._controller, context)
         if self._reloading is None:
             raise PermissionDenied("settings are all tenants': ask by the default tenant's socket (without --tenant)")
@@ -116,7 +117,7 @@ class AdminService:
     async def Change(
         self, request: admin_pb2.ChangeRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ChangeResponse]:
-        """Stream the progress of a change, and at last its outcomes."""
+        """Make a change. Give reports of its progress, the last of which has all outcomes."""
         session = session_of(self._controller, context)
         told = {"change": request.WhichOneof("change"), "session": session.session_id, "dry_run": request.dry_run}
         _log.info("an operator's change begins", extra=told)
@@ -127,12 +128,12 @@ class AdminService:
                 yield _news(news)
 
     async def Plans(self, request: admin_pb2.PlansRequest, context: Context) -> admin_pb2.PlansResponse:
-        """The last partial prefills, the newest first."""
+        """Return the last partial prefills, the newest first."""
         session_of(self._controller, context)
         return admin_pb2.PlansResponse(plans=map(render_record, self._prefills.records(request.limit)))
 
     def _change(self, session: Session, request: admin_pb2.ChangeRequest) -> AsyncGenerator[ChangeNews]:
-        """Raises InvalidRequest for a request that names no change."""
+        """Begin the change that a request names. Raises InvalidRequest for a request that names none."""
         operators, dry_run = self._operators, request.dry_run
         wanted = parse_selection(request.selection)
         match request.WhichOneof("change"):
@@ -154,7 +155,7 @@ class AdminService:
 
 
 def parse_selection(message: admin_pb2.Selection) -> Selection:
-    """Parse a selection for the controller, which checks names itself."""
+    """Return the message as a selection. The controller checks its names."""
     return Selection(
         model=message.model,
         digest=message.digest,
@@ -216,7 +217,7 @@ def _hot(entry: HotEntry) -> admin_pb2.HotPrefix:
 
 
 def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:
-    """Render a rate for tenants: rounded, since other tenants' requests show in it, too."""
+    """Return a tier's rate as tenants may see it: rounded, because other tenants' requests influence it."""
     rate = tier.rate
     return admin_pb2.TierRate(
         tier=tier.name,
@@ -232,12 +233,12 @@ def _rate(tier: MeasuredTier) -> admin_pb2.TierRate:
 
 
 def rounded(value: float) -> float:
-    """Two digits of a number."""
+    """Return a number rounded to two significant digits."""
     return float(f"{value:.1e}")
 
 
 def _alike(kind: type[Rendered], value: object) -> Rendered:
-    """A message with all of a value's attributes that it has a field for."""
+    """Return a message of this kind with every attribute of ``value`` for which it has a field."""
     names = [field.name for field in kind.DESCRIPTOR.fields if hasattr(value, field.name)]
     return kind(**{name: getattr(value, name) for name in names})
 

@@ -27,7 +27,7 @@ from kvstore.wire.plans import (
 )
 
 PREFILL_S_MAX = 3600.0
-"""A stream is not kept open longer."""
+"""Seconds that a stream is kept open at most."""
 
 
 class PrefillService:
@@ -40,7 +40,7 @@ class PrefillService:
     async def PartialPrefill(
         self, requests: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[prefill_pb2.PartialPrefillResponse]:
-        """The plan; then nothing until the client says what came of it, or goes."""
+        """Give the plan, then wait until the client reports its measurements, or goes."""
         session, began = session_of(self._controller, context), requests.__aiter__()
         deadline = self._controller.deadline(context.time_remaining())
         with self._controller.stream(session):
@@ -60,7 +60,8 @@ class PrefillService:
 
 
 async def _next(requests: AsyncIterator[Any], timeout_s: float) -> Any:
-    """The client's next word; None: it has no more, or said nothing in time. Raises what is wrong with the word."""
+    """Return the client's next message; None: it sends no more, or sent none in time. Raises InvalidRequest for a
+    message that could not be decoded."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await anext(requests, None)
@@ -72,7 +73,8 @@ async def _next(requests: AsyncIterator[Any], timeout_s: float) -> Any:
 
 
 def parse_begin(message: prefill_pb2.BeginPrefill) -> PrefillRequest:
-    """Raises InvalidRequest for what is malformed; what only a later release knows of is left out."""
+    """Return the message as a request. Ways that only a later release knows are left out. Raises InvalidRequest for a
+    malformed message."""
     mode = MODES.get(message.mode)
     if mode is None:
         raise InvalidRequest(f"planning mode {message.mode} is unknown to this version")
@@ -107,7 +109,7 @@ def _response(planned: PlannedPrefill) -> prefill_pb2.PartialPrefillResponse:
 
 
 def render_record(record: PlanRecord) -> admin_pb2.PlanEntry:
-    """Render a partial prefill for operators."""
+    """Return the message in which operators see a partial prefill."""
     message = admin_pb2.PlanEntry(
         number=record.number, began_seconds=record.began, fingerprint=record.fingerprint, model_id=record.model_id,
         step_tokens=record.step_tokens, mode=MODE_NUMBERS[record.mode], stored_token_count=record.stored_token_count,
@@ -125,7 +127,7 @@ def render_record(record: PlanRecord) -> admin_pb2.PlanEntry:
 
 
 def render_engine(engine: EngineRate) -> admin_pb2.EngineRate:
-    """Render an engine's rate: every client of the tenant may know it."""
+    """Return the message in which all clients of a tenant may see an engine's rate."""
     rate = engine.rate
     return admin_pb2.EngineRate(
         fingerprint=engine.fingerprint, model_id=engine.model_id, step_tokens=engine.step_tokens,

@@ -1,11 +1,12 @@
 """Events for routers that listen to vLLM: its KV-event schema over ZMQ, with replay.
 
-A message is [topic, sequence as u64 big-endian, msgpack of [wall seconds, [event, ...]]]. Who missed some sends the
-first sequence it lacks to the replay endpoint and gets those kept, then [empty, -1, empty]. A batch with
-AllBlocksCleared begins a new account of all that is here: at the start, and whenever this publisher lost events.
+A message is [topic, sequence as u64 big-endian, msgpack of [wall seconds, [event, ...]]]. A router that missed messages
+sends the first sequence number that it lacks to the replay endpoint. It gets those messages that are kept, then
+[empty, -1, empty]. A batch with AllBlocksCleared begins a new account of all chunks: at the start, and whenever this
+publisher lost events.
 
 Source: vLLM 0.32, vllm/distributed/kv_events.py. Departures: the service never sees tokens, so ``token_ids`` is empty;
-hashes are chunks' 32-byte chain digests, which a router computes with ``kvstore.keys.chain_digests``, or has from vLLM
+hashes are chunks' 32-byte chain digests, which a router computes with ``kvstore.keys.chain_digests``, or gets from vLLM
 where its connector names chunks by vLLM's hashes.
 """
 
@@ -29,16 +30,16 @@ from kvstore.spec import CacheKind, EventKind, Exactness, Provenance, Tier
 BATCH_COUNT_MAX = 512
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 REQUEST_BYTES_MAX = 4096
-"""What a router has to say, a sequence number or a topic, is shorter. Who sends more is disconnected."""
+"""A router sends a sequence number or a topic, both shorter. A peer that sends more is disconnected."""
 STORAGE = "STORAGE"
-"""What vLLM calls any tier below memory."""
+"""vLLM's name for any tier below memory."""
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU"}
 _log = logging.getLogger("kvstore.events")
 
 
 def open_publisher(settings: EventSettings, controller: Controller, clock: Clock) -> Publisher | None:
-    """The publisher that the settings ask for, bound to its addresses. Raises Unavailable when its packages are
-    missing or an address cannot be had."""
+    """Return the publisher that the settings ask for, bound to its addresses; None: they ask for none. Raises
+    Unavailable when its packages are missing or an address cannot be bound."""
     if not settings.endpoint:
         return None
     try:
@@ -52,7 +53,8 @@ def open_publisher(settings: EventSettings, controller: Controller, clock: Clock
 
 
 class Publisher:
-    """A watcher of the catalog that tells routers. Nothing here waits for a router: ZMQ drops what it does not take."""
+    """A watcher of the catalog that tells routers. Nothing here waits for a router: ZMQ drops messages that a router
+    does not take."""
 
     def __init__(self, settings: EventSettings, controller: Controller, clock: Clock, zmq: Any, encoder: Any) -> None:
         self._controller = controller
@@ -79,7 +81,7 @@ class Publisher:
         self._watcher = controller.watch_all()
 
     def close(self) -> None:
-        """Idempotent. What is still queued for a router is dropped."""
+        """Close the sockets. Messages still queued for a router are dropped. Idempotent."""
         self._context.destroy(linger=0)
 
     async def run(self) -> None:
@@ -94,7 +96,7 @@ class Publisher:
             replaying.cancel()
 
     async def _tell_all(self) -> None:
-        """Begin a new account: clear everything, then tell it again. What changes meanwhile follows as events."""
+        """Begin a new account: clear everything, then tell all chunks again. Changes meanwhile follow as events."""
         await self._send([{"type": "AllBlocksCleared"}])
         for events in self._controller.stored(BATCH_COUNT_MAX):
             await self._send([block for event in events for block in _blocks(event)])
@@ -109,8 +111,8 @@ class Publisher:
         self._sequence += 1
 
     async def _answer(self) -> None:
-        """Replay what is kept to whoever asks. Others are served in between: nothing here waits by itself, neither a
-        request that has come nor a reply that nobody reads."""
+        """Replay kept messages to routers that ask. It pauses for other work, because nothing in this loop waits while
+        requests are there: a reply that nobody reads does not wait either."""
         pauses = LongWork(self._clock).begin()
         while True:
             frames = await self._replay.recv_multipart()
@@ -128,7 +130,8 @@ class Publisher:
 
 
 def _is_told(space: Namespace) -> bool:
-    """Routers ask for attention caches that can be had exactly, of models that are known."""
+    """True for the namespaces that routers hear of: exact attention caches, computed in context, of registered
+    models."""
     is_prefix = space.exactness is Exactness.EXACT and space.provenance is Provenance.IN_CONTEXT
     return is_prefix and space.model_kind in (CacheKind.KV, CacheKind.MLA)
 
@@ -155,7 +158,8 @@ def _removed(digest: bytes, medium: str) -> dict[str, Any]:
 
 
 def _blocks(event: Event) -> list[dict[str, Any]]:
-    """vLLM has no move: the block is stored there, then removed here, so that it is never nowhere."""
+    """Return vLLM's events for an event. vLLM has no event for a move: the block is stored in the new medium, then
+    removed from the old one, so that it is always somewhere."""
     if not _is_told(event.space):
         return []
     if event.kind is EventKind.REMOVED:

@@ -1,4 +1,4 @@
-"""Builds the Redis tier: to the server that settings name, or to one of the sidecar's own."""
+"""Builds the Redis tier, on the server that settings name or on an embedded one, and the directory of nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvstore.tiers.redis.embedded import EmbeddedServer
 
 
 def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
-    """As a ``Builder`` does. That its server cannot be reached is no reason to go without it: it may come.
-    Each tenant has an embedded server of its own. Raises Unavailable where that cannot be started."""
+    """Build the tier; see ``Builder``. It is built even if its server cannot be reached, because the server may come
+    later. Each tenant has an embedded server of its own. Raises Unavailable where that cannot be started."""
     redis = settings.tiers.redis
     if not redis.is_on:
         return None
-    from kvstore.tiers.redis.tier import RedisTier  # redis-py takes memory and time, where it is used at all
+    from kvstore.tiers.redis.tier import RedisTier  # redis-py costs memory and time: only where it is used
 
     trust = trust_of("redis", redis.envelope, owner)
     own = None
@@ -37,8 +37,8 @@ def build_redis(settings: Settings, world: World, owner: TierOwner) -> SharedUse
 
 
 def open_directory(settings: Settings, world: World, owner: str) -> NodeDirectory | None:
-    """Build the directory in which nodes tell each other what they have; None without a shared Redis. Connects
-    later."""
+    """Return the directory in which nodes tell each other what they have; None where they share no Redis. Does not
+    connect yet."""
     redis = settings.tiers.redis
     if not redis.url:
         return None
@@ -51,7 +51,7 @@ def open_directory(settings: Settings, world: World, owner: str) -> NodeDirector
 
 
 def needs_of_redis(settings: Settings) -> list[Need]:
-    """Its connections."""
+    """Return the open files that the tier's connections need."""
     redis = settings.tiers.redis
     if not redis.is_on:
         return []

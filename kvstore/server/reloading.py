@@ -1,4 +1,4 @@
-"""The settings of a running service, read again where an operator says so."""
+"""Reloads: a running service reads its settings again when an operator asks for it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ _log = logging.getLogger("kvstore.server")
 
 @dataclass(frozen=True)
 class _Followed:
-    """A tenant's tree, as its parts have it."""
+    """The tree of settings that one tenant's parts use."""
 
     name: str
     settings: Settings
 
 
 class Reloading:
-    """Of all tenants of the process. Runs on the event loop's thread; sources are read beside it."""
+    """Reloads the settings of all tenants of the process. Runs on the event loop's thread; another thread reads the
+    sources."""
 
     def __init__(self, loaded: LoadedSettings) -> None:
         self._in_effect = loaded
         self._followed: list[_Followed] = []
 
     def follow(self, name: str, settings: Settings) -> None:
-        """From now on a reload changes this tenant's leaves, too."""
+        """Have reloads change this tenant's settings, too."""
         self._followed.append(_Followed(name, settings))
 
     async def reload(self, *, dry_run: bool) -> list[SettingChange]:
-        """Read the sources again and take over what can change while the service runs. Returns all that differs from
-        what is in effect. Raises InvalidRequest naming the source and the setting, and then changes nothing."""
+        """Read the sources again and take over the settings that can change while the service runs. Return all settings
+        that differ from those in effect. Raises InvalidRequest naming the source and the setting, and then changes
+        nothing."""
         before = self._in_effect
         after = await asyncio.to_thread(before.again)
         changes = setting_changes(before, after)

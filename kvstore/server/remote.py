@@ -1,4 +1,4 @@
-"""The remote plane's process, from the sidecar's side: started, watched, started again, ended."""
+"""The sidecar's control of the remote plane's process: it starts, watches, restarts and ends the process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ START_TIMEOUT_S = 30.0
 RESTART_PAUSE_S = 1.0
 STOP_TIMEOUT_S = 5.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""Messages are as large as what the C library gives back to the kernel at once, to fault it in anew for the next."""
+"""By default the C library gives memory of a message's size back to the kernel at once, and faults it in anew for the
+next message. These limits prevent that."""
 _log = logging.getLogger("kvstore.remote")
 
 
 class RemoteDoor:
-    """``python -m kvstore.remote`` as a child, which ends when its standard input does."""
+    """Runs ``python -m kvstore.remote`` as a child, which ends when its standard input is closed."""
 
     def __init__(self, settings: Settings, tenants: Mapping[str, Settings], clock: Clock) -> None:
-        """``tenants``: the settings as each sees them. Does nothing while remote.address is empty. Raises
-        InvalidRequest when nobody could have a token."""
+        """``tenants``: each tenant's own view of the settings. Does nothing while remote.address is empty. Raises
+        InvalidRequest when no tenant has a token file."""
         self._orders = _orders(settings, tenants) if settings.remote.address else {}
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
@@ -38,7 +39,7 @@ class RemoteDoor:
         self.address = settings.remote.address
 
     async def start(self) -> None:
-        """Returns when it listens. Raises what keeps it from that, naming the setting."""
+        """Start the process, and return when it listens. Raises the error that it starts with, naming the setting."""
         if not self._orders:
             return
         command = [sys.executable, "-m", "kvstore.remote"]
@@ -63,7 +64,7 @@ class RemoteDoor:
         self.address = f"[{host}]:{reply['port']}" if ":" in host else f"{host}:{reply['port']}"
 
     async def watch(self) -> None:
-        """Start it again when it dies, until it is stopped."""
+        """Start the process again whenever it dies, until ``stop``."""
         while self._process is not None:
             code = await self._process.wait()
             if self._is_stopping:
@@ -72,11 +73,11 @@ class RemoteDoor:
             await self._clock.sleep(RESTART_PAUSE_S)
             try:
                 await self.start()
-            except (KVStoreError, OSError, ValueError) as error:  # whatever it is: those on this host are served on
+            except (KVStoreError, OSError, ValueError) as error:  # clients on this host are served on in any case
                 _log.error("the remote plane does not start", extra={"reason": str(error)})
 
     async def stop(self) -> None:
-        """End it. Idempotent."""
+        """End the process. Idempotent."""
         self._is_stopping = True
         process, self._process = self._process, None
         if process is None or process.returncode is not None:

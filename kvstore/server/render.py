@@ -1,4 +1,5 @@
-"""Messages to the controller's values and back. Checks what the wire cannot: digest sizes, enum ranges."""
+"""Converts messages to the controller's values and back. It checks what the wire's limits cannot: digest sizes, enum
+ranges."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from kvstore.v1 import cache_pb2 as pb
 from kvstore.wire.bounds import check_parts
 
 POSITION_STOP = 1 << 63
-"""Room for the longest chain behind it before a header's 64 bits end."""
+"""First positions are below this: so the positions of the longest chain fit a header's 64 bits."""
 RENDER_BATCH = 256
 _PROVENANCE = {0: Provenance.IN_CONTEXT, 1: Provenance.IN_CONTEXT, 2: Provenance.STANDALONE}
 _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
@@ -35,19 +36,20 @@ _EXACTNESS = {0: Exactness.EXACT, 1: Exactness.EXACT, 2: Exactness.DERIVED}
 
 @lru_cache(maxsize=1024)
 def _digest_run(count: int) -> struct.Struct:
-    """Cuts a run of digests in one call: half the time of slicing."""
+    """Return a struct that cuts a run of digests in one call, in half the time of slicing."""
     return struct.Struct(f"{DIGEST_BYTES}s" * count)
 
 
 def parse_digests(data: bytes, what: str) -> list[bytes]:
-    """A run of digests. Raises InvalidRequest for what is none."""
+    """Return the digests of a run. Raises InvalidRequest for bytes that are no run of digests; ``what`` names the
+    field."""
     if len(data) % DIGEST_BYTES:
         raise InvalidRequest(f"{what}: {len(data)} bytes are no run of {DIGEST_BYTES}-byte digests")
     return list(_digest_run(len(data) // DIGEST_BYTES).unpack(data))
 
 
 def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuery:
-    """Raises InvalidRequest for anything malformed."""
+    """Return the message as a query. Raises InvalidRequest for anything malformed."""
     exactness = _EXACTNESS.get(message.exactness)
     if exactness is None:
         raise InvalidRequest(f"exactness {message.exactness} is unknown to this version")
@@ -69,7 +71,8 @@ def parse_query(message: pb.ChainQuery, layers: Iterable[int] = ()) -> ChainQuer
 
 
 def parse_reserve(message: pb.Reserve) -> ReserveRequest:
-    """Raises InvalidRequest for a chain that no tokens have, or a position past what a header holds."""
+    """Return the message as a request. Raises InvalidRequest for an impossible chain, or for a first position from
+    ``POSITION_STOP`` on."""
     query = parse_query(message.query)
     if ROOT_DIGEST in query.digests or len(set(query.digests)) != len(query.digests):
         raise InvalidRequest("digests: a chain names each chunk once, and not its root")
@@ -87,7 +90,7 @@ def parse_reserve(message: pb.Reserve) -> ReserveRequest:
 
 
 def parse_level(number: int) -> Durability:
-    """Raises InvalidRequest for a level that only a later release knows."""
+    """Return the durability level. Raises InvalidRequest for a level that only a later release knows."""
     try:
         return Durability(number)
     except ValueError:
@@ -102,7 +105,7 @@ def _levels(missing: Mapping[Durability, str]) -> list[pb.LevelState]:
 
 
 def parse_fills(messages: Iterable[pb.Fill]) -> Iterator[Fill]:
-    """One at a time, as they are taken: there may be many."""
+    """Convert fills one at a time, as they are taken: there may be many."""
     for each in messages:
         yield Fill(each.chunk, each.strip_first, each.strip_count, each.staging_id, each.staging_offset)
 
@@ -116,7 +119,7 @@ def _lengths(bits: int) -> bytes:
 
 
 def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -> pb.LookupResponse:
-    """Render the usual case first, by itself: a field that stays empty costs time, too."""
+    """Render a lookup. Rare fields are set only where they have a value: setting an empty field costs time, too."""
     response = pb.LookupResponse(hit_count=result.hit_count, runs=_runs(result))
     if result.tails:
         response.tails.extend(_tails(result.tails))
@@ -132,7 +135,7 @@ def render_lookup(result: LookupResult, segments: Sequence[LookupResult] = ()) -
 
 
 def render_located(found: Located) -> pb.LocateResponse:
-    """The rows of each chain."""
+    """Render the prefixes of each chain."""
     response = pb.LocateResponse(node=found.node, reason=found.reason)
     for rows in found.chains:
         prefixes = response.chains.add().prefixes
@@ -157,7 +160,7 @@ def _runs(result: LookupResult) -> list[pb.ChunkRun]:
 
 
 async def render_fetch(result: FetchResult, pauses: Pauses) -> pb.FetchResponse:
-    """Others are answered in between: there may be many chunks."""
+    """Render a fetch. There may be many chunks, so others are answered in between."""
     response = pb.FetchResponse(
         lease_id=result.lease_id,
         hit_count=result.hit_count,
@@ -222,7 +225,7 @@ def render_store(result: StoreResult) -> pb.StoreResponse:
 
 
 def render_news(news: EventBatch) -> pb.WatchResponse:
-    """Render a batch of events, and after it the gap if there is one."""
+    """Render events, and after them the gap if events were lost."""
     events = [_event(each) for each in news.events]
     if news.lost_count:
         gap = pb.ChunkEvent(sequence=news.sequence, kind=EventKind.GAP, lost_count=news.lost_count)  # type: ignore[arg-type]  # the stubs want enum values, the wire takes ints

@@ -1,4 +1,4 @@
-"""The boundary of every call: undecodable messages, errors to status, and nothing escapes unseen."""
+"""The boundary of every call: undecodable messages and errors become statuses, and unexpected errors are logged."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _HANDLERS: Mapping[tuple[bool, bool], Any] = {
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-"""By whether the client, and whether the server, sends a stream. Of a client's stream the servicer gets each message as
-it was decoded, or why it could not be."""
+"""Handlers by (client sends a stream, server sends a stream). From a client's stream the servicer gets each decoded
+message, or in its place the error why it could not be decoded."""
 
 
 def register(
     server: Any, service: ServiceDescriptor, servicer: object, counters: Counters, tracing: Tracing = NO_TRACING
 ) -> None:
-    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. Where requests are
-    traced each call is a span, but those that last as long as their caller."""
+    """Serve each method of ``service`` by the servicer's method of that name, inside the boundary. With tracing on,
+    each call is a span, except calls in ``ENDLESS``, which last as long as their caller."""
     handlers = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
@@ -55,7 +55,8 @@ def register(
 
 
 def _tolerant(message: Any) -> Callable[[bytes], Any]:
-    """Decode within the limits, or the error: gRPC would answer with INTERNAL, and it is the caller's fault."""
+    """Return a decoder that returns the error for a bad message. If it raised, gRPC would answer INTERNAL, though the
+    fault is the caller's."""
 
     def read(data: bytes) -> Any:
         try:
@@ -105,7 +106,7 @@ def _streaming(
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            async with aclosing(function(request, context)) as responses:  # what it holds is given back at once
+            async with aclosing(function(request, context)) as responses:  # its resources are freed at once
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
@@ -115,7 +116,7 @@ def _streaming(
 
 
 async def abort(error: Exception, name: str, context: Context, counters: Counters) -> None:
-    """End a call with the status its error means."""
+    """End a call with the status of its error."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     counters.add("requests_failed")

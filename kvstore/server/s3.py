@@ -14,11 +14,11 @@ from kvstore.tiers.s3 import Lanes, S3Tier
 ASKER_COUNT = 16
 """Lookups that wait for a bucket at once."""
 CLAIM_FILES = 4
-"""To the Redis in which uploads are claimed."""
+"""Connections to the Redis in which uploads are claimed."""
 
 
 def build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse | None:
-    """As a ``Builder`` does. That the bucket cannot be reached is no reason to go without it: it may be later."""
+    """Build the tier; see ``Builder``. It is built even if the bucket cannot be reached, because that may change."""
     s3 = settings.tiers.s3
     if not s3.bucket:
         return None
@@ -36,16 +36,16 @@ def build_s3(settings: Settings, world: World, owner: TierOwner) -> SharedUse | 
 
 
 def _claims(settings: Settings, world: World) -> UploadClaims | None:
-    """In the Redis that nodes share; None where they share none."""
+    """Return the claims of uploads in the Redis that nodes share; None where they share none."""
     if not settings.tiers.redis.url:
         return None
-    from kvstore.tiers.redis.claims import RedisClaims  # redis-py takes memory and time, where it is used at all
+    from kvstore.tiers.redis.claims import RedisClaims  # redis-py costs memory and time: only where it is used
 
     return RedisClaims(settings.tiers.redis, "s3", world.clock)
 
 
 def needs_of_s3(settings: Settings) -> list[Need]:
-    """Its connections."""
+    """Return the open files that the tier's connections need."""
     s3 = settings.tiers.s3
     files = s3.reader_count + s3.writer_count + ASKER_COUNT + CLAIM_FILES
     return [Need(files, "tiers.s3.reader_count", s3.reader_count, "one each: lower it")] if s3.bucket else []

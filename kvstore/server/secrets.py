@@ -15,14 +15,15 @@ SECRET_BYTES_MIN = 32
 SECRET_BYTES_MAX = 4096
 KEY_FILE_BYTES_MAX = 1 << 16
 FOLLOWING = "secret_file"
-"""In the place of an envelope key: the one that follows from the tenant's secret."""
+"""This word stands in a key file for the envelope key that is derived from the tenant's secret."""
 
 
 def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
-    """The keys of every tenant, the default one's a published constant unless it has a file, too.
+    """Return the keys of every tenant. The default tenant's keys follow from a published constant, unless it has a
+    secret file.
 
-    Raises: InvalidRequest naming the setting, and never the secret, for a file that cannot be read, that others may
-    read, that is too short, or that says another tenant's secret.
+    Raises InvalidRequest naming the setting, and never the secret, for a file that cannot be read, that others may
+    read, that is too short, or that holds another tenant's secret.
     """
     keys = {DEFAULT_TENANT: TenantKeys()}
     for name, tenant in tenants.items():
@@ -42,10 +43,10 @@ def read_keys(tenants: Mapping[str, TenantSettings]) -> dict[str, TenantKeys]:
 
 
 def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[EnvelopeKey]:
-    """Return the keys that seal a tenant's copies, the newest first: the lines of its file, without which the key that
-    follows from its secret; none where that is the published one.
+    """Return the keys that seal a tenant's copies, the newest first: those of its key file. Without a file, return the
+    key derived from its secret; without a secret, none.
 
-    Raises: InvalidRequest naming the setting, and never a key.
+    Raises InvalidRequest naming the setting, and never a key.
     """
     own = [] if keys == TenantKeys() else [EnvelopeKey.following(keys)]
     if tenant is None or not tenant.envelope_key_file:
@@ -72,7 +73,7 @@ def read_envelope_keys(keys: TenantKeys, tenant: TenantSettings | None) -> list[
 
 
 def _read(path: Path, setting: str) -> bytes:
-    """The text of a secret, without the white space around it."""
+    """Return the text of a secret, without the white space around it."""
     text = read_private(path, setting, SECRET_BYTES_MAX + 1, "32 or more random characters").strip()
     if not SECRET_BYTES_MIN <= len(text) <= SECRET_BYTES_MAX:
         raise _wrong(
@@ -83,9 +84,10 @@ def _read(path: Path, setting: str) -> bytes:
 
 
 def read_private(path: Path, setting: str, byte_count_max: int, what: str) -> bytes:
-    """A file that only this user may read or write, up to so many bytes of it. ``what`` it should hold.
+    """Read up to ``byte_count_max`` bytes of a file that only this user may read or write. ``what``: words for its
+    intended content.
 
-    Raises: InvalidRequest naming the setting, and never what is in it.
+    Raises InvalidRequest naming the setting, and never the file's content.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""CacheService."""
+"""CacheService: the engines' calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.wire import METADATA_SESSION, spec_from_message
 
 
 def session_of(controller: Controller, context: Context) -> Session:
-    """The session that a call carries. Raises Unauthenticated."""
+    """Return the session that a call's metadata names. Raises Unauthenticated."""
     for key, value in context.invocation_metadata():
         if key == METADATA_SESSION:
             return controller.session(value)
@@ -23,29 +23,29 @@ def session_of(controller: Controller, context: Context) -> Session:
 
 WATCH_BATCH_COUNT_MAX = 512
 SETTLE_S_MAX = 60.0
-"""Nobody is kept waiting for the device longer than this in one call."""
+"""Seconds that one settle call waits at most."""
 
 
 class CacheService:
-    """Names, extents and plans; the bytes take the data plane."""
+    """The engines' calls of one tenant. They carry names, extents and plans; the bytes take the data plane."""
 
     def __init__(self, controller: Controller, epoch: bytes) -> None:
-        """``epoch`` names this start of the service to those who watch."""
+        """``epoch``: bytes that name this start of the service to watchers."""
         self._controller = controller
         self._epoch = epoch
 
     def _deadline(self, context: Context) -> Deadline:
-        """Of a call that has just come."""
+        """Return the deadline of a call that has just come."""
         return self._controller.deadline(context.time_remaining())
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelResponse:
-        """Make a model's namespaces known."""
+        """Register a model."""
         session_of(self._controller, context)
         name = self._controller.register_model(spec_from_message(request.spec))
         return pb.RegisterModelResponse(fingerprint=name)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        """Longest resident prefix. A miss is a reply; only a failure becomes a status."""
+        """Return the longest stored prefix. A miss is a reply; only a failure becomes a status."""
         session_of(self._controller, context)
         deadline = self._deadline(context)
         readers = (request.readers or 1) if request.hold else 0
@@ -59,18 +59,19 @@ class CacheService:
         if request.tail_digests:
             tail_digests = render.parse_digests(request.tail_digests, "tail_digests")
             stored = await self._controller.first_stored(query, tail_digests)
-        # Last: where the call is cancelled before, nobody knows of the ticket.
+        # Last: if the call were cancelled after this, nobody would release the ticket.
         result = await self._controller.lookup_wide(query, readers, deadline)
         return render.render_lookup(result._replace(tail_found=stored) if stored else result, found)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
-        """Return the places of chains: hints, but for this node's own."""
+        """Return the places of chains. Those on other nodes and in shared tiers are hints."""
         session_of(self._controller, context)
         queries = [render.parse_query(each) for each in request.queries]
         return render.render_located(await self._controller.locate(queries, self._deadline(context)))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
-        """The stored prefix, leased, in the first message; what is on its way from the device in the ones after."""
+        """Lease the stored prefix, and give it in the first message. Later messages tell of chunks that arrive from
+        slower tiers."""
         session, deadline = session_of(self._controller, context), self._deadline(context)
         with self._controller.stream(session):
             if request.ticket:
@@ -83,14 +84,14 @@ class CacheService:
                 result = await self._controller.fetch_wide(session, query, deadline)
             try:
                 yield await render.render_fetch(result, self._controller.begin_long_work())
-            except BaseException:  # the call was cancelled: nobody knows of this lease, so nobody would give it back
+            except BaseException:  # the call was cancelled: its client does not know this lease and cannot release it
                 self._controller.release(session, [result.lease_id])
                 raise
             async for news in self._controller.arrivals(result, deadline):
                 yield render.render_arrivals(news)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        """Give leases back."""
+        """Give leases and tickets back."""
         session, pauses = session_of(self._controller, context), self._controller.begin_long_work()
         for lease_id in request.lease_ids:
             self._controller.release(session, [lease_id])
@@ -101,7 +102,8 @@ class CacheService:
         return pb.ReleaseResponse()
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
-        """Stream the position at which it begins, then events, until the caller, its session or the service ends."""
+        """Give the number of the last event, then all events after it, until the caller, its session or the service
+        ends."""
         session = session_of(self._controller, context)
         watcher = self._controller.watch(session, request.tenant)
         try:
@@ -112,7 +114,7 @@ class CacheService:
             self._controller.unwatch(session, watcher)
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:
-        """One step of a store."""
+        """Carry out one step of a store."""
         session, deadline = session_of(self._controller, context), self._deadline(context)
         step = request.WhichOneof("step")
         if step == "reserve":

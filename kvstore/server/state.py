@@ -1,4 +1,4 @@
-"""Directories, the lock that keeps a second server away, and sockets that are really ours."""
+"""The server's directories, the lock that keeps a second server away, and checks of the sockets' owners."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from kvstore.seams.disk import LOCK_WAIT_S
 GRPC_SOCKET = "kvstore.sock"
 DATA_SOCKET = "data.sock"
 PRIVATE, PASSABLE = 0o700, 0o711
-"""Of a directory with sockets: ours alone, or other users may go through it to a socket of theirs."""
+"""Modes of a directory with sockets: for the server's user alone, or other users may pass through it to their own
+socket."""
 
 
 def prepare(settings: Settings, disk: Disk) -> int:
-    """Make the directories and take the state's lock. Returns the lock's descriptor, held until the process ends.
+    """Make the directories and lock the state directory. Return the lock's descriptor, held until the process ends.
 
-    Raises: Unavailable when another server uses the directory, or it cannot be made ours.
+    Raises Unavailable when another server uses the directory, or when it is not this user's alone.
     """
     server = settings.server
     for directory in (server.state_directory, server.socket_directory):
@@ -46,24 +47,24 @@ def prepare(settings: Settings, disk: Disk) -> int:
 
 
 def close_again(settings: Settings) -> None:
-    """After a clean stop: undo what ``prepare`` opened to others."""
+    """Close the socket directory, which ``prepare`` opened to other users, after a clean stop."""
     if serves_others(settings):
         os.chmod(settings.server.socket_directory, PRIVATE)
 
 
 def serves_others(settings: Settings) -> bool:
-    """Return True when a tenant's sockets are another user's."""
+    """True when a tenant's sockets belong to another user than the server's."""
     return any(is_other(tenant.uid) for tenant in settings.tenants.values())
 
 
 def is_other(uid: int | None) -> bool:
-    """Return True when ``uid`` is a user that is not this process's."""
+    """True when ``uid`` is set and is not this process's user."""
     return uid is not None and uid != os.geteuid()
 
 
 class SocketDirectory:
-    """One tenant's sockets. The directory stays the server's even when the sockets are another user's: who may write
-    it could have a server that is root follow his links."""
+    """One tenant's sockets. The directory belongs to the server's user even when the sockets are another user's: a user
+    who could write it could plant links that a server running as root follows."""
 
     def __init__(self, path: Path, disk: Disk, *, tenant: str, uid: int | None, is_own: bool) -> None:
         """``is_own``: the directory is made and removed for this tenant; otherwise ``prepare`` made it."""
@@ -100,10 +101,10 @@ class SocketDirectory:
             raise
 
     def _check_reach(self, uid: int) -> None:
-        """Raises Unavailable naming what keeps a user from the sockets."""
+        """Raises Unavailable naming the directory that keeps the user from the sockets."""
         for each in (self.path, *self.path.resolve().parents):
             status = os.stat(each)
-            # A group may let him in, too; whose he is, is not looked up.
+            # The group may let the user in, too; his groups are not looked up.
             if not status.st_mode & (stat.S_IXOTH | stat.S_IXGRP | (stat.S_IXUSR if status.st_uid == uid else 0)):
                 raise Unavailable(
                     f"{self._setting} = {uid}: {each} (mode {stat.S_IMODE(status.st_mode):04o}) keeps that user from "
@@ -111,7 +112,8 @@ class SocketDirectory:
                 )
 
     def give(self, path: Path) -> None:
-        """Let the tenant's user, and nobody else, connect to a socket. Raises Unavailable without the right to."""
+        """Let the tenant's user, and nobody else, connect to a socket. Raises Unavailable where this server's user may
+        not do so."""
         os.chmod(path, 0o600)
         if self._uid is None or not is_other(self._uid):
             return
@@ -124,7 +126,7 @@ class SocketDirectory:
             ) from error
 
     def listen(self) -> socket.socket:
-        """The hand-off's listener: non-blocking, SEQPACKET."""
+        """Return the hand-off's listening socket: non-blocking, SEQPACKET."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             listener.bind(str(self.data))
@@ -137,7 +139,7 @@ class SocketDirectory:
         return listener
 
     def remove(self) -> None:
-        """Take the sockets away, and the directory if it was made for them. Idempotent."""
+        """Remove the sockets, and the directory if it was made for them. Idempotent."""
         for path in (self.grpc, self.data):
             self._disk.remove(path)
         self._remove_directory()
@@ -147,12 +149,12 @@ class SocketDirectory:
             try:
                 self.path.rmdir()
             except OSError:
-                return  # somebody's things are in it, or it went before
+                return  # it has other files, or is gone already
 
 
 def claim_socket(path: Path, disk: Disk) -> None:
-    """Remove a socket that a dead server left. Raises Unavailable when a live one answers on it, or when the path
-    is something that no server made."""
+    """Remove a socket that a dead server left. Raises Unavailable when a live server answers on it, or when the path is
+    no socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

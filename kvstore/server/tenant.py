@@ -1,4 +1,4 @@
-"""One tenant of the process, whole: its controller and arena, the doors in front of them, the tiers behind them."""
+"""One tenant of the process: its controller and arena, the doors in front of them, and the tiers behind them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from kvstore.wire.limits import REPLY_BYTES_MAX
 
 EPOCH_BYTES = 8
 HANDSHAKE_TIMEOUT_MS = 5000
-"""How long a connection may hold a descriptor of ours without a word of HTTP/2."""
+"""Milliseconds that a connection may hold one of the server's descriptors before its HTTP/2 handshake is done."""
 _log = logging.getLogger("kvstore.server")
 
 
 class Tenant:
-    """``settings`` is the tree as this tenant's parts see it; ``tiers`` are what it has below memory. In order:
-    ``claim``, ``open``, then ``close_doors`` and ``detach``, or ``abandon`` wherever it ends."""
+    """One tenant. ``settings``: the tenant's own view of the settings; ``tiers``: builders of its tiers below memory.
+    Call in order ``claim``, ``open``, ``close_doors``, ``detach``; at the end, and after a failure, ``abandon``."""
 
     def __init__(
         self, settings: Settings, keys: TenantKeys, ring: EnvelopeRing, world: World, tiers: Tiers
@@ -57,7 +57,7 @@ class Tenant:
         self.name = keys.tenant
         self.settings = settings
         self.said = self.name if settings.tenants else ""
-        """Its name in logs; where there is nobody else there is nothing to tell apart."""
+        """Its name in logs; empty where it is the only tenant."""
         own = settings.tenants.get(self.name)
         self.uid = own.uid if own is not None else None
         self._world = world
@@ -82,11 +82,12 @@ class Tenant:
         self.tasks: list[asyncio.Task[None]] = []
 
     def claim(self) -> None:
-        """Take the tenant's places in the file system. Raises Unavailable when another has one."""
+        """Claim the places of the tenant's sockets. Raises Unavailable when another server has one."""
         self.sockets.claim()
 
     async def open(self, group: asyncio.TaskGroup) -> None:
-        """Returns when the tenant is served; what goes on without being asked is ``group``'s. Raises Unavailable."""
+        """Open the doors, and return when the tenant is served. Background work runs as tasks of ``group``. Raises
+        Unavailable."""
         with log_as(self.said):
             self._listener = self.sockets.listen()
             uids = {os.geteuid(), os.geteuid() if self.uid is None else self.uid}
@@ -119,8 +120,8 @@ class Tenant:
         self.tasks.append(group.create_task(work))
 
     async def _attach(self) -> None:
-        """Take the tiers below memory into use, the fastest first. What a newer release or another tenant wrote stops
-        the start; anything else that is wrong with a tier is said, and the service runs without it."""
+        """Take the tiers below memory into use, the fastest first. A tier that a newer release or another tenant wrote
+        stops the start; any other problem with a tier is logged, and the service runs without it."""
         owner = self._owner
         for builder in self._tiers.local:
             with _without(builder, self.controller):
@@ -134,8 +135,8 @@ class Tenant:
                     self.controller.attach_shared(built)
 
     async def close_doors(self, grace_s: float) -> None:
-        """Let stores in flight finish, at most ``grace_s`` seconds, then answer nobody any more. The tasks are told to
-        end: who waits for them knows how long."""
+        """Let stores in flight finish, at most ``grace_s`` seconds, then stop answering. Cancel the tasks, but do not
+        wait for them: the caller bounds that wait."""
         with log_as(self.said):
             try:
                 await self._health.enter_graceful_shutdown()
@@ -147,7 +148,7 @@ class Tenant:
                     task.cancel()
 
     async def detach(self) -> None:
-        """After the tasks ended: sessions, then a clean stop of the tiers."""
+        """End all sessions, then stop the tiers cleanly, after the tasks have ended."""
         with log_as(self.said):
             await self.controller.close_sessions()
             if self._announcer is not None:
@@ -157,20 +158,20 @@ class Tenant:
                 kept.save()
 
     async def abandon(self) -> None:
-        """Whatever came before: nobody is served, and no socket stays. Idempotent."""
+        """Stop serving and remove the sockets, whatever came before. Idempotent."""
         await self._server.stop(None)
         if self._listener is not None:
             self._listener.close()
         self.sockets.remove()
 
     def close(self) -> None:
-        """Give its memory back, after it is abandoned."""
+        """Free the tenant's memory, after ``abandon``."""
         self._parts.arena.close()
 
 
 @contextmanager
 def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
-    """Go on where a tier cannot be had, and say so."""
+    """Log the error of a tier that cannot be used, and go on without the tier. NotOurs is raised."""
     try:
         yield
     except NotOurs:
@@ -183,7 +184,7 @@ def _without(builder: Builder[Any], controller: Controller) -> Iterator[None]:
 
 
 def _owner(keys: TenantKeys) -> str:
-    """The owner that marks the tenant's copies in tiers."""
+    """Return the name that marks the tenant's copies in tiers; empty without a secret."""
     return "" if keys == TenantKeys() else keys.digest.hex()
 
 
@@ -215,7 +216,7 @@ def _parts(settings: Settings, keys: TenantKeys, world: World, directory: NodeDi
 def _grpc_server(
     controller: Controller, operators: Operators, prefills: PartialPrefills, parts: Parts, world: World
 ) -> tuple[Any, Any]:  # fmt: skip
-    """A server of this tenant's own: its connections and calls are counted by themselves."""
+    """Return the tenant's own gRPC server and its health service. Connections and calls are limited per tenant."""
     limits = parts.limits
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes_max),

@@ -1,4 +1,4 @@
-"""Builds a tenant's tiers below memory, on the real world."""
+"""Builds a tenant's tiers below memory, on real disks and networks."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from kvstore.tiers.nvme import Directory, NvmeTier, PlainCopies, PosixIO, Region
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 KEEPER_COUNT = 4
 REGION_FILES_BESIDES = 32
-"""Region files double in size until they have their own, for each size of chunks. Then a file holds whole chunks, which
-may fill half of it."""
+"""Region files beyond twice the capacity's. The first files of each chunk size are small, and double in size up to
+``region_bytes``. Twice, because a file holds whole chunks only, which may fill just half of it."""
 Built = TypeVar("Built", covariant=True)
 _log = logging.getLogger("kvstore.nvme")
 
 
 @dataclass(frozen=True)
 class Builder(Generic[Built]):
-    """Makes one kind of tier for a tenant. ``name``: the tier's, in settings and logs. ``setting``: what to change when
-    it cannot be had.
+    """Makes one kind of tier for a tenant. ``name``: the tier's name in settings and logs. ``setting``: the setting to
+    change when the tier cannot be built.
 
-    ``build`` takes the tenant's settings, the process's world, and who owns what the tier keeps. It
-    gives a tier that is not recovered yet, or None where the settings switch it off. Raises: NotOurs, which ends the
-    start; other KVStoreErrors and OSError, with which the service runs without the tier."""
+    ``build`` takes the tenant's settings, the process's world, and the owner of the tier's copies. It returns a tier
+    that is not recovered yet, or None where the settings switch it off. Raises NotOurs, which ends the start; other
+    KVStoreErrors and OSError, after which the service runs without the tier."""
 
     name: str
     setting: str
     build: Callable[[Settings, World, TierOwner], Built | None]
     needs: Callable[[Settings], list[Need]] = lambda _: []
-    """The open files that the tier may come to need."""
+    """Returns the open files that the tier may need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """The tiers that a tenant has below memory, the fastest first. A shared tier comes with how it is used."""
+    """Builders of a tenant's tiers below memory, the fastest first. A shared tier comes with its settings of use."""
 
     local: tuple[Builder[LocalTier], ...]
     shared: tuple[Builder[SharedUse], ...] = ()
     directory: Callable[[Settings, World, str], NodeDirectory | None] = lambda *_: None
-    """Where nodes tell each other what they have, for a tenant whose tiers' owner is the third argument."""
+    """Opens the directory in which nodes tell each other what they have. The third argument is the owner's name."""
 
     def needs(self, settings: Settings) -> list[Need]:
-        """The open files that all of them may come to need."""
+        """Return the open files that all tiers may need."""
         return [need for each in (*self.local, *self.shared) for need in each.needs(settings)]
 
 
@@ -94,17 +94,17 @@ TIERS = Tiers(
     ),
     directory=open_directory,
 )
-"""What ``kvstore serve`` has."""
+"""The builders that ``kvstore serve`` uses."""
 
 
 def open_nvme(
     settings: NvmeSettings, disk: Disk, clock: Clock, faults: FaultPoints, movers: MoverProcesses | None = None,
     owner: str = "", plain: PlainCopies | None = None,
 ) -> NvmeTier:  # fmt: skip
-    """The tier, not recovered yet; its bytes are moved by ``movers``, or by threads of this process. ``owner`` is
-    Directory's, ``plain`` the tier's.
+    """Return the tier, not recovered yet. Its bytes are moved by ``movers``, or by threads of this process. ``owner``:
+    see ``Directory``; ``plain``: see ``NvmeTier``.
 
-    Raises: NotOurs; Unavailable, OSError when the directory cannot be had."""
+    Raises NotOurs; Unavailable or OSError when the directory cannot be used."""
     lender = movers or OwnThreads()
     directory = Directory(settings.directory, disk, faults, owner, lender)
     kind = disk.file_system(settings.directory)
@@ -130,13 +130,14 @@ def open_nvme(
 
 
 def _keep_capacity(directory: Directory, capacity_bytes: int) -> None:
-    """What is in force now is the default from now on: what we promised does not follow the room that others leave."""
+    """Write down the capacity in force: it is the default of later starts. So the default does not change with the free
+    room of the disk."""
     said = str(capacity_bytes).encode()
     try:
         if directory.read(CAPACITY_FILE) == said:
             return
     except OSError:
-        pass  # there is none, or it is bad: it is written
+        pass  # there is no such file, or it is damaged: it is written below
     try:
         directory.write(CAPACITY_FILE, said)
     except OSError as error:

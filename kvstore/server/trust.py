@@ -1,4 +1,4 @@
-"""Decides which envelope the copies in a tier get."""
+"""The protection of copies in tiers: the envelope that each tier's copies get, and the tenants' envelope keys."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _log = logging.getLogger("kvstore.trust")
 
 
 def trust_of(tier: str, envelope: str, owner: TierOwner) -> Trust:
-    """Resolve ``tiers.<tier>.envelope`` for one tenant; where copies are not protected that is said. Raises
-    InvalidRequest where it cannot be had."""
+    """Return the protection that ``tiers.<tier>.envelope`` means for one tenant, and log it; unprotected copies are
+    worth a warning. Raises InvalidRequest where the envelope cannot be used."""
     setting = f"tiers.{tier}.envelope"
     kind = envelope or (MAC if owner.ring else "none")
     if kind == "none":
@@ -41,7 +41,7 @@ def trust_of(tier: str, envelope: str, owner: TierOwner) -> Trust:
 
 
 class Rings:
-    """The envelope keys of all tenants. Raises InvalidRequest naming the setting for a file that is none."""
+    """The envelope keys of all tenants. Raises InvalidRequest naming the setting for a file that is no key file."""
 
     def __init__(self, keys: Mapping[str, TenantKeys], tenants: Mapping[str, TenantSettings]) -> None:
         self._keys = keys
@@ -52,12 +52,13 @@ class Rings:
         return self._rings[tenant]
 
     def follow(self) -> None:
-        """From the running loop: read the files anew at SIGHUP. Without any it ends the process, as ever."""
+        """Have the running loop read the key files again at SIGHUP. Without key files SIGHUP ends the process, as
+        usual."""
         if any(each.envelope_key_file for each in self._tenants.values()):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
 
     def read_again(self) -> None:
-        """A tenant whose file is none keeps the keys that it has."""
+        """Read the key files again. A tenant whose file cannot be used keeps its keys."""
         for name, ring in self._rings.items():
             before = set(ring.key_ids)
             try:

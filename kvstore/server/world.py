@@ -1,4 +1,4 @@
-"""The parts that the tenants of a process share."""
+"""The world that the tenants of a process share, and the owners of tiers' copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvstore.telemetry import NO_TRACING, Tracing
 
 @dataclass(frozen=True)
 class TierOwner:
-    """The owner of a tier's copies: ``name`` ("": the default tenant without a secret), and what it is sealed with."""
+    """The owner of a tier's copies. ``name`` marks the copies; "": the default tenant without a secret. ``ring``: the
+    keys that seal them."""
 
     name: str = ""
     ring: EnvelopeRing = field(default_factory=EnvelopeRing)
@@ -19,7 +20,7 @@ class TierOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The process's clock, disks and byte movers. Nothing of a tenant's is in it."""
+    """The process's clock, disks and byte movers. It has nothing that belongs to one tenant."""
 
     clock: Clock
     random: Random
@@ -30,6 +31,6 @@ class World:
     prefaulting: Workers
     movers: MoverProcesses
     descriptor_limit: int
-    """Open files that the process may have."""
+    """Number of open files that the process may have."""
     reloading: Reloading
     tracing: Tracing = NO_TRACING

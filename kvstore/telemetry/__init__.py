@@ -1,5 +1,5 @@
-"""Counters, logs, and spans where they are asked for. The doors, the controller and movement record here; tiers,
-catalog and policies know nothing of it."""
+"""Counters, logs, and spans where a setting asks for them. The doors, the controller and movement record here; tiers,
+catalog and policies do not."""
 
 from kvstore.telemetry.counters import Counters
 from kvstore.telemetry.logs import configure_logging, log_as, log_on_as

@@ -56,7 +56,7 @@ TIER_DESCRIPTIONS: dict[str, str] = {
     "recovered_chunks": "Chunks found at the start",
     "proven_chunks": "Chunks left by a crash that were read and synced anew before a store relied on them",
 }
-"""Of each tier. Memory's have no prefix, the others' their tier's name."""
+"""The counters of each tier. Memory's names have no prefix, the others' have their tier's name."""
 SHARED_DESCRIPTIONS: dict[str, str] = {
     "asked_chunks": "Chunks that a shared tier was asked for",
     "late_answers": "Answers of a shared tier that came too late",
@@ -65,12 +65,12 @@ SHARED_DESCRIPTIONS: dict[str, str] = {
     "touched_chunks": "Chunks used on this node of whose use a shared tier was told",
     "undemoted_chunks": "Chunks that left the node before a shared tier that is to have them took them",
 }
-"""Of each shared tier."""
+"""The further counters of each shared tier."""
 MEMORY = "dram"
 
 
 class Counters:
-    """A dict of whole numbers that only grow."""
+    """Whole numbers by name, which only grow. ``descriptions``: the meaning of each."""
 
     def __init__(self) -> None:
         self.descriptions = dict(DESCRIPTIONS)
@@ -78,7 +78,7 @@ class Counters:
         self.add_tier(MEMORY, "memory")
 
     def add_tier(self, tier: str, said: str = "", *, is_shared: bool = False) -> None:
-        """Count for a tier, too. Idempotent."""
+        """Add the counters of a tier. ``said``: its name in descriptions, if that is another. Idempotent."""
         of_tier = TIER_DESCRIPTIONS | SHARED_DESCRIPTIONS if is_shared else TIER_DESCRIPTIONS
         for name, description in of_tier.items():
             self.descriptions.setdefault(_name(tier, name), f"{description} ({said or tier})")
@@ -89,7 +89,7 @@ class Counters:
         self._values[name] += count
 
     def add_of(self, tier: str, name: str, count: int = 1) -> None:
-        """Add to what is counted of each tier."""
+        """Add to a counter of one tier."""
         self.add(_name(tier, name), count)
 
     def snapshot(self) -> dict[str, int]:

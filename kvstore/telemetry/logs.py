@@ -1,4 +1,5 @@
-"""Structured logs on stderr: one JSON object a line, or text for people. What is done for a tenant says so."""
+"""Structured logs on stderr: one JSON object a line, or text for people. Lines about a tenant's work name the
+tenant."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 
 @contextmanager
 def log_as(tenant: str) -> Iterator[None]:
-    """What is logged inside, and by every task that is made inside, says that it is this tenant's."""
+    """Have log lines name this tenant: those written inside the context, and by every task made inside it."""
     token = _tenant.set(tenant)
     try:
         yield
@@ -25,7 +26,7 @@ def log_as(tenant: str) -> Iterator[None]:
 
 
 def log_on_as(tenant: str) -> None:
-    """As ``log_as``, for the rest of the task that calls."""
+    """As ``log_as``, for the rest of the calling task."""
     _tenant.set(tenant)
 
 

@@ -14,15 +14,15 @@ from kvstore.seams.scheduler import start_thread
 from kvstore.telemetry.tracing import TRACE_HEADERS, TraceSpan, Value
 
 QUEUE_COUNT_MAX = 2048
-"""Spans that wait to be sent. What does not fit is dropped."""
+"""Spans that wait to be sent. Further spans are dropped."""
 EXPORT_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
-"""How long a stop waits for the receiver of spans."""
+"""Seconds that a stop waits for the receiver of spans."""
 HEADER_CHARACTERS_MAX = 512
 
 
 class Spans:
-    """Sends what was sampled, from a thread of its own. Whatever becomes of the receiver, requests go on."""
+    """Sends sampled spans from a thread of its own. Requests go on even if the receiver fails."""
 
     is_on = True
 
@@ -35,7 +35,7 @@ class Spans:
 
     @contextmanager
     def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[TraceSpan]:
-        """See ``Tracing.call``. A trace context that is none begins no trace."""
+        """See ``Tracing.call``. An invalid or missing trace context is ignored."""
         carried = {
             key: value
             for key, value in metadata
@@ -49,7 +49,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, **attributes: Value) -> Iterator[TraceSpan]:
-        """See ``Tracing.span``. What no call asked for is none; the call may have ended."""
+        """See ``Tracing.span``. Work outside of any call makes no span; the call that it belongs to may have ended."""
         if not self._trace.get_current_span().get_span_context().is_valid:
             yield _Told(self._trace.INVALID_SPAN)
             return
@@ -65,7 +65,7 @@ class Spans:
             try:
                 yield _Told(span)
             except BaseException as error:
-                # The kind of the failure: a message may have a name in it that is not for everybody.
+                # Only the kind of the failure: a message may contain a name that not everybody may see.
                 reason = error.status if isinstance(error, KVStoreError) else type(error).__name__
                 span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, reason))
                 raise
@@ -79,7 +79,7 @@ class Spans:
 
 
 class _Told:
-    """A span of OpenTelemetry's."""
+    """A span of OpenTelemetry, as a ``TraceSpan``."""
 
     def __init__(self, span: Any) -> None:
         self._span = span

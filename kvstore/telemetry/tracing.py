@@ -1,8 +1,8 @@
-"""Tells what happened to a request, as spans that a tracing system joins to its engine's trace. Off unless a setting
-asks.
+"""Tracing: the steps of a request as spans, which a tracing system joins to the engine's trace. Off by default.
 
-What may be traced is written once: with ``NO_TRACING``, which does nothing, and with ``kvstore.telemetry.spans``,
-which sends spans. No span has a digest, a token or a name of a model: counts, tiers, the tenant and what failed.
+Traced code uses the protocol ``Tracing``, which has two implementations: ``NO_TRACING``, which does nothing, and
+``kvstore.telemetry.spans``, which sends spans. Spans have counts, tiers, the tenant and the kind of a failure, but
+never a digest, a token or a model's name.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Protocol
 
 Value = str | int | float | bool
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""What a call carries of its caller's trace (W3C Trace Context)."""
+"""The metadata keys in which a call carries its caller's trace (W3C Trace Context)."""
 
 
 class TraceSpan(Protocol):
-    """One piece of a request's way."""
+    """One step of a request."""
 
     def note(self, **attributes: Value) -> None:
-        """Say more of it."""
+        """Add attributes to the span."""
 
 
 class Tracing(Protocol):
-    """Makes spans. A span is the parent of those that are begun inside of it, also by tasks that are begun there."""
+    """Makes spans. A span is the parent of the spans that begin inside it, also of those in tasks made inside it."""
 
     @property
     def is_on(self) -> bool:
-        """True when anybody is told."""
+        """True when spans are sent."""
 
     def call(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[TraceSpan]:
-        """A call that came with this metadata: part of its caller's trace, where that says so."""
+        """Begin the span of a call. If ``metadata`` has the caller's trace, the span is part of that trace."""
 
     def span(self, name: str, **attributes: Value) -> AbstractContextManager[TraceSpan]:
-        """A part of what is being done. What is raised inside is said of it."""
+        """Begin a span inside the current one. An exception raised inside marks the span as failed."""
 
     def close(self) -> None:
-        """Send what has not been sent, for a bounded time. Idempotent."""
+        """Send the spans that were not sent yet, for a bounded time. Idempotent."""
 
 
 class _NoSpan:
@@ -46,7 +46,7 @@ class _NoSpan:
 
 
 class NoTracing:
-    """Nobody is told of anything. Cost: 0.2 us per span, in the few places that ask."""
+    """Makes no spans. Cost: 0.2 us per span, in the few places that make one even so."""
 
     is_on = False
 

@@ -1,5 +1,5 @@
-"""Specs, plans and rates as messages: the server and the client translate them the same way, and the client must not
-import the server's room."""
+"""Converts specs, plans and rates to messages and back. This package is shared, because server and client must convert
+alike and the client must not import the server's package."""
 
 from kvstore.wire.spec import spec_from_message, spec_to_message
 

@@ -1,4 +1,4 @@
-"""Messages, decoded within their limits. The one place that holds messages to ``limits``: every door reads with it."""
+"""Decodes messages within their limits. This is the one place that enforces ``limits``: every door decodes with it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ _SIZED = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 class _Rules(NamedTuple):
-    """What is looked at in one kind of message. Both lists begin with the tightest limit.
+    """The checks of one kind of message. Both lists begin with the tightest limit.
 
-    A field cannot be longer than the message it came in, nor a list have more entries than that has bytes. So most
-    fields of a message of usual length are not looked at: each look costs time, one at 4 KiB of digests copies them.
+    A field cannot be longer than its message, and a list cannot have more entries than its message has bytes. So most
+    fields of a message of usual length need no check. That matters: each look at a field costs time, and a look at
+    4 KiB of digests copies them.
     """
 
     fields: list[tuple[int, str, int, int]]
-    """Bytes of a message that cannot be beyond the field's limit, its name, its limit's count and size."""
+    """For each field with a limit: the longest message (bytes) in which it cannot exceed its limit, its name, its
+    limit's count and size."""
     inside: list[tuple[int, str, bool, _Rules]]
-    """The same of a field that holds messages: whether it is a list, and what is looked at in each."""
+    """For each field that holds messages: the same length, its name, whether it is a list, and the messages' rules."""
 
     @property
     def room(self) -> int:
-        """Bytes of a message of which nothing can be beyond its limit."""
+        """Bytes of the longest message in which no field can exceed its limit."""
         return min(each[0] for each in (*self.fields, *self.inside))
 
 
 def decode(kind: Any, data: bytes | memoryview) -> Any:
-    """A message of ``kind``, whose fields are within their limits. Raises InvalidRequest naming the field and the
+    """Return a message of ``kind`` whose fields are within their limits. Raises InvalidRequest naming the field and the
     limit, or for bytes that are no such message.
 
-    Cost: the size before it is decoded, then a look at each field whose limit is below that size; items of a list are
-    looked at one by one only where they have such fields of their own.
+    Cost: a check of the size before decoding, then a look at each field that could exceed its limit in a message of
+    that size. Items of a list are looked at one by one only where they have such fields of their own.
     """
     most, rules = _KINDS[kind]
     if len(data) > most:
@@ -56,7 +58,8 @@ def decode(kind: Any, data: bytes | memoryview) -> Any:
 
 
 def _check(message: Any, rules: _Rules, byte_count: int) -> None:
-    """Hold a message to its fields' limits. ``byte_count``: of the whole that it came in. Raises InvalidRequest."""
+    """Check the fields of a message. ``byte_count``: bytes of the whole message that it is part of. Raises
+    InvalidRequest."""
     for room, name, count, size in rules.fields:
         if byte_count <= room:
             break
@@ -75,7 +78,7 @@ def _check(message: Any, rules: _Rules, byte_count: int) -> None:
             break
         if is_list:
             entries = getattr(message, name)
-            if entries:  # a loop over none takes longer than this look
+            if entries:  # a loop over an empty list takes longer than this check
                 for each in entries:
                     _check(each, inner, byte_count)
         elif message.HasField(name):
@@ -83,7 +86,8 @@ def _check(message: Any, rules: _Rules, byte_count: int) -> None:
 
 
 def check_parts(chunk_count: int, part_count: int) -> None:
-    """Each is within its limit and both together may not be. Raises InvalidRequest."""
+    """Check the number of chunks times parts of a request, whose factors are within their limits already. Raises
+    InvalidRequest."""
     if chunk_count * part_count > PARTS_MAX:
         raise InvalidRequest(
             f"{chunk_count} digests with {part_count} parts each (hidden_layers): at most {PARTS_MAX} in one request",
@@ -97,7 +101,7 @@ def _beyond(message: Any, field: str, found: int, what: str, limit: int) -> Inva
 
 
 def _rules(kind: Any) -> _Rules:
-    """The rules of a message's fields and of what they hold."""
+    """Return the rules of a message's fields and of the messages in them."""
     rules = _Rules([], [])
     for field in kind.fields:
         if field.is_repeated or field.type in _SIZED:
@@ -113,7 +117,8 @@ def _rules(kind: Any) -> _Rules:
 
 
 def _room(field: Any, limit: Limit) -> int:
-    """Bytes of the longest message in which a field is within its limit, whatever else is not in it."""
+    """Return the bytes of the longest message in which the field cannot exceed its limit, even if it fills all of
+    it."""
     has_lengths = field.type in _SIZED or field.message_type is not None
     entries_bytes = limit.count * (2 if has_lengths else 1)  # an empty entry is a tag and a length, a number one byte
     return min(each for each in (entries_bytes, limit.size) if each)
@@ -127,4 +132,4 @@ def _kinds() -> Iterator[tuple[Any, tuple[int, _Rules]]]:
 
 
 _KINDS = dict(_kinds())
-"""Of each message that is read: the bytes it may have, and what is looked at in it."""
+"""Message class -> the bytes that it may have, and its rules; for every message that is decoded."""

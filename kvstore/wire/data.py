@@ -1,8 +1,8 @@
-"""Messages that carry cache bytes, read and written by hand: protobuf would copy the bytes once more on each side.
+"""Reads and writes messages with cache bytes by hand: protobuf would copy the bytes once more on each side.
 
-Such a message's last field is ``data`` (number 15); the fields before it are small and protobuf's. Writing joins the
-runs where they lie into the one string that gRPC takes: the side's only copy. Reading is a view of the string that
-gRPC gave.
+The last field of such a message is ``data`` (number 15); protobuf encodes the small fields before it. The writer joins
+the runs, from where they lie, into the one string that gRPC takes: that is its only copy. The reader returns a view of
+the string that gRPC gave.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ ALIGNMENT = 64
 PADDING_TAG = 14 << 3 | 2
 DATA_TAG = 15 << 3 | 2
 FIELD_COUNT_MAX = RUNS_MAX + 64
-"""Before the data: they are walked one by one."""
+"""Fields before the data: they are walked one by one."""
 _LENGTH_DELIMITED, _VARINT = 2, 0
 Message = TypeVar("Message")
 
 
 def data_message(fields: Any, runs: Sequence[Bytes]) -> bytes:
-    """``fields`` (a protobuf message without its data) and the bytes of ``runs``, back to back, as one message."""
+    """Return one message with ``fields`` (a protobuf message without its data) and, as data, the bytes of ``runs`` back
+    to back."""
     prefix = data_prefix(fields, sum(run.size for run in runs))
     return b"".join((prefix, *(run.data for run in runs)))
 
 
 def data_prefix(fields: Any, byte_count: int) -> bytes:
-    """Pack the part of a message before its data; a multiple of 64 bytes."""
+    """Return the part of a message before its data, padded to a multiple of 64 bytes. ``byte_count``: of the data."""
     head, tail = fields.SerializeToString(), bytes((DATA_TAG,)) + _varint(byte_count)
     gap = -(len(head) + 2 + len(tail)) % ALIGNMENT
     return b"".join((head, bytes((PADDING_TAG, gap)), bytes(gap), tail))
 
 
 def split_message(kind: type[Message], message: bytes) -> tuple[Message, Bytes]:
-    """The fields before ``data``, within their limits, and a view of ``data``. Raises InvalidRequest for what is no
-    such message."""
+    """Return the fields before ``data``, checked against their limits, and a view of ``data``. Raises InvalidRequest
+    for bytes that are no such message."""
     place = field_count = 0
     try:
         while place < len(message) and message[place] != DATA_TAG:
@@ -74,7 +75,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, place: int) -> tuple[int, int]:
-    """(value, place after it)."""
+    """Return (value, place after it)."""
     value = shift = 0
     while True:
         byte = message[place]

@@ -1,13 +1,12 @@
-"""The limits of what each field of the wire may carry. One table, for every repeated, bytes and string field of every
-message.
+"""The limits of the wire's fields: one table for every repeated, bytes and string field of every message.
 
-``bounds`` holds requests to it before anything is computed from them. They are contract, not settings: far above what
-engines send (a prompt of 2 M tokens named by hashes of 16; every layer of the deepest model), and low enough that one
-message costs its reader milliseconds and a few times its own size in memory. What an operator may want lower is a
-setting: ``limits.token_count_max``, ``limits.message_bytes_max``.
+``bounds`` checks requests against it before anything is computed from them. The limits are contract, not settings. They
+are far above the requests of engines (a prompt of 2 M tokens named by hashes of 16; every layer of the deepest model),
+and low enough that one message costs its reader milliseconds and a few times its own size in memory. Limits that an
+operator may want lower are settings: ``limits.token_count_max``, ``limits.message_bytes_max``.
 
-A reply is made by the server from what it holds. Its fields' limits follow from the request's; the whole of it is held
-to ``REPLY_BYTES_MAX`` by both ends.
+The server makes a reply from its own data. The limits of its fields follow from the request's; both ends hold the whole
+reply to ``REPLY_BYTES_MAX``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CHAIN_CHUNKS_MAX = 1 << 17
 """Digests in one chain: 2 M tokens in chunks of 16."""
 LAYERS_MAX = 1024
 PARTS_MAX = 1 << 17
-"""Chunks of one request times the parts it asks for of each (the attention cache, E of each hidden layer)."""
+"""Chunks of one request, times the parts of each that it asks for (the attention cache, E of each hidden layer)."""
 SEGMENTS_MAX = 4096
 FILLS_MAX = 1 << 18
 TAILS_ASKED_MAX = 1024
@@ -35,7 +34,7 @@ RUNS_MAX = 1 << 15
 IDS_MAX = 1 << 14
 NODE_NAME_MAX = 128
 SELECTED_CHUNKS_MAX = 1 << 14
-"""Of a prompt that an operator names: 2 M tokens in chunks of 128."""
+"""Chunks of a prompt that an operator names: 2 M tokens in chunks of 128."""
 HOTTEST_MAX = 256
 ENGINES_MAX = 64
 PLANS_MAX = 256
@@ -44,8 +43,8 @@ REPLY_BYTES_MAX = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """``count``: of a repeated field's items. ``size``: bytes of a bytes field, characters of a string, of each item
-    where the field is repeated."""
+    """The limit of one field. ``count``: items of a repeated field. ``size``: bytes of a bytes field, characters of a
+    string; of each item where the field is repeated. 0: no such limit."""
 
     count: int = 0
     size: int = 0
@@ -251,4 +250,4 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "kvstore.v1alpha.PlansRequest": 4096,
     "kvstore.v1alpha.PartialPrefillRequest": 5 * MIB,
 }
-"""Of a whole message, before it is decoded: what its fields may carry together. Of one with data: what comes before."""
+"""Bytes of a whole message, checked before it is decoded; of a message with data, the bytes before the data."""

@@ -1,4 +1,4 @@
-"""Plans of partial prefills, and the rates that they rest on, <-> their messages."""
+"""Converts plans of partial prefills, and the rates that they rest on, to messages and back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WAY_NUMBERS = {
 }  # fmt: skip
 MODES = {pb.PLANNING_MODE_UNSPECIFIED: "off", **{number: mode for mode, number in MODE_NUMBERS.items()}}
 WAYS = {number: way for way, number in WAY_NUMBERS.items()}
-"""Without the ways that only a later release knows."""
+"""The wire's number -> the way. Ways that only a later release knows are missing."""
 
 
 def compute_to_message(rate: ComputeRate) -> pb.ComputeRate:
-    """The rate as a message."""
+    """Return the rate as a message."""
     return pb.ComputeRate(
         pass_seconds=rate.pass_s, token_seconds=rate.token_s, pair_seconds=rate.pair_s, load=rate.load,
         caution=rate.caution, sample_count=rate.sample_count, most_tokens=rate.most_tokens,
@@ -24,7 +24,7 @@ def compute_to_message(rate: ComputeRate) -> pb.ComputeRate:
 
 
 def compute_from_message(message: pb.ComputeRate) -> ComputeRate:
-    """The rate that a message tells, which need not be sound."""
+    """Return the rate in a message. The caller must check that it is sound."""
     return ComputeRate(
         message.pass_seconds, message.token_seconds, message.pair_seconds, message.load, message.caution,
         message.sample_count, message.most_tokens,
@@ -32,7 +32,7 @@ def compute_from_message(message: pb.ComputeRate) -> ComputeRate:
 
 
 def link_to_message(rate: TierRate) -> pb.LinkRate:
-    """The rate of the way from the sidecar's memory to an engine as a message."""
+    """Return the rate of the link from the sidecar's memory to an engine as a message."""
     return pb.LinkRate(
         latency_seconds=rate.latency_s, byte_seconds=rate.byte_s, caution=rate.caution, sample_count=rate.sample_count,
         least_bytes=rate.least_bytes,
@@ -40,26 +40,26 @@ def link_to_message(rate: TierRate) -> pb.LinkRate:
 
 
 def link_from_message(message: pb.LinkRate) -> TierRate:
-    """The rate that a message tells, which need not be sound."""
+    """Return the rate in a message. The caller must check that it is sound."""
     return TierRate(
         message.latency_seconds, message.byte_seconds, message.caution, message.sample_count, message.least_bytes
     )
 
 
 def prefill_to_message(done: Prefill) -> pb.MeasuredPrefill:
-    """A prefill that was measured as a message."""
+    """Return a measured prefill as a message."""
     return pb.MeasuredPrefill(
         new_tokens=done.new_tokens, context_tokens=done.context_tokens, seconds=done.seconds, passes=done.passes
     )
 
 
 def prefill_from_message(message: pb.MeasuredPrefill) -> Prefill:
-    """The prefill that a message tells, which need not be sound."""
+    """Return the measured prefill in a message. The caller must check that it is sound."""
     return Prefill(message.new_tokens, message.context_tokens, message.seconds, message.passes)
 
 
 def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
-    """The plan as a message, with the candidates that the wire has names for."""
+    """Return the plan as a message, with the candidates for whose ways the wire has numbers."""
     candidates = [each for each in plan.candidates if each.way in WAY_NUMBERS]
     return pb.LoadPlan(
         token_count=plan.token_count, candidates=map(_candidate_to_message, candidates),
@@ -68,7 +68,7 @@ def plan_to_message(plan: LoadPlan) -> pb.LoadPlan:
 
 
 def plan_from_message(message: pb.LoadPlan) -> LoadPlan:
-    """The plan that a message tells. Raises Internal when it chose a way that this release does not know."""
+    """Return the plan in a message. Raises Internal when it chose a way that this release does not know."""
     chosen = next(iter(message.candidates[message.chosen :]), None)
     if chosen is None or chosen.way not in WAYS:
         raise Internal("the sidecar chose a way that this release does not know: use the same release of both")

@@ -1,4 +1,4 @@
-"""ModelSpec <-> its message."""
+"""Converts a ModelSpec to its message and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPEC = (
     "model_id", "weights_digest", "adapter_id", "hidden_size", "vocab_size", "cache_dtype", "hidden_dtype",
     "chunk_tokens", "mla", "keeps_e", "tokenizer_digest",
 )  # fmt: skip
-"""The fields that are one number or text, and are called the same on both sides."""
+"""The fields that hold one number or text, and have the same name in the value and in the message."""
 
 
 def _plain(found: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _plain(found: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def spec_to_message(spec: ModelSpec) -> pb.ModelSpec:
-    """The spec as a message."""
+    """Return the spec as a message."""
     factors = [pb.RopeFactor(name=name, value=value) for name, value in spec.rope.factors]
     return pb.ModelSpec(
         **_plain(spec, _SPEC),
@@ -34,7 +34,7 @@ def spec_to_message(spec: ModelSpec) -> pb.ModelSpec:
 
 
 def spec_from_message(message: pb.ModelSpec) -> ModelSpec:
-    """The message as a validated spec. Raises InvalidRequest naming the field that is wrong."""
+    """Return the message as a validated spec. Raises InvalidRequest naming the field that is wrong."""
     for layer in message.layers:
         if not 1 <= layer.kind <= len(_KINDS):
             raise InvalidRequest(f"layer kind {layer.kind} is unknown to this version")

@@ -1,7 +1,6 @@
-"""Accounts of the benefit of the cache: tokens that engines fetched and did not compute, and the prefixes that they
-fetch most.
+"""Accounts of the cache's benefit: tokens that engines fetched and did not compute, and the prefixes fetched most.
 
-Both are accounts of one tenant, bounded, and cost a fetch a microsecond or two; lookups cost them nothing. They change
+Both are accounts of one tenant, and bounded. They cost a fetch a microsecond or two, and a lookup nothing. They change
 nothing: no tier and no policy reads them.
 
 - ``served``  tokens by model and hour, kept over restarts

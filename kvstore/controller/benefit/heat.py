@@ -1,9 +1,9 @@
 """The prefixes that were fetched most of late: a bounded account by the last chunk of each fetch.
 
-Where there are too many to be told apart, those with the least heat give it to the branch that they hang on: a system
-prompt is as hot as all the conversations that go on from it, however many they are and however short-lived.
+Past the bound, the prefixes with the least heat give their heat to the branch above them. So a system prompt is as hot
+as all the conversations that go on from it, however many they are and however short-lived.
 Space saving by hierarchy, after "Finding Hierarchical Heavy Hitters in Data Streams" (Cormode et al., 2003), with two
-departures: what is folded is never told apart again, and heat is halved every hour.
+departures: folded prefixes are never told apart again, and heat is halved every hour.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ HALVED_S = 3600.0
 HEAT_MIN = 0.01
 """A prefix that was fetched once is forgotten after some seven hours."""
 FOLDED_CHUNKS_MAX = 4096
-"""Chunks that one folding walks over: a millisecond. What is left then is forgotten."""
+"""Chunks that one folding walks over: a millisecond. The heat that is not placed by then is dropped."""
 WALKED_CHUNKS_MAX = 8192
 """Chunks that a tree is made of: some 3 ms. The hottest prefixes come first."""
 Ending = tuple[int, bytes]
-"""Where fetches ended: the number of a namespace, and the last chunk's digest."""
+"""The end of a fetched prefix: the number of its namespace, and the digest of its last chunk."""
 
 
 class HotPrefix(NamedTuple):
-    """A run of chunks from which fetched prefixes part, or at which they end. ``above``: the number of the run in front
-    of it, in the same list; -1: there is none. ``row`` is its last chunk's; ``token_count`` are those of the whole
-    prefix. ``heat``: fetches of it and of all that goes on from it, each of which counts half as much every hour;
-    ``own_heat``: those that ended with it."""
+    """A run of chunks at whose end fetched prefixes branch or end. ``above``: the index of the run in front of this
+    run in the same list; -1: there is none. ``row``: the catalog's row of the last chunk. ``token_count``: tokens of
+    the whole prefix. ``heat``: fetches of the prefix and of all longer ones, each of which counts half as much every
+    hour. ``own_heat``: the same of the fetches that ended with this run."""
 
     above: int
     row: int
@@ -41,8 +41,8 @@ class HotPrefix(NamedTuple):
 
 
 class Heat:
-    """One tenant's. Runs on the event loop's thread. Cost: a fraction of a microsecond per fetch, and a millisecond
-    every ``PREFIX_COUNT_MAX`` fetches of prefixes that are not among the hot ones."""
+    """One tenant's account. Runs on the event loop's thread. Cost: a fraction of a microsecond per fetch, and a
+    millisecond every ``PREFIX_COUNT_MAX`` fetches of prefixes that are not among the hot ones."""
 
     def __init__(self, catalog: Catalog, clock: Clock) -> None:
         self._catalog = catalog
@@ -51,7 +51,7 @@ class Heat:
         self._as_of_s = clock.monotonic()
 
     def add(self, space: Namespace, last: bytes, fetch_count: int = 1) -> None:
-        """A prefix that ends with this chunk was fetched so often."""
+        """Count ``fetch_count`` fetches of the prefix that ends with the chunk ``last``."""
         ending = space.number, last
         self._heat[ending] = self._heat.get(ending, 0.0) + fetch_count
         if len(self._heat) > 2 * PREFIX_COUNT_MAX:
@@ -59,14 +59,14 @@ class Heat:
             self._fold()
 
     def _cool(self) -> None:
-        """Halve what is an hour old, and forget what is cold."""
+        """Decay all heat to now, by half per hour, and forget prefixes below ``HEAT_MIN``."""
         now_s = self._clock.monotonic()
         share = 0.5 ** ((now_s - self._as_of_s) / HALVED_S)
         self._as_of_s = now_s
         self._heat = {ending: heat * share for ending, heat in self._heat.items() if heat * share >= HEAT_MIN}
 
     def _fold(self) -> None:
-        """Give the heat of all but the hottest to the branches that they hang on."""
+        """Keep the ``PREFIX_COUNT_MAX`` hottest prefixes; give the heat of the others to the branches above them."""
         ordered = sorted(self._heat, key=self._heat.__getitem__)
         walked = 0
         for ending in ordered[:-PREFIX_COUNT_MAX]:
@@ -91,8 +91,8 @@ class Heat:
         return self._catalog.spaces.numbered[number].index.get(digest, ROOT_ROW)
 
     def hottest(self, count: int) -> list[HotPrefix]:
-        """Return the ``count`` hottest prefixes that are stored, as a tree: each stands behind the one that it goes on
-        from."""
+        """Return the ``count`` hottest prefixes that are stored, as a tree: each prefix comes after the shorter one
+        that it extends."""
         self._cool()
         tree = _Tree(self._catalog)
         for ending in sorted(self._heat, key=self._heat.__getitem__, reverse=True):
@@ -103,7 +103,7 @@ class Heat:
 
 
 class _Tree:
-    """The chunks of some prefixes, and how hot each is."""
+    """The chunks of some prefixes, and the heat of each chunk."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -111,10 +111,10 @@ class _Tree:
         self._own: dict[int, float] = {}
         self._heat: dict[int, float] = {}
         self._paths: list[list[int]] = []
-        """What each prefix added: its last chunk first."""
+        """The rows that each prefix added, its last chunk first."""
 
     def add(self, row: int, heat: float) -> bool:
-        """Add a prefix. False where there is no room for its chunks: it is left out."""
+        """Add a prefix by the row of its last chunk. False where it would exceed WALKED_CHUNKS_MAX: it is left out."""
         path, parents = [], self._table.parents
         above = row
         while above != ROOT_ROW and above not in self._heat:
@@ -133,7 +133,7 @@ class _Tree:
         for row, own in self._own.items():
             heat[row] += own
         branches: dict[int, int] = {}
-        for path in reversed(self._paths):  # a path hangs on an earlier one
+        for path in reversed(self._paths):  # each path continues an earlier one
             for row in path:
                 above = parents[row]
                 if above != ROOT_ROW:
@@ -149,7 +149,7 @@ class _Tree:
                 above = parents[row]
                 tokens[row] = tokens.get(above, 0) + self._table.token_counts[row]
                 fronts[row] = above if above in ends else fronts.get(above, ROOT_ROW)
-        # A run is at least as hot as what goes on from it; where it is not hotter, it has fewer tokens.
+        # A run is at least as hot as the runs below it, and has fewer tokens: this order has a run before those.
         for row in sorted(ends, key=lambda each: (-heat[each], tokens[each]))[:count]:
             places[row] = len(found)
             above = places.get(fronts[row], -1)

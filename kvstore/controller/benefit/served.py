@@ -1,4 +1,4 @@
-"""Counts the tokens that one tenant's engines fetched and so did not compute, by model and hour."""
+"""The tokens that one tenant's engines fetched and so did not compute, by model and hour."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvstore.spec import CacheKind
 
 HOUR_S = 3600
 HOUR_COUNT_MAX = 48
-"""So many hours of a model are kept, the one that runs among them."""
+"""Hours of a model that are kept, the current one included."""
 MODEL_COUNT_MAX = 64
 """Models whose hours are kept: those that were fetched last."""
 COUNT_MAX = 1 << 53
-"""Of what one hour counts: a JSON number is exact up to here."""
+"""The largest token count of one hour: a JSON number is exact up to here."""
 FORMAT, VERSION = "kvstore-served", 1
 UNKNOWN = ComputeRate()
 NOT_COMPUTED = (CacheKind.OPAQUE, CacheKind.ENCODER)
@@ -30,15 +30,15 @@ NOT_COMPUTED = (CacheKind.OPAQUE, CacheKind.ENCODER)
 
 
 class Saving(NamedTuple):
-    """``fetch_count`` fetches brought ``token_count`` tokens. ``seconds`` is what computing these would have taken; 0
-    for what was fetched while nobody knew how long this model's prefills take."""
+    """``fetch_count`` fetches brought ``token_count`` tokens. ``seconds`` is the time that computing them would have
+    taken; fetches made before an engine told how long this model's prefills take count 0 seconds."""
 
     fetch_count: int = 0
     token_count: int = 0
     seconds: float = 0.0
 
     def plus(self, other: Saving) -> Saving:
-        """Return both together."""
+        """Return the sum of both, field by field."""
         return Saving(
             self.fetch_count + other.fetch_count, self.token_count + other.token_count, self.seconds + other.seconds
         )
@@ -48,23 +48,23 @@ NOTHING = Saving()
 
 
 class ServedHour(NamedTuple):
-    """The tokens fetched of a model in the hour that began at ``start_s`` (seconds since 1970)."""
+    """The saving of a model's fetches in the hour that began at ``start_s`` (seconds since 1970)."""
 
     start_s: int
     saving: Saving
 
 
 class ServedModel(NamedTuple):
-    """The tokens fetched of a model: since the service's start, and by hour, the oldest first, hours before the start
-    among them."""
+    """The saving of a model's fetches: ``total`` since the service's start; ``hours``, the oldest first, also those
+    before the start."""
 
     total: Saving = NOTHING
     hours: tuple[ServedHour, ...] = ()
 
 
 class Served:
-    """Runs on the event loop's thread. Bounded: ``MODEL_COUNT_MAX`` models of ``HOUR_COUNT_MAX`` hours. Cost: about
-    a microsecond per fetch."""
+    """One tenant's account. Runs on the event loop's thread. Bounded: ``MODEL_COUNT_MAX`` models of ``HOUR_COUNT_MAX``
+    hours. Cost: about a microsecond per fetch."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -72,11 +72,11 @@ class Served:
         self._hours: dict[bytes, dict[int, Saving]] = {}
         self._rates: dict[bytes, ComputeRate] = {}
         self.is_changed = False
-        """Whether something was fetched since ``pack`` was last called."""
+        """True when something was fetched since ``pack`` was last called."""
 
     def add(self, space: Namespace, token_count: int, fetch_count: int = 1) -> None:
-        """Count fetches of one prefix, ``token_count`` tokens together. E beside a cache, and values that no prefill
-        makes, count for nothing."""
+        """Count ``fetch_count`` fetches of one prefix that brought ``token_count`` tokens in sum. E beside a cache, and
+        values that no prefill makes, do not count."""
         if space.layer is not None or space.kind in NOT_COMPUTED or not token_count:
             return
         name = space.fingerprint
@@ -92,17 +92,18 @@ class Served:
         self.is_changed = True
 
     def learn(self, fingerprint: bytes, rate: ComputeRate) -> None:
-        """Know from now on what computing tokens of a model takes, as its engines measured it."""
+        """Set the time that computing tokens of a model takes, as its engines measured it, for fetches from now on."""
         self._rates[fingerprint] = rate
 
     def of(self, fingerprint: bytes) -> ServedModel:
-        """Return what was fetched of a model."""
+        """Return the saving of a model's fetches; hours that are too old are left out."""
         hours, first = self._hours.get(fingerprint, {}), int(self._clock.wall() // HOUR_S) - HOUR_COUNT_MAX + 1
         told = tuple(ServedHour(hour * HOUR_S, hours[hour]) for hour in sorted(hours) if hour >= first)
         return ServedModel(self._totals.get(fingerprint, NOTHING), told)
 
     def _forget(self, hours: dict[int, Saving], hour: int) -> None:
-        """Make room for an hour: those that are too long ago go, and those of a clock that ran ahead."""
+        """Make room for an hour: drop hours that are too old, and hours after it, which a clock that ran ahead left.
+        Drop the hours of models past ``MODEL_COUNT_MAX``, too."""
         for each in [each for each in hours if not hour - HOUR_COUNT_MAX < each <= hour]:
             del hours[each]
         while len(self._hours) > MODEL_COUNT_MAX:
@@ -120,8 +121,8 @@ class Served:
         return json.dumps(whole).encode() + b"\n"
 
     def unpack(self, data: bytes) -> None:
-        """Begin with the hours of earlier starts. Raises InvalidRequest saying what is wrong, and then begins with
-        none."""
+        """Take over the hours that an earlier start packed. Raises InvalidRequest saying what is wrong with ``data``,
+        and then takes none."""
         try:
             found = parsed(data.decode(), "the file of hours")
         except UnicodeDecodeError as error:
@@ -151,5 +152,5 @@ def _hours_of(name: str, rows: Any) -> tuple[bytes, dict[int, Saving]]:
 
 
 def digest_of(models: Mapping[str, Any]) -> str:
-    """Return what the file says of its hours, which shows a byte that changed."""
+    """Return the hexadecimal checksum of the file's hours, which shows a byte that changed."""
     return blake3(json.dumps(models, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

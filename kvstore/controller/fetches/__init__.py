@@ -1,15 +1,15 @@
-"""Reading: what is stored of a chain, and its bytes under a lease.
+"""Reading: lookups of a chain's stored prefix, and fetches of its bytes under a lease.
 
 Where a chain goes on beyond the node, ``lookup_wide`` and ``fetch_wide`` ask the shared tiers.
 
-A lookup promises nothing, unless it is asked to hold what it found by a ticket. A fetch leases the stored prefix and
-has movement bring in what memory lacks; the slabs can be copied as they arrive. A miss is a value and never an error.
+A lookup promises nothing, unless it is asked for a ticket, which holds the hits. A fetch leases the stored prefix and
+has movement bring in chunks that memory lacks; slabs can be copied as they arrive. A miss is a value, never an error.
 Cost: a lookup walks the chain, about 1 us per chunk and part; a fetch moves no byte itself.
 
-- ``lookup``    how far a chain is stored
+- ``lookup``    the length and the places of a chain's stored prefix
 - ``tickets``   prefixes that one session found and others fetch
 - ``fetch``     the stored prefix under a lease
-- ``arrivals``  what lands of it, slab by slab
+- ``arrivals``  the slabs of a fetch as they land in memory
 """
 
 from kvstore.controller.fetches.arrivals import arrivals_of

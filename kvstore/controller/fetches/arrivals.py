@@ -1,4 +1,4 @@
-"""Tells a fetch's reader of each piece as it lands."""
+"""Reports of a fetch's slabs, as they land in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.spec import MissReason
 
 
 async def arrivals_of(result: FetchResult, deadline: Deadline) -> AsyncIterator[list[Arrival]]:
-    """Yield the pieces of a fetch's chunks that land, in batches, until all have landed or are lost. What has not
+    """Give the arrivals of a fetch's chunks, in batches, until each chunk has landed or was lost. A chunk that has not
     landed at the deadline counts as lost for this fetch."""
     waiting = {position: chunk.loading for position, chunk in enumerate(result.chunks) if chunk.loading}
     told = {position: (0, loading.is_provisional) for position, loading in waiting.items()}

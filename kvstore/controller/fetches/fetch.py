@@ -16,11 +16,13 @@ from kvstore.seams import Deadline
 from kvstore.spec import MissReason, Tier
 
 TOLD_CHUNKS_MAX = 4096
-"""Chunks that one packet of a client can say it used: it is a hint, and the service answers others meanwhile."""
+"""Chunks that count as used from one packet of a client. The packet is only a hint, and walking more chunks would keep
+other requests waiting."""
 
 
 class Fetches:
-    """Holds what is stored while its reader copies it, and has what memory lacks brought in."""
+    """Fetches of one tenant: a lease holds the chunks while their reader copies them, and movement brings in the chunks
+    that memory lacks."""
 
     def __init__(self, parts: Parts, tickets: Tickets) -> None:
         self._parts = parts
@@ -31,8 +33,9 @@ class Fetches:
     async def redeem(
         self, session: Session, ticket_id: bytes, layers: tuple[int, ...], deadline: Deadline
     ) -> FetchResult:
-        """Fetch what a ticket is for. Raises InvalidRequest for one that is not open, DataLoss when a part of it was
-        lost after all, or is not where a shared tier said, Exhausted when memory has no room for it now."""
+        """Fetch the prefix of a ticket. Raises InvalidRequest for a ticket that is not open; DataLoss when a chunk was
+        lost after all, or is not in the shared tier that was said to have it; Exhausted when the chunks cannot be
+        brought into memory now."""
         query = self._tickets.query(ticket_id)._replace(layers=layers)
         result = await self.fetch_wide(session, query, deadline)
         is_whole = result.hit_count == len(query.digests)
@@ -46,7 +49,8 @@ class Fetches:
         raise DataLoss(f"a chunk of this ticket was lost: {result.reason.name}", reason=result.reason.name)
 
     async def fetch_wide(self, session: Session, query: ChainQuery, deadline: Deadline) -> FetchResult:
-        """As ``fetch``; where the chain goes on, shared tiers are asked, and what they have is brought in, too."""
+        """As ``fetch``; where the chain goes on beyond the node, ask the shared tiers, and bring in their chunks, too.
+        Raises Unavailable when the session ends meanwhile."""
         shared = self._movement.shared_tiers
         if not shared.tiers:
             return self.fetch(session, query)
@@ -62,7 +66,7 @@ class Fetches:
         except Exhausted:  # what others have finds no namespace here: a miss, and no failure of the fetch
             return self.fetch(session, query)
         walk = self._catalog.walk(spaces, query.digests)
-        if walk.hit_count < start:  # some of what the node had left meanwhile: what goes on after it is of no use
+        if walk.hit_count < start:  # some of the node's chunks left meanwhile: chunks after a gap are of no use
             return self._fetch(session, query, spaces, walk)
         more = shared.rows(spaces, query.digests, start, found)
         try:
@@ -71,7 +75,7 @@ class Fetches:
             shared.release(more)
 
     def fetch(self, session: Session, query: ChainQuery) -> FetchResult:
-        """The prefix that the node has, under a lease; movement brings in what memory lacks.
+        """Lease the prefix that the node has; movement brings in the chunks that memory lacks.
 
         Raises Exhausted past limits.leased_bytes_max or lease_count_max.
         """
@@ -99,14 +103,14 @@ class Fetches:
         return FetchResult(lease.lease_id, count, tier, reason, chunks, tails, lengths)
 
     def _note(self, space: Namespace, chain: Sequence[int]) -> None:
-        """A prefix was handed out. All of its chunks but the last are full."""
+        """Count a fetched prefix in the accounts. All of its chunks but the last are full."""
         table, last = self._catalog.table, chain[-1]
         self._parts.heat.add(space, table.digests[last])
         self._parts.served.add(space, (len(chain) - 1) * space.spec.chunk_tokens + table.token_counts[last])
 
     def used(self, queries: Iterable[UsedChain]) -> None:
-        """Chains that were copied without a call count as used, the last one last. What is not there any more counts
-        for nothing. Where all are too long to be told at once, policies hear nothing of the first ones."""
+        """Count chains that clients copied without a call as used, the last chain as the most recent. Chains that are
+        not stored any more do not count. Past ``TOLD_CHUNKS_MAX`` chunks, policies do not hear of the first chains."""
         left, parents = TOLD_CHUNKS_MAX, self._catalog.table.parents
         chains: dict[int, list[int]] = {}
         for used in reversed(list(queries)):
@@ -131,7 +135,8 @@ class Fetches:
                 self._movement.used(chain)
 
     def _bring_in(self, walk: Walk, layers: frozenset[int]) -> tuple[list[list[int]], dict[int, Loading], MissReason]:
-        """Have what is cold brought in. The chain ends before the first chunk that cannot be had now."""
+        """Have chunks that are not in memory brought in. Return the chains, cut before the first chunk that cannot be
+        had now, the loadings under way by row, and why the chunk after them is missing."""
         if all(map(self._movement.are_in_memory, walk.chains)):
             return walk.chains, {}, walk.reason
         keep = frozenset(row for chain in walk.chains for row in chain)

@@ -1,4 +1,4 @@
-"""Finds how far a chain is stored."""
+"""Lookups: the length and the places of a chain's stored prefix."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstore.seams import Deadline, Pauses
 from kvstore.spec import ChunkState, Encoding, MissReason
 
 STEP_CHUNKS = 4096
-"""How many of a chain's chunks, times their parts, are walked between two pauses."""
+"""Chunks of a chain, times their parts, that are walked between two pauses."""
 
 
 def namespaces_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = False) -> list[Namespace]:
-    """The namespaces that a query's chunks must be in, one per part. Only a store makes those that are not there.
+    """Return the namespaces that a query's chunks must be in, one per part. Only a store makes a missing namespace.
     Raises InvalidRequest for an unknown model or layer; Exhausted past limits.namespace_count_max."""
     model = catalog.model(query.fingerprint)
     layers: list[int | None] = [] if query.hidden_only else [None]
@@ -37,14 +37,15 @@ def namespaces_of(catalog: Catalog, query: ChainQuery, *, for_store: bool = Fals
 def tails_after(
     catalog: Catalog, spaces: Sequence[Namespace], query: ChainQuery, hit_count: int
 ) -> tuple[tuple[Tail, ...], int]:
-    """The partial chunks after the last hit, and the lengths of all where these are not all."""
+    """Return the partial chunks after the last hit. Where there are too many to name, return some, and as a bitmap the
+    lengths of all; else the bitmap is 0."""
     parent = query.digests[hit_count - 1] if hit_count else ROOT_DIGEST
     found, table = catalog.tails(spaces, parent), catalog.table
     return tuple(Tail(table.token_counts[row], table.digests[row]) for row in found.rows), found.lengths
 
 
 def cut_runs(runs: Sequence[Run], start: int, stop: int | None = None) -> Iterator[Run]:
-    """Gives what runs say of the chunks from number ``start`` on, and before ``stop``."""
+    """Give the runs of the chunks ``start`` to ``stop`` (exclusive; None: to the end), cut at both ends."""
     first = 0
     for run in runs:
         last = first + run.chunk_count
@@ -55,7 +56,7 @@ def cut_runs(runs: Sequence[Run], start: int, stop: int | None = None) -> Iterat
 
 
 class Lookups:
-    """Lookups of one tenant. They change nothing, but that a ticket holds what was found where one is asked for."""
+    """Lookups of one tenant. They change nothing, but that a ticket holds the hits where one is asked for."""
 
     def __init__(self, parts: Parts, tickets: Tickets) -> None:
         self._parts = parts
@@ -63,7 +64,7 @@ class Lookups:
         self._tickets = tickets
 
     def lookup(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """Return the stored prefix of a chain. With ``readers`` a ticket holds the hits for so many fetches."""
+        """Return how far the node has a chain. With ``readers`` a ticket holds the hits for so many fetches."""
         spaces = namespaces_of(self._catalog, query)
         walk = self._catalog.walk(spaces, query.digests)
         for chain in walk.chains:
@@ -74,8 +75,8 @@ class Lookups:
         return self._held(query, LookupResult(walk.hit_count, walk.runs, tails, lengths), walk.chains, readers)
 
     def held(self, query: ChainQuery, readers: int) -> LookupResult:
-        """Chunks that follow one another, held by a ticket as far as the node has them; where it has not all, shared
-        tiers are said to have the others. Raises as ``Tickets.issue``."""
+        """Issue a ticket for a chain that is all hits. It holds the chunks that the node has; shared tiers are said to
+        have the others. Raises as ``Tickets.issue``."""
         spaces = namespaces_of(self._catalog, query)
         walk = self._catalog.walk(spaces, query.digests)
         return self._held(query, LookupResult(len(query.digests), walk.runs, ()), walk.chains, readers)
@@ -83,7 +84,8 @@ class Lookups:
     def _held(
         self, query: ChainQuery, found: LookupResult, chains: Sequence[Sequence[int]], readers: int
     ) -> LookupResult:
-        """With a ticket, where there are ``readers``, for all that hit; of it the node has ``chains``, which stay."""
+        """Return ``found``, with a ticket for all hits if there are ``readers``. The ticket holds the rows of
+        ``chains``, which are the hits that the node has."""
         if not readers or not found.hit_count:
             return found
         held = query._replace(digests=query.digests[: found.hit_count])
@@ -92,14 +94,14 @@ class Lookups:
         return found._replace(ticket=ticket.ticket_id, ticket_s=self._parts.limits.ticket_age_s_max)
 
     async def lookup_long(self, query: ChainQuery, readers: int = 0) -> LookupResult:
-        """As ``lookup``, whatever the chain's length."""
+        """As ``lookup``, in steps where the chain is long."""
         if len(query.digests) * (len(query.hidden_layers) + 1) <= STEP_CHUNKS:
             return self.lookup(query, readers)
         return await self.in_steps(query, readers, self._parts.long_work.begin())
 
     async def lookup_wide(self, query: ChainQuery, readers: int, deadline: Deadline) -> LookupResult:
-        """As ``lookup_long``; where the chain goes on, shared tiers are asked. What they are said to have is a hit of
-        their tier, of which only the fetch tells whether it is there. A ticket cannot hold it."""
+        """As ``lookup_long``; where the chain goes on beyond the node, ask the shared tiers. A chunk that they are said
+        to have is a hit of their tier: only the fetch shows whether it is there. A ticket cannot hold it."""
         shared = self._parts.movement.shared_tiers
         if not shared.tiers:
             return await self.lookup_long(query, readers)
@@ -116,7 +118,7 @@ class Lookups:
         return self._held(query, found, walk.chains, readers)
 
     async def segments(self, queries: Sequence[ChainQuery], deadline: Deadline) -> list[LookupResult]:
-        """Each chain by itself, as far as it is stored here or said to be in shared tiers, which are asked once."""
+        """Look each chain up by itself, here and in the shared tiers, which are asked once for all chains."""
         pauses, shared = self._parts.long_work.begin(), self._parts.movement.shared_tiers
         found = [await self.in_steps(query, 0, pauses) for query in queries]
         if not shared.tiers:
@@ -131,8 +133,7 @@ class Lookups:
     def _onwards(
         self, query: ChainQuery, spaces: Sequence[Namespace], found: LookupResult, more: Sequence[ChunkHint]
     ) -> LookupResult:
-        """Return the stored prefix of a chain: chunks that the node has, then those that shared tiers are said to
-        have."""
+        """Return the node's hits ``found``, followed by the chunks ``more`` that shared tiers are said to have."""
         if not more:
             return found
         self._parts.counters.add("lookup_hinted_chunks", len(more))
@@ -146,14 +147,15 @@ class Lookups:
         return LookupResult(hits, tuple(runs), *tails_after(self._catalog, spaces, query, hits))
 
     def _hinted(self, spaces: Sequence[Namespace], digests: Sequence[bytes], where: ChunkHint) -> list[Run]:
-        """Chunks after what the node has of a chain; the node may have them all the same, behind a gap."""
+        """Return the runs of hinted chunks. Where the hint names no tier, the node has the chunks itself, behind a
+        gap."""
         if where.kind is None:
             return [self._catalog.walk(spaces, [digest]).runs[0] for digest in digests]
         return [Run(len(digests), ChunkState.HIT, MissReason.NONE, where.kind, Encoding.NONE)]
 
     async def in_steps(self, query: ChainQuery, readers: int, pauses: Pauses) -> LookupResult:
-        """As ``lookup``, of a chain that takes long to walk: others are answered in between. A chunk that leaves
-        meanwhile is a miss; one that comes may be."""
+        """As ``lookup``, in steps between which others are answered: a long chain takes long to walk. A chunk that
+        leaves meanwhile is a miss; a chunk that comes meanwhile may be a miss."""
         spaces = namespaces_of(self._catalog, query)
         step = max(1, STEP_CHUNKS // len(spaces))
         hits, absent = 0, []
@@ -169,7 +171,8 @@ class Lookups:
         return prefix._replace(runs=tuple(joined_runs((*prefix.runs, *absent))))
 
     async def first_stored(self, query: ChainQuery, digests: Sequence[bytes], pauses: Pauses) -> int:
-        """The number, from 1 on, of the first of these chunks that every part of the query holds by itself; 0: none."""
+        """Return the position, from 1 on, of the first of ``digests`` that all parts of the query have, whatever comes
+        before it in a chain; 0: none."""
         spaces = namespaces_of(self._catalog, query)
         step = max(1, STEP_CHUNKS // len(spaces))
         for start in range(0, len(digests), step):
@@ -180,7 +183,7 @@ class Lookups:
         return 0
 
     def stored(self, query: ChainQuery) -> list[list[int]]:
-        """The rows of the stored prefix, one chain per part of the query."""
+        """Return the rows of the stored prefix, one chain per part of the query."""
         return self._catalog.walk(namespaces_of(self._catalog, query), query.digests).chains
 
     def _byte_count(self, rows: Sequence[int]) -> int:

@@ -1,5 +1,5 @@
-"""Tickets: one process found a prefix, and others fetch it. The chunks stay until every reader came or the ticket
-expired. A fetch by a ticket gives all of its bytes or raises a typed error."""
+"""Tickets: one process finds a prefix, and others fetch it. The chunks stay until every reader has fetched them or the
+ticket has expired. A fetch by a ticket gives all chunks of the ticket or raises a typed error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tickets:
         return len(self._open)
 
     def issue(self, query: ChainQuery, rows: tuple[int, ...], byte_count: int, readers: int) -> Ticket:
-        """Hold a prefix for ``readers`` fetches, at most limits.ticket_age_s_max until the first of them.
+        """Hold a prefix for ``readers`` fetches. It expires limits.ticket_age_s_max after its issue or its last fetch.
 
         Raises: InvalidRequest for a number of readers out of range; Exhausted past limits.ticket_count_max or
         limits.ticket_bytes_max.
@@ -63,8 +63,8 @@ class Tickets:
         return ticket
 
     def query(self, ticket_id: bytes) -> ChainQuery:
-        """Return the query that the ticket holds. Raises InvalidRequest for one that expired, was used up or released,
-        or never was."""
+        """Return the query of the ticket. Raises InvalidRequest for a ticket that expired, was used up or released, or
+        never was."""
         ticket = self._open.get(ticket_id)
         if ticket is None:
             raise InvalidRequest(
@@ -74,12 +74,12 @@ class Tickets:
         return ticket.query
 
     def is_open(self, ticket_id: bytes) -> bool:
-        """Return True when it can be redeemed, still."""
+        """True when the ticket can still be redeemed."""
         return ticket_id in self._open
 
     def redeemed(self, ticket_id: bytes) -> None:
-        """One reader holds the chunks itself now. The last reader ends the ticket. The others get their time anew: a
-        reader that came proves that the others will come."""
+        """Note that one reader holds the chunks by a lease of its own. The last reader ends the ticket. After any other
+        the ticket's time starts anew: a reader that came proves that the others will come."""
         ticket = self._open[ticket_id]
         self._parts.counters.add("tickets_redeemed")
         ticket.readers_left -= 1
@@ -88,7 +88,7 @@ class Tickets:
             self.release(ticket_id)
 
     def release(self, ticket_id: bytes) -> None:
-        """End a ticket. Unknown ones are fine: they ended before."""
+        """End a ticket. An unknown ticket is no error: it ended before."""
         ticket = self._open.pop(ticket_id, None)
         if ticket is not None:
             self.held_bytes -= ticket.byte_count
@@ -96,7 +96,7 @@ class Tickets:
                 self._parts.catalog.unhold(row)
 
     def expire(self) -> None:
-        """End the tickets whose time is over."""
+        """End the tickets that have expired."""
         now_s = self._clock.monotonic()
         for ticket in [each for each in self._open.values() if each.expires_s <= now_s]:
             self._parts.counters.add("tickets_expired")

@@ -1,16 +1,16 @@
-"""Operators' questions to one tenant, chunk by chunk, and the changes that they order.
+"""Operators' requests to one tenant: listings of its chunks, and changes to them.
 
-``Operators`` is a front of its own beside the controller's, which engines use. It shows one tenant's data: another
-tenant has another. Whoever asks here may ask for all of the catalog, so nothing is looked through at once: all
-questions together have one *turn* per round of the event loop, and what engines wait for runs in between. A listing is
-no snapshot: each chunk is told as it was in its turn.
+``Operators`` is a front of its own beside the controller's, which engines use. It shows one tenant's data; every tenant
+has its own. A request may concern the whole catalog, so no request looks through all of it at once: all requests
+together have one *turn* per round of the event loop, and the engines' requests run in between. A listing is no
+snapshot: each chunk is told as it was in its turn.
 
-- ``selection``  which chunks are meant, decided on columns
-- ``listing``    what is said of each, and what they come to
-- ``showing``    all that is known of one
-- ``changes``    what is removed, pinned, moved and read again; each with a dry run
-- ``turns``      how long a question may keep the loop
-- ``values``     what goes in and comes out
+- ``selection``  the chunks that a request selects, decided on columns
+- ``listing``    the entries of selected chunks, and their totals
+- ``showing``    all that is known of one chunk
+- ``changes``    evict, pin, move, bring and verify; each with a dry run
+- ``turns``      the time that a request may keep the loop
+- ``values``     arguments and results of the requests
 """
 
 from kvstore.controller.operators.operators import Operators

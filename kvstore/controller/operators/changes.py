@@ -1,4 +1,4 @@
-"""Changes that operators order. Every change has a dry run, which makes the same plan and counts the same words."""
+"""Operators' changes to chunks. Every change has a dry run, which makes the same plan and counts the same words."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvstore.movement import Fate, Meant, Step, Transit, Writes
 from kvstore.seams import Clock
 
 NEWS_S = 0.5
-"""How often the caller hears how far it is."""
+"""Seconds between two reports of a change's progress."""
 BATCH_COUNT = 64
 """Chunks that are moved or brought at once."""
 UNDONE_AT_ONCE = 256
-"""So many holds, or pins, are given back in one step of the loop."""
+"""Holds, or pins, that are given back in one step of the loop."""
 BATCH_S_MAX = 120.0
-"""A change ends in which no chunk has arrived for so long: the rest is told, and not tried."""
+"""A change ends when no chunk has arrived for so long. The remaining chunks are counted as not tried."""
 WORDS = {
     Fate.REMOVED: "removed",
     Fate.WITH_PARENT: "removed with what it hung on",
@@ -36,7 +36,7 @@ WORDS = {
     Fate.SPARED: "stays with what it hangs on",
 }
 DURABLE = "no longer durable"
-"""Of those that were removed: they had been acknowledged as surviving the service. No word of its own in the total."""
+"""Removed chunks that had been acknowledged as surviving the service. They count a second time, beside "removed"."""
 FREED, HELD = "given up by faster tiers", "held"
 STAYS = "has nowhere slower to go"
 NOT_TRIED = "not tried"
@@ -45,7 +45,7 @@ PINNED, UNPINNED = "pinned", "unpinned"
 
 
 class Said:
-    """Decides when the caller hears how far a change is."""
+    """Paces the reports of a change's progress."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
         self._clock = clock
@@ -53,14 +53,14 @@ class Said:
         self._said_s = clock.monotonic()
 
     def due(self) -> Iterator[ChangeNews]:
-        """News, if the last was some time ago."""
+        """Give a report if the last one is ``NEWS_S`` old."""
         if self._clock.monotonic() - self._said_s >= NEWS_S:
             self._said_s = self._clock.monotonic()
             yield ChangeNews(self._tally)
 
 
 class Changes:
-    """One tenant's. Nothing that is held (by a lease, a ticket, a move or a pin) is taken away."""
+    """Changes of one tenant's chunks. A held chunk (by a lease, a ticket, a move or a pin) is never removed."""
 
     def __init__(self, parts: Parts, turns: Turns) -> None:
         self._parts = parts
@@ -70,8 +70,8 @@ class Changes:
         self._turns = turns
 
     async def _picked(self, chosen: Chosen, turn: Turn) -> Meant:
-        """All chunks that are meant. A row may be another chunk's by the time it is looked at again: whoever does
-        compares."""
+        """Return all selected chunks. A row may belong to another chunk by the time of its use: users compare the
+        identity."""
         rows, spaces = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
         digests: list[bytes] = []
         async for block in chosen.blocks(turn):
@@ -94,7 +94,7 @@ class Changes:
     # ------------------------------------------------------------ evict
 
     async def evict(self, chosen: Chosen, only: Copies | None, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Remove what is meant from one tier, or from all local ones."""
+        """Remove the selected chunks from the tier ``only``, or from all local ones."""
         turn, clearing = self._turns.begin(), self._movement.clearing
         plan = await clearing.plan(await self._picked(chosen, turn), only, turn.between)
         tally = Tally(len(plan))
@@ -117,7 +117,7 @@ class Changes:
     # ------------------------------------------------------------ pins
 
     async def pin(self, chosen: Chosen, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Pin all that is meant, and what it hangs on, or nothing. Raises Exhausted past limits.pin_bytes_max."""
+        """Pin all selected chunks with their ancestors, or none. Raises Exhausted past limits.pin_bytes_max."""
         pins, turn = self._parts.pins, self._turns.begin()
         meant = await self._picked(chosen, turn)
         new: dict[int, int] = {}
@@ -142,7 +142,7 @@ class Changes:
                     pins.pin(row, seconds)
                     pinned.append((row, until_s))
                 tally.add(PINNED, self._size(row))
-        except BaseException:  # it is full after all, or the caller went: all or nothing
+        except BaseException:  # the limit was reached after all, or the caller went: all or nothing
             self._undo(pinned)
             raise
         yield ChangeNews(tally, is_last=True)
@@ -157,8 +157,8 @@ class Changes:
             asyncio.get_running_loop().call_soon(self._undo, pinned)
 
     async def unpin(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """End the pins of what is meant, also of chunks that went in spite of them. What another pinned chunk hangs on
-        stays."""
+        """End the pins of the selected chunks, also of chunks that left all tiers in spite of them. An ancestor of
+        another pinned chunk stays kept."""
         pins, turn = self._parts.pins, self._turns.begin()
         await turn.next()
         rows = []
@@ -180,8 +180,8 @@ class Changes:
     async def send(
         self, chosen: Chosen, targets: Sequence[Writes], leaving: Sequence[Copies], stays: str, *, dry_run: bool
     ) -> AsyncGenerator[ChangeNews]:
-        """Write what is meant to the first of these tiers that takes it, and have the ``leaving`` ones give it up.
-        ``stays``: what is said of a chunk that no target takes."""
+        """Write each selected chunk to the first of the ``targets`` that takes it, and have the ``leaving`` tiers give
+        it up. ``stays``: the word that counts a chunk that no target takes."""
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
@@ -219,7 +219,7 @@ class Changes:
     def _sent(
         self, step: Step, leaving: Sequence[Copies], stays: str, tally: Tally, *, dry_run: bool
     ) -> None:  # fmt: skip
-        """Count what became of one chunk, and give it up where that is meant."""
+        """Count the outcome for one chunk, and have the ``leaving`` tiers give it up where the step says so."""
         relocation, byte_count = self._movement.relocation, self._size(step.row)
         if step.to is None:
             tally.add(stays, byte_count)
@@ -239,7 +239,7 @@ class Changes:
             tally.add(HELD, byte_count)
 
     async def settle(self, writes: Sequence[Writes], *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Wait until everything that waits for a slower tier is through."""
+        """Wait until the tiers have written all chunks of their backlogs."""
         total = sum(each.backlog_count for each in writes)
         tally = Tally(total)
         clock, left, since_s = self._parts.clock, total, self._parts.clock.monotonic()
@@ -264,8 +264,8 @@ class Changes:
     # ------------------------------------------------------------ into memory
 
     async def bring(self, chosen: Chosen, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Have what is meant in memory, as much of it as memory holds beside what is held there. What of it is there
-        stays there meanwhile."""
+        """Bring the selected chunks into memory, as many as fit beside the chunks that must stay there. Selected chunks
+        that are in memory already stay there meanwhile."""
         turn, relocation = self._turns.begin(), self._movement.relocation
         meant = await self._picked(chosen, turn)
         order = await self._root_first(meant, turn)
@@ -314,7 +314,7 @@ class Changes:
         yield ChangeNews(tally, is_last=True)
 
     def _brought(self, row: int, *, is_late: bool) -> str:
-        """Return the word for the outcome of a chunk that was to come into memory."""
+        """Return the word for the outcome of bringing one chunk into memory."""
         if row in self._movement.memory:
             return BROUGHT
         if not self._movement.relocation.can_come(row):
@@ -335,8 +335,8 @@ class Changes:
             asyncio.get_running_loop().call_soon(self._let_go, held)
 
     async def _root_first(self, meant: Meant, turn: Turn) -> list[int]:
-        """The places of chunks, those of short chains first: where there is no room for all, none comes without what it
-        hangs on."""
+        """Return the places of the chunks in ``meant``, the least deep first: where there is no room for all, no chunk
+        comes without its parent."""
         count = len(self._table.digests)
         parents = np.array(self._table.parents[:count], np.int32)
         _, depths = await descend(parents, np.zeros(count, np.bool_), turn.between)
@@ -346,7 +346,7 @@ class Changes:
         return order
 
     async def _staying_bytes(self, turn: Turn) -> int:
-        """Of what no chunk that is brought in may take the place of in memory."""
+        """Return the bytes of the chunks that stay in memory whatever is brought in."""
         total = 0
         for row in list(self._movement.memory.rows()):
             await turn.between()
@@ -355,14 +355,14 @@ class Changes:
         return total
 
     def _stays(self, row: int) -> bool:
-        """Return True when a chunk stays in memory: somebody holds it, or no slower tier has it."""
+        """True when a chunk must stay in memory: it is held, or no slower tier has it."""
         return self._table.is_held(row) or not any(row in copies for copies in self._table.copies[1:])
 
     # ------------------------------------------------------------ verify
 
     async def verify(self, chosen: Chosen, only: str, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Read every copy of what is meant again, of one tier or all, and check every strip. What fails is quarantined,
-        and written again from memory where that has the chunk. A tier that gives nothing is not asked for ever."""
+        """Read every copy of the selected chunks again, in the tier ``only`` or in all, and check every strip. A copy
+        that fails is quarantined, and written again if memory has the chunk. A tier that stalls is given up."""
         turn = self._turns.begin()
         meant = await self._picked(chosen, turn)
         tally = Tally(len(meant))
@@ -393,6 +393,6 @@ class Changes:
 
 
 def slower_than(parts: Parts, name: str) -> list[Writes]:
-    """To the tiers that are slower than one that is there."""
+    """Return the writes to the tiers that are slower than the tier ``name``, which must be in use."""
     names = [each.target.name for each in parts.movement.all_writes]
     return parts.movement.all_writes[names.index(name) + 1 :]

@@ -1,4 +1,4 @@
-"""Lists the chunks that an operator selects, with their totals."""
+"""Listings: an entry for each chunk that an operator selects, and the totals of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.controller.parts import Parts
 from kvstore.spec import Encoding
 
 PAGE_COUNT = 24
-"""Chunks that are told in one step."""
+"""Entries that are made in one step."""
 
 
 class Listing:
@@ -33,8 +33,8 @@ class Listing:
         self._turns = turns
 
     async def pages(self, chosen: Chosen, limit: int) -> AsyncIterator[ListPage]:
-        """The first ``limit`` chunks that are meant, then the totals of all. Cost: a step per 8192 rows of the catalog,
-        whatever is meant, and one per page of what is told."""
+        """Give the first ``limit`` selected chunks, then the totals of all selected ones. Cost: a step per 8192 rows of
+        the catalog, whatever is selected, and one per page of entries."""
         totals, turn = Totals(self._parts), self._turns.begin()
         async for rows in chosen.blocks(turn):
             told = [(row, self._table.digests[row]) for row in rows[:limit].tolist()]
@@ -50,7 +50,7 @@ class Listing:
         yield ListPage(totals=totals.models(), is_last=True)
 
     def _entries(self, told: Sequence[tuple[int, bytes]]) -> tuple[ChunkEntry, ...]:
-        """Return the entries of these rows, without chunks that went meanwhile."""
+        """Return the entries of these (row, digest) pairs, without chunks that went meanwhile."""
         table = self._table
         rows = [row for row, digest in told if table.digests[row] == digest and table.is_resident(row)]
         copies = self._copies(rows)
@@ -74,7 +74,7 @@ class Listing:
         )  # fmt: skip
 
     def _copies(self, rows: Sequence[int]) -> list[list[CopyFacts]]:
-        """Of each of these, its copies, the fastest first."""
+        """Return the copies of each row, the fastest first."""
         found: dict[int, list[CopyFacts]] = {row: [] for row in rows}
         for copies in self._table.copies:
             here = [row for row in rows if row in copies]
@@ -91,7 +91,7 @@ class Listing:
 
 
 class Totals:
-    """The totals of chunks, by model and tier."""
+    """Totals of chunks, by model and tier."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -100,7 +100,8 @@ class Totals:
         self._names: dict[int, bytes] = {}
 
     async def add(self, rows: Rows, turn: Turn) -> None:
-        """Count these, which are resident now. Chunks of one namespace and length are alike."""
+        """Count these rows, which are resident now. Chunks of one namespace and length have the same size, so they are
+        counted together."""
         table = self._catalog.table
         spaces = np.frombuffer(table.spaces, np.uint16)[rows].astype(np.int64)
         kinds, places = np.unique(
@@ -117,7 +118,7 @@ class Totals:
             await turn.between()
 
     def _count(self, number: int, token_count: int, counts: Mapping[str, int]) -> None:
-        """So many alike in each tier; those under no name are all of them."""
+        """Count chunks of one namespace and length. ``counts``: chunks by tier name; under "" those of all tiers."""
         space = self._catalog.spaces.numbered[number]
         size, total = space.known_bytes(token_count), self._total(space)
         total.chunk_count += counts[""]
@@ -129,7 +130,8 @@ class Totals:
                 of_tier.byte_count += count * size
 
     def _total(self, space: Namespace) -> ModelTotal:
-        """Of the model that has the namespace; of the namespace alone while nobody registered one."""
+        """Return the total of the namespace's model; while no model is registered, that of the namespace's
+        fingerprint."""
         if space.number not in self._names:
             self._names[space.number] = space.fingerprint
             for model in self._catalog.models.values():
@@ -140,12 +142,12 @@ class Totals:
         return self._of[name]
 
     def models(self) -> tuple[ModelTotal, ...]:
-        """The largest first."""
+        """Return the totals, the largest model first."""
         return tuple(
             sorted(self._of.values(), key=lambda each: (-each.byte_count, -each.chunk_count, each.fingerprint))
         )
 
 
 def model_id_of(space: Namespace) -> str:
-    """Empty while nobody has registered its model."""
+    """Return the model's name; empty while the namespace's model is not registered."""
     return "" if space.model_spec is None else space.model_spec.model_id

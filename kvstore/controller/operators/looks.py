@@ -1,4 +1,4 @@
-"""Copies that are read again by an operator's word, each within a bound."""
+"""Looks: an operator has copies read again, each within a bound of time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LOOK_S_MAX = 60.0
 
 
 class Looks:
-    """Those of one change. A tier that stalls is waited for once, not for each of its copies."""
+    """The looks of one change. A tier that stalls is waited for once, not for each of its copies."""
 
     def __init__(self, catalog: Catalog, clock: Clock) -> None:
         self._catalog = catalog
         self._clock = clock
         self._since_s: dict[str, float] = {}
-        """Tier -> when it gave a copy last, or was first asked for one."""
+        """Tier -> the time when it last gave a copy, or else was first asked for one."""
 
     async def look(self, tier: str, row: int, look: Callable[[], Awaitable[bool | None]]) -> bool | None:
-        """Look at one copy, and return the verdict. None: the tier did not give it, or is not asked any more. A look
-        that takes too long goes on alone, and holds its chunk until it has ended."""
+        """Read one copy: True when it is sound, False when it is damaged, None when the tier did not give it or is not
+        asked any more. A look that takes too long goes on alone, and holds its chunk until it has ended."""
         left_s = self._since_s.setdefault(tier, self._clock.monotonic()) + LOOK_S_MAX - self._clock.monotonic()
         if left_s <= 0:
             return None
@@ -39,7 +39,7 @@ class Looks:
 
 
 def blame(tally: Tally, tier: str, digest: bytes, *, is_damaged: bool) -> None:
-    """Name the first chunk whose copy failed."""
+    """Name the chunk in the tally, unless an earlier problem stands there."""
     if not tally.problem:
         what = "fails its check and is quarantined" if is_damaged else "was not given"
         tally.problem = f"the copy of chunk {digest.hex()} in {tier} {what}"

@@ -1,4 +1,4 @@
-"""Operators' requests, one method per request."""
+"""The front for operators: one method per request."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from kvstore.movement import TierAccount, Transit, Writes
 from kvstore.seams import Deadline
 
 WALKED_AT_ONCE = 1024
-"""So many chunks of a prompt are looked up in one step of the loop."""
+"""Chunks of a prompt that are looked up in one step of the loop."""
 LAND_S_MAX, LAND_STEP_S = 10.0, 0.05
-"""How long a drain waits for chunks that were on their way to its tier."""
+"""Seconds that a drain waits at most for chunks that were on their way to its tier, and between two looks at them."""
 NOT_STORED = "not stored"
 
 
 class Operators:
-    """Answers one tenant's operators. Every method runs on the event loop's thread. Raises: InvalidRequest for a model,
-    tier or chunk that is not there or not the only one."""
+    """Answers one tenant's operators. Every method runs on the event loop's thread. Methods raise InvalidRequest for a
+    name that fits no model, tier or chunk, or more than one."""
 
     def __init__(self, parts: Parts, controller: Controller) -> None:
         self._parts = parts
@@ -55,26 +55,26 @@ class Operators:
         return self._parts.keys.tenant
 
     def tiers(self) -> list[TierAccount]:
-        """Return what each tier holds, takes and lacks, the fastest tier first."""
+        """Return the account of each tier in use, the fastest first."""
         return self._parts.movement.accounts()
 
     @property
     def absent(self) -> list[str]:
-        """Return the reasons why configured tiers are not in use."""
+        """The reasons why configured tiers are not in use."""
         return list(self._parts.movement.absent)
 
     def chunks(self, selection: Selection, limit: int) -> AsyncIterator[ListPage]:
-        """The first ``limit`` chunks that are selected, then the totals of all of them, by model and tier."""
+        """Give the first ``limit`` selected chunks, then the totals of all selected ones, by model and tier."""
         return self._listing.pages(self._chosen(selection), limit)
 
     async def chunk(self, digest: str, remaining_s: float | None) -> ShownChunk:
-        """All that is known of the one chunk whose digest begins so. ``remaining_s``: how long its caller waits for the
-        header, which is read from a tier."""
+        """Return all that is known of the one chunk whose digest begins with ``digest`` (hexadecimal). ``remaining_s``:
+        seconds that the caller waits for the header, which is read from a tier."""
         deadline: Deadline = self._parts.deadline(remaining_s)
         return await self._showing.chunk(digest, deadline)
 
     async def hottest(self, count: int) -> list[HotEntry]:
-        """The prefixes that were fetched most of late, as ``Heat.hottest`` has them."""
+        """Return the ``count`` prefixes that were fetched most of late, in the order of ``Heat.hottest``."""
         turn = self._turns.begin()
         await turn.next()
         found = [self._hot(each) for each in self._parts.heat.hottest(count)]
@@ -103,19 +103,19 @@ class Operators:
         return self._undisturbed(self._changes.evict(self._chosen(selection), only, dry_run=dry_run))
 
     def pin(self, selection: Selection, seconds: float, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Keep chunks where they are, for so long; 0: until they are unpinned, or the service ends. Raises Exhausted
+        """Keep chunks where they are for ``seconds``; 0: until they are unpinned, or the service ends. Raises Exhausted
         past limits.pin_bytes_max, and then pins none."""
         return self._changes.pin(self._chosen(selection), seconds, dry_run=dry_run)
 
     def unpin(self, selection: Selection, *, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """End pins. Raises InvalidRequest where more is said than names: of tiers, ages, sizes or uses."""
+        """End pins. Raises InvalidRequest where the selection says more than names: tiers, ages, sizes or uses."""
         if selection != Selection(model=selection.model, digest=selection.digest, chain=selection.chain):
             raise InvalidRequest("pins end by model, digest or prompt: say no tier, age, size or count of uses")
         return self._changes.unpin(self._chosen(selection), dry_run=dry_run)
 
     def move(self, selection: Selection, tier: str, *, keep: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Bring chunks into memory, or write them to a slower tier and have faster ones give them up, unless they are
-        to ``keep`` them."""
+        """Bring chunks into memory, or write them to a slower tier and have the faster ones give them up; with ``keep``
+        the faster ones keep their copies."""
         chosen, copies = self._chosen(selection), self._table.copies
         if tier in MEMORY_NAMES:
             return self._changes.bring(chosen, dry_run=dry_run)
@@ -131,8 +131,8 @@ class Operators:
         return self._changes.verify(self._chosen(selection), only, dry_run=dry_run)
 
     async def drain(self, selection: Selection, *, end: bool, dry_run: bool) -> AsyncGenerator[ChangeNews]:
-        """Have a tier take no more, and empty it into slower ones; without a tier, write all that waits. ``end``: have
-        it take chunks again."""
+        """Have a tier take no more chunks, and empty it into slower ones; ``end``: have it take chunks again. Without a
+        tier, wait until all tiers have written their backlogs."""
         if selection != Selection(tier=selection.tier):
             raise InvalidRequest("a tier is drained of all that it has: name nothing but the tier")
         movement = self._parts.movement
@@ -149,7 +149,7 @@ class Operators:
             return
         if not dry_run:
             until_s = self._parts.clock.monotonic() + LAND_S_MAX
-            while to.backlog_count and self._parts.clock.monotonic() < until_s:  # what was on its way there lands
+            while to.backlog_count and self._parts.clock.monotonic() < until_s:  # chunks on their way to the tier land
                 await self._parts.clock.sleep(LAND_STEP_S)
         slower = slower_than(self._parts, selection.tier)
         chosen = self._chosen(selection)
@@ -191,8 +191,8 @@ class Operators:
         yield ChangeNews(tally, is_last=True)
 
     async def _found(self, query: ChainQuery) -> tuple[int, int]:
-        """Return the number of chunks of a stored prefix that memory has, and the number that are stored. No lookup:
-        that would count as a use, after which tiers may want the chunks."""
+        """Count the chunks of a stored prefix that memory has, and all of its chunks. This is no lookup: a lookup would
+        count as a use, and after a use tiers may want the chunks."""
         catalog, movement, turn = self._parts.catalog, self._parts.movement, self._turns.begin()
         spaces = namespaces_of(catalog, query)
         there = hits = 0
@@ -208,7 +208,7 @@ class Operators:
         return there, hits + len(more)
 
     def _local(self, name: str) -> Copies | None:
-        """A local tier; None for a shared one. Raises InvalidRequest for one that is not there."""
+        """Return a local tier's copies; None for a shared tier. Raises InvalidRequest for a tier that is not in use."""
         wanted = MEMORY_NAMES[1] if name in MEMORY_NAMES else name
         for copies in self._table.copies:
             if copies.tier.name == wanted:
@@ -218,7 +218,7 @@ class Operators:
         return None
 
     def _writes(self, name: str) -> Writes:
-        """To a slower tier. Raises InvalidRequest for memory, and for one that is not there."""
+        """Return the writes to a tier below memory. Raises InvalidRequest for memory, and for a tier not in use."""
         if name in MEMORY_NAMES:
             raise InvalidRequest("memory cannot be drained: all that is stored comes there first")
         found = next((each for each in self._parts.movement.all_writes if each.target.name == name), None)
@@ -231,7 +231,7 @@ class Operators:
 
 
 def _count(tally: Tally, size: int, there: int, brought: int, missing: int) -> None:
-    """Count the outcomes of a chain of chunks of one size."""
+    """Count the outcomes for a chain, whose chunks count ``size`` bytes each."""
     for what, count in ((IN_MEMORY, there), (BROUGHT, brought), (NOT_STORED, missing)):
         if count:
             tally.add(what, count * size, count)

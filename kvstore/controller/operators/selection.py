@@ -1,4 +1,4 @@
-"""The chunks that an operator selects: resolved once, then decided for a block of rows at a time, on copies of
+"""Selections of chunks: names are resolved once, then chunks are decided a block of rows at a time, on copies of
 columns."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.keys import DIGEST_BYTES
 BLOCK_ROWS = 8192
 """Rows that are looked at in one step: some 0.2 ms."""
 PART_ROWS = 256
-"""Of these, chunks whose digests or sizes are looked at in one step."""
+"""Rows of a block whose digests or sizes are looked at in one step."""
 Rows = NDArray[np.int64]
 FINGERPRINT_DIGITS_MIN = 8
 MEMORY_NAMES = ("memory", "dram")
@@ -33,13 +33,13 @@ NAMED_COUNT_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """The beginning of a digest. ``text`` has an even number of digits or one more."""
+    """The beginning of a digest, in hexadecimal digits. Their number may be odd."""
 
     text: str
 
     @staticmethod
     def of(text: str) -> Digits:
-        """Raises InvalidRequest for what begins no digest."""
+        """Check the digits. Raises InvalidRequest for text that can begin no digest."""
         if not set(text) <= set(string.hexdigits) or len(text) > 2 * DIGEST_BYTES:
             raise InvalidRequest(
                 f"digest {text[:80]!r} is not the beginning of one: it has up to {2 * DIGEST_BYTES} hexadecimal digits"
@@ -48,7 +48,7 @@ class Digits:
 
     @property
     def whole(self) -> bytes | None:
-        """The digest, if all of it is there."""
+        """The digest, if ``text`` has all digits of one."""
         return bytes.fromhex(self.text) if len(self.text) == 2 * DIGEST_BYTES else None
 
     def begins(self, digest: bytes) -> bool:
@@ -57,11 +57,11 @@ class Digits:
 
 
 class Chosen:
-    """A selection, resolved against the models and tiers that there are. Raises InvalidRequest where it names one that
-    is not there, or more than one."""
+    """A selection, resolved against the registered models and the tiers in use. Raises InvalidRequest where a name fits
+    no model or tier, or more than one."""
 
     def __init__(self, parts: Parts, selection: Selection, up_s: float) -> None:
-        """``up_s``: for how long the service has been there. What it found when it started is as old, at least."""
+        """``up_s``: seconds since the service's start. Chunks that it found at its start are at least so old."""
         self._catalog = catalog = parts.catalog
         self._table = catalog.table
         self._selection = selection
@@ -76,7 +76,8 @@ class Chosen:
         self._links = frozenset(selection.chain)
 
     def _tier(self, parts: Parts, name: str) -> tuple[array[int] | None, int]:
-        """The column that tells which chunks a tier has, and by which bit; NOWHERE: by being somewhere."""
+        """Return the column that tells which chunks a tier has, and the bit that tells it; NOWHERE in place of the bit:
+        any value but NOWHERE tells it. No column without a name."""
         if not name:
             return None, NOWHERE
         wanted = MEMORY_NAMES[1] if name in MEMORY_NAMES else name
@@ -89,8 +90,8 @@ class Chosen:
         raise no_such_tier(parts, name)
 
     async def blocks(self, turn: Turn) -> AsyncIterator[Rows]:
-        """The chunks that are meant, those of one block of rows at a time, at the beginning of a step. What is given
-        holds as long as nothing is waited for."""
+        """Give the rows of selected chunks, at most a block at a time, each at the beginning of a step. The rows are
+        right until the caller awaits something."""
         await self._recognize(turn)
         if self._selection.chain:
             async for rows in self._chained(turn):
@@ -111,7 +112,8 @@ class Chosen:
                 yield np.array(list(part), np.int64)
 
     async def _recognize(self, turn: Turn) -> None:
-        """Recovered E whose model is registered has no name before somebody asks for it: give it one."""
+        """Give the namespaces of recovered E their models: they have none until a query asks for their layer, even if
+        the model is registered."""
         unnamed: dict[bytes, list[Namespace]] = {}
         for space in self._catalog.spaces.numbered:
             if space.model_spec is None and space.index:
@@ -126,7 +128,8 @@ class Chosen:
             self._numbers = np.array(namespaces_named(self._catalog, self._selection.model), np.int64)
 
     async def _chained(self, turn: Turn) -> AsyncIterator[Rows]:
-        """The chunks of the chain that are meant, in each namespace, some of the chain at a time."""
+        """Give the rows of selected chunks among ``selection.chain``, namespace by namespace, some of the chain at a
+        time."""
         chain = self._selection.chain
         for space in list(self._catalog.spaces.numbered):
             if self._numbers is not None and space.number not in self._numbers:
@@ -139,8 +142,8 @@ class Chosen:
                     yield np.array(found, np.int64)
 
     def names(self, row: int) -> bool:
-        """Return True when a row's chunk is the one, or of those, whose name is said: model, digits, prompt. It may be
-        in no tier any more, and what is said of tiers, ages and sizes does not count."""
+        """True when the selection's names (model, digits, prompt) fit a row's chunk. The chunk may be in no tier any
+        more; the selection's tiers, ages and sizes are ignored."""
         digest, space = self._table.digests[row], self._table.spaces[row]
         is_of_model = self._numbers is None or space in self._numbers
         is_of_chain = not self._links or digest in self._links
@@ -148,7 +151,7 @@ class Chosen:
 
     @property
     def _is_looked_at(self) -> bool:
-        """True when columns alone do not tell."""
+        """True when columns alone do not decide, and each chunk's digest or size is looked at."""
         return bool(self._digits.text or self._selection.byte_count_min or self._selection.byte_count_max)
 
     def _of(self, start: int, stop: int) -> Rows:
@@ -170,12 +173,13 @@ class Chosen:
 
     def _is_meant(self, row: int) -> bool:
         table = self._table
-        if not table.digests[row] or not table.is_resident(row):  # it went after its block was looked through
+        if not table.digests[row] or not table.is_resident(row):  # the chunk went after its block was looked through
             return False
         return self._digits.begins(table.digests[row]) and self._fits(table.spaces[row], table.token_counts[row])
 
     def _fits(self, number: int, token_count: int) -> bool:
-        """Return True when chunks of that length are as large as is meant. There are few kinds of them."""
+        """True when chunks of this namespace and length are within the selected sizes. The answer is remembered by
+        namespace and length, of which there are few pairs."""
         kind = number << 32 | token_count
         fits = self._sizes.get(kind)
         if fits is None:
@@ -186,24 +190,24 @@ class Chosen:
 
 
 def _part(column: array[int], start: int, stop: int) -> NDArray[Any]:
-    """Some rows of a column, copied: while an array looks into a column that cannot grow."""
+    """Return a copy of some rows of a column. A view would keep the column from growing."""
     return np.array(column[start:stop])
 
 
 def tier_names(parts: Parts) -> list[str]:
-    """Of all tiers in use, the fastest first."""
+    """Return the names of all tiers in use, the local ones first, each kind from fast to slow."""
     local = [copies.tier.name for copies in parts.catalog.table.copies]
     return [*local, *(shared.tier.name for shared in parts.movement.shared_tiers.tiers)]
 
 
 def no_such_tier(parts: Parts, name: str) -> InvalidRequest:
-    """The error that names the tiers there are."""
+    """Return the error that names the tiers in use."""
     return InvalidRequest(f"no tier is called {name[:64]!r} here: {', '.join(tier_names(parts))}", tier=name[:64])
 
 
 def namespaces_named(catalog: Catalog, name: str) -> list[int]:
-    """The numbers of the namespaces of one model, or of one that nobody registered. Raises InvalidRequest for a name of
-    none or several, with what there is."""
+    """Return the numbers of the namespaces of one model, by its id or the first digits of its fingerprint; digits may
+    also name a model that is not registered. Raises InvalidRequest for a name of none or several, naming the models."""
     models = list(catalog.models.values())
     found = [each for each in models if each.spec.model_id == name]
     found = found or [each for each in models if each.spec.model_id.rpartition("/")[2] == name]

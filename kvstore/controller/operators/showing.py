@@ -17,9 +17,9 @@ from kvstore.spec import Durability, MissReason
 
 ANCESTOR_COUNT_MAX = 1024
 CHILD_COUNT_MAX = 256
-"""How many of a chunk's are told by their digests."""
+"""Ancestors and children of a chunk that are told by their digests."""
 CLIMB_COUNT = 2048
-"""Ancestors that are passed in one step."""
+"""Ancestors that are walked in one step."""
 DIGIT_COUNT_MIN = 4
 
 
@@ -34,8 +34,8 @@ class Showing:
         self._listing = listing
 
     async def chunk(self, text: str, deadline: Deadline) -> ShownChunk:
-        """The chunk whose digest begins with these hexadecimal digits. Raises InvalidRequest for what begins none, and
-        where several begin so."""
+        """Return the chunk whose digest begins with the hexadecimal digits ``text``. Raises InvalidRequest for text
+        that can begin no digest, and where several digests begin with it."""
         if len(text) < DIGIT_COUNT_MIN:
             raise InvalidRequest(f"digest {text!r}: say {DIGIT_COUNT_MIN} digits or more")
         digits, turn = Digits.of(text), self._turns.begin()
@@ -53,7 +53,8 @@ class Showing:
         return ShownChunk(tuple(details), MissReason.NONE if details else self._why(digest))
 
     async def _only(self, digits: Digits, turn: Turn) -> bytes | None:
-        """The one digest of a stored chunk that begins so; None: there is none."""
+        """Return the one digest of a stored chunk that begins with the digits; None: there is none. Raises
+        InvalidRequest where there are several."""
         found: set[bytes] = set()
         start = 0
         while start < len(self._table.digests) and len(found) <= NAMED_COUNT_MAX:
@@ -69,14 +70,15 @@ class Showing:
         return stored[0] if stored else None
 
     def _why(self, digest: bytes) -> MissReason:
-        """Return the reason why a chunk is not here, where some namespace remembers it."""
+        """Return why a chunk is not here, if some namespace remembers it; else NONE."""
         reasons = (space.departures.get(digest) for space in self._catalog.spaces.numbered)
         return next((each for each in reasons if each), MissReason.NONE)
 
     async def _detail(
         self, space: Namespace, digest: bytes, row: int, turn: Turn, deadline: Deadline
     ) -> ChunkDetail | None:
-        """None: it went while it was looked at. The row is held until the end, so that it stays this chunk's."""
+        """Return one part of the chunk; None: the chunk went meanwhile. The row is held until the end, so that it is
+        not reused for another chunk."""
         self._table.hold(row)
         try:
             header, tier, problem = await self._header(row, deadline)
@@ -98,7 +100,7 @@ class Showing:
         )  # fmt: skip
 
     async def _header(self, row: int, deadline: Deadline) -> tuple[ChunkHeader | None, str, str]:
-        """The header of its fastest copy, and whose it is; or why there is none."""
+        """Return the header of the fastest copy, the tier's name, and the problem where there is no header."""
         if self._catalog.space_of(row).model_spec is None:
             return None, "", "its model is not registered, so its layout is not known"
         copies = self._table.fastest(row)
@@ -117,7 +119,8 @@ class Showing:
         return header, copies.tier.name, ""
 
     async def _above(self, row: int, turn: Turn) -> tuple[tuple[bytes, ...], int]:
-        """The chain above a row that is held: none of it is another chunk's before that ends."""
+        """Return the nearest ancestors' digests, and the number of all ancestors. The row must be held: then no
+        ancestor's row is reused."""
         found: list[bytes] = []
         count, parent = 0, self._table.parents[row]
         while parent != ROOT_ROW:
@@ -130,7 +133,7 @@ class Showing:
         return tuple(found), count
 
     async def _below(self, row: int, turn: Turn) -> tuple[bytes, ...]:
-        """The chunks that hang on a row."""
+        """Return the digests of a row's children, at most ``CHILD_COUNT_MAX``."""
         found: list[bytes] = []
         start, table = 0, self._table
         while start < len(table.digests) and len(found) < min(CHILD_COUNT_MAX, table.child_counts[row]):
@@ -146,7 +149,7 @@ class Showing:
         return tuple(found[:CHILD_COUNT_MAX])
 
     def _levels(self, row: int) -> list[Durability]:
-        """The durability that its certain copies give."""
+        """Return the durability levels of the copies that are there for certain."""
         local = {copies.durability for copies in self._table.copies if copies.is_proven(row)}
         shared = {each.tier.durability for each in self._parts.movement.shared_tiers.tiers if each.is_seen(row)}
         return sorted(local | shared)

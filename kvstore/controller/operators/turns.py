@@ -1,4 +1,4 @@
-"""Limits how long an operator's question may keep the event loop."""
+"""Turns: they bound the time that operators' requests keep the event loop."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from kvstore.seams import Clock
 
 STEP_S = 0.0005
 REST = 2.0
-"""After a step the loop is left to others for so many times as long: questions never have more than a third of it."""
+"""After a step the loop is left to others for so many times as long: operators' requests get at most a third of it."""
 REST_S_MAX = 0.01
 
 
 class Turns:
-    """Work on the whole catalog, cut into short steps. Of all questions that wait, however many, one has a step per
-    round of the event loop, in the order in which they came, and between two steps there is a rest."""
+    """Work on the whole catalog, cut into short steps. Of all waiting requests, however many, one gets a step per round
+    of the event loop, in the order in which they came, and between two steps there is a rest."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.gate = asyncio.Lock()
         self.worked_s = 0.0
-        """Since the last rest, of all questions together."""
+        """Seconds worked since the last rest, by all requests together."""
 
     def begin(self) -> Turn:
-        """One question's. Its first step is the one after ``next``."""
+        """Return the turn of one request. Its first step begins when ``next`` returns."""
         return Turn(self)
 
 
 class Turn:
-    """Of one question: it waits for ``next`` before it begins, and calls ``between`` its items."""
+    """The turn of one request. The request awaits ``next`` before it begins, and ``between`` between its items."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._since_s: float | None = None
 
     async def next(self) -> None:
-        """Wait for a step. What was read before may have changed after."""
+        """Wait for a step. State that was read before may have changed meanwhile."""
         self.end()
         turns = self._turns
         async with turns.gate:
@@ -44,12 +44,12 @@ class Turn:
         self._since_s = turns.clock.monotonic()
 
     async def between(self) -> None:
-        """Wait for another step if this one has had its time. Cost while it has not: a look at the clock."""
+        """Wait for another step if this step's time is used up. Cost otherwise: a look at the clock."""
         if self._since_s is None or self._turns.clock.monotonic() - self._since_s >= STEP_S:
             await self.next()
 
     def end(self) -> None:
-        """The step is over: what the question waits for from now on is not its work. Idempotent."""
+        """End the step: the time that the request waits from now on is not counted as work. Idempotent."""
         if self._since_s is not None:
             self._turns.worked_s += self._turns.clock.monotonic() - self._since_s
             self._since_s = None

@@ -1,4 +1,4 @@
-"""Operators' requests and replies as plain values; the wire's messages mirror them."""
+"""Arguments and results of operators' requests. They are plain values; the wire's messages mirror them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvstore.spec import Durability, Encoding, Exactness, MissReason, Provenance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """A selection of chunks: those that match every field that is set; without fields, all chunks.
+    """A selection of chunks: a chunk must meet every condition that is set. Without conditions every chunk is selected.
 
-    ``model``: an id, its last part, or the first digits of a fingerprint. ``digest``: the first hexadecimal digits.
-    ``tier``: the name of one that has a copy. ``older_than_s``: stored for so long at least. Sizes are of a chunk as it
-    lies in memory; ``byte_count_max`` 0: any. ``use_count_max``: used so often at most; None: however often.
+    ``model``: an id, its last part, or the first digits of a fingerprint. ``digest``: its first hexadecimal digits.
+    ``tier``: the name of a tier that has a copy. ``older_than_s``: stored at least so long ago. Sizes are those of a
+    chunk in memory; ``byte_count_max`` 0: any size. ``use_count_max``: used at most so often; None: any number.
     """
 
     model: str = ""
@@ -25,12 +25,12 @@ class Selection:
     byte_count_max: int = 0
     use_count_max: int | None = None
     chain: tuple[bytes, ...] = ()
-    """Of a prompt: the digests of its chunks; empty: whatever they are."""
+    """The digests of a prompt's chunks, one of which the chunk must have; empty: no condition."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyFacts:
-    """One copy of a chunk. ``tier``: its name in settings."""
+    """One copy of a chunk. ``tier``: the tier's name in settings."""
 
     tier: str
     kind: Tier
@@ -41,9 +41,9 @@ class CopyFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkEntry:
-    """The catalog's facts of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: it is no E;
-    ``model_id`` empty and ``byte_count`` 0 while its model is not registered; ``stored_seconds`` 0: it was here before
-    this start, and nobody noted since when."""
+    """The catalog's knowledge of one chunk. ``fingerprint`` is its namespace's; ``e_layer`` -1: the chunk is no E;
+    ``model_id`` empty and ``byte_count`` 0 while its model is not registered; ``stored_seconds`` (since 1970) 0: the
+    chunk was here before this start, and the time was not noted."""
 
     digest: bytes
     parent: bytes
@@ -64,7 +64,7 @@ class ChunkEntry:
 
 @dataclass(slots=True)
 class TierTotal:
-    """A model's chunks in one tier. Sizes are those in memory."""
+    """The chunks of one model in one tier. Sizes are as in memory."""
 
     chunk_count: int = 0
     byte_count: int = 0
@@ -72,7 +72,7 @@ class TierTotal:
 
 @dataclass(slots=True)
 class ModelTotal:
-    """The selected chunks of one model; ``tiers`` by name."""
+    """The selected chunks of one model; ``tiers``: those in each tier, by its name."""
 
     fingerprint: bytes
     model_id: str
@@ -83,7 +83,7 @@ class ModelTotal:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Some of what was selected; in the last page, which has no chunks, the totals of all of it."""
+    """Some of the selected chunks. The last page has no chunks, but the totals of all selected ones."""
 
     chunks: tuple[ChunkEntry, ...] = ()
     totals: tuple[ModelTotal, ...] = ()
@@ -92,8 +92,8 @@ class ListPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkDetail:
-    """One part of a chunk. ``header`` is that of the copy in ``header_tier``; None where none could be read, and
-    ``header_problem`` says why. ``ancestors``: its parent first, as many as are told of ``ancestor_count``."""
+    """One part of a chunk. ``header`` is that of the copy in ``header_tier``; None where it could not be read, and
+    ``header_problem`` says why. ``ancestors``: digests, the parent's first; of ``ancestor_count`` only the nearest."""
 
     chunk: ChunkEntry
     header: ChunkHeader | None
@@ -109,7 +109,7 @@ class ChunkDetail:
 
 @dataclass(frozen=True, slots=True)
 class ShownChunk:
-    """Every part that is stored of a chunk; without one ``reason`` says why it is not here, where that is known."""
+    """The stored parts of a chunk. Without any, ``reason`` says why the chunk is not here, if that is known."""
 
     parts: tuple[ChunkDetail, ...]
     reason: MissReason = MissReason.NONE
@@ -117,8 +117,8 @@ class ShownChunk:
 
 @dataclass(frozen=True, slots=True)
 class HotEntry:
-    """A prefix that is fetched much, as ``HotPrefix`` has it. ``tier``: the name of the fastest that has its last
-    chunk; empty where none has."""
+    """A prefix that is fetched much; see ``HotPrefix``. ``tier``: the name of the fastest tier that has its last chunk;
+    empty: no tier has it."""
 
     above: int
     digest: bytes
@@ -132,8 +132,8 @@ class HotEntry:
 
 @dataclass(slots=True)
 class Tally:
-    """The outcomes of a change, by word: numbers of chunks, and their bytes as in memory; how many of ``total_count``
-    were looked at; and why some of it was not done."""
+    """The outcomes of a change: chunks, and their bytes as in memory, by a word for the outcome. ``done_count`` of
+    ``total_count`` chunks were handled. ``problem`` says why some of the change was not done."""
 
     total_count: int
     done_count: int = 0
@@ -142,14 +142,14 @@ class Tally:
     byte_counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, what: str, byte_count: int, count: int = 1) -> None:
-        """So many became this."""
+        """Count ``count`` chunks of ``byte_count`` bytes together under the word ``what``."""
         self.counts[what] = self.counts.get(what, 0) + count
         self.byte_counts[what] = self.byte_counts.get(what, 0) + byte_count
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeNews:
-    """The progress of a change. The tally goes on being counted after it: it is to be read at once."""
+    """A report of a change's progress. The change goes on counting in the same tally: read it at once."""
 
     tally: Tally
     is_last: bool = False

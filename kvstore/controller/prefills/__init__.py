@@ -1,11 +1,11 @@
-"""Partial prefills: what of a prompt is worth loading, what engines told of their speed, and what came of each plan.
+"""Partial prefills: plans of the part of a prompt that is worth loading, the speeds that engines reported, and results.
 
-A prefill begins with a lookup that holds what it finds; the plan cuts what is held to what is to be loaded. The bytes
-are fetched by the ticket, like any others. All of it is pure planning over facts that are gathered here.
+A prefill begins with a lookup whose ticket holds the hits; the plan cuts the ticket to the chunks that are to be
+loaded. The bytes are fetched by the ticket, like any others. Planning is pure; the facts for it are gathered here.
 
 - ``prefills``  begin, plan, end
-- ``engines``   how fast engines compute
-- ``records``   the last plans, and what became of them
+- ``engines``   the speeds of engines
+- ``records``   the last plans, and their results
 """
 
 from kvstore.controller.prefills.engines import EngineRate, Engines

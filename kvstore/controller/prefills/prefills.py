@@ -17,16 +17,16 @@ from kvstore.seams import Deadline
 from kvstore.spec import ChunkState, ModelSpec, Tier
 
 SECONDS_MAX = 3600.0
-"""No partial prefill lasts longer: what a client says of a longer one is not believed."""
+"""No partial prefill lasts longer: a client's report of a longer one is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """A prompt of ``token_count`` tokens, of which those from ``reusable_tokens`` on are computed in any case.
+    """A prompt of ``token_count`` tokens. Tokens from ``reusable_tokens`` on are computed in any case.
 
-    ``query``: its whole chunks. ``readers``: how many fetch by the plan's ticket, as tensor-parallel ranks do.
-    ``step_tokens``: rows of one forward pass, 0: all at once. ``ways``: what the engine can do besides plain prefill.
-    ``compute`` and ``link``: what the client measured; None: nothing."""
+    ``query``: the prompt's whole chunks. ``readers``: number of fetches by the plan's ticket, one per tensor-parallel
+    rank. ``step_tokens``: tokens of one forward pass; 0: all at once. ``ways``: ways to load that the engine supports
+    besides plain prefill. ``compute`` and ``link``: rates that the client measured; None: it measured none."""
 
     query: ChainQuery
     token_count: int
@@ -41,8 +41,9 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrefill:
-    """``found``: what is stored of the prompt, with a ticket for those of its chunks that are to be loaded: so many
-    (``chunk_count``) from number ``chunk_first`` on. ``plan`` None: none was asked for."""
+    """A partial prefill that has begun. ``found``: the lookup of the prompt, with a ticket for the ``chunk_count``
+    chunks from index ``chunk_first`` on, which are to be loaded. ``plan`` None: the client asked for none.
+    ``began_s``: the monotonic clock's time."""
 
     record: PlanRecord
     found: LookupResult
@@ -56,7 +57,7 @@ class PlannedPrefill:
 
 
 class PartialPrefills:
-    """Plans with what the service knows: where chunks lie now, how fast tiers are, what waits for them."""
+    """Plans partial prefills from the service's knowledge: the chunks' tiers, and the tiers' speeds and queues."""
 
     def __init__(self, parts: Parts, lookups: Lookups, tickets: Tickets) -> None:
         self._parts = parts
@@ -66,8 +67,8 @@ class PartialPrefills:
         self._records = Records()
 
     async def begin(self, request: PrefillRequest, deadline: Deadline) -> PlannedPrefill:
-        """Look a prompt up, plan it, and hold what the plan loads. Raises InvalidRequest for what does not fit
-        together; Exhausted past a limit. ``end`` it, or ``drop`` it."""
+        """Look a prompt up, plan its prefill, and hold the chunks that the plan loads. Raises InvalidRequest for a
+        request that contradicts itself; Exhausted past a limit. The caller must ``end`` or ``drop`` the result."""
         began_s = self._parts.clock.monotonic()
         spec = self._parts.catalog.model(request.query.fingerprint).spec
         self._check(request, spec)
@@ -76,7 +77,7 @@ class PartialPrefills:
         try:
             pauses = self._parts.long_work.begin()
             plan = None if request.mode == "off" else plan_loading(self._facts(request, spec, found))
-            await pauses.between()  # what was found is held
+            await pauses.between()  # the ticket holds the found chunks meanwhile
             first, count, found = self._cut(request, spec, found, plan)
         except BaseException:
             self._tickets.release(found.ticket)
@@ -90,7 +91,7 @@ class PartialPrefills:
         return PlannedPrefill(record, found, first, count, began_s)
 
     def end(self, planned: PlannedPrefill, end: PrefillEnd) -> None:
-        """Take note of what a client measured, as far as it can be, and give its ticket back."""
+        """Release the prefill's ticket, and take note of the client's measurements where they are plausible."""
         self.drop(planned)
         record, took_s = planned.record, self._parts.clock.monotonic() - planned.began_s
         if not (0 <= end.wait_s <= SECONDS_MAX and 0 <= end.ttft_s <= SECONDS_MAX):
@@ -98,7 +99,7 @@ class PartialPrefills:
         record.state = PlanState.GIVEN_UP if end.is_given_up else PlanState.DONE
         computed = end.computed
         if computed is not None and not (computed.is_sound and computed.seconds <= took_s):
-            computed = None  # it says that more time went by than did
+            computed = None  # it reports more time than has passed
         record.end = replace(end, computed=computed)
         if computed is not None:
             self._engines.computed(record.fingerprint, record.step_tokens, computed)
@@ -106,18 +107,18 @@ class PartialPrefills:
         self._count(record, end)
 
     def drop(self, planned: PlannedPrefill) -> None:
-        """Give a prefill's ticket back: it has ended, or its client is gone. Idempotent."""
+        """Release a prefill's ticket: the prefill has ended, or its client is gone. Idempotent."""
         self._tickets.release(planned.found.ticket)
         if planned.record.state is PlanState.ON_ITS_WAY:
             planned.record.state = PlanState.GONE
 
     def records(self, count: int) -> Sequence[PlanRecord]:
-        """The last ones, the newest first; ``count`` 0: all that are kept."""
+        """Return the last ``count`` records, the newest first; 0: all that are kept."""
         return self._records.last(count)
 
     @property
     def engine_rates(self) -> tuple[EngineRate, ...]:
-        """The compute rates of all engines that reported prefills."""
+        """The known speeds of engines."""
         return self._engines.rates
 
     def _check(self, request: PrefillRequest, spec: ModelSpec) -> None:
@@ -142,7 +143,7 @@ class PartialPrefills:
         tiers = ((each.kind, TierFacts(each.rate, float(each.queued_bytes))) for each in self._parts.meters.tiers)
         ways = request.ways | {Way.PREFILL}
         if self._parts.movement.shared_tiers.tiers and self._here(request.query, found) < found.hit_count:
-            ways -= {Way.MEET}  # what hangs on chunks that only others have cannot be brought without these
+            ways -= {Way.MEET}  # chunks after a part that only shared tiers have cannot be brought without that part
         known = self._engines.rate(request.query.fingerprint, request.step_tokens)
         return prompt_facts(
             spec, _stored(found, spec.chunk_tokens), token_count=request.token_count,
@@ -152,15 +153,15 @@ class PartialPrefills:
         )  # fmt: skip
 
     def _here(self, query: ChainQuery, found: LookupResult) -> int:
-        """Return the number of found chunks that the node holds itself."""
+        """Count the leading found chunks that the node has itself."""
         spaces = namespaces_of(self._parts.catalog, query)
         return self._parts.catalog.walk(spaces, query.digests[: found.hit_count]).hit_count
 
     def _cut(
         self, request: PrefillRequest, spec: ModelSpec, found: LookupResult, plan: LoadPlan | None
     ) -> tuple[int, int, LookupResult]:
-        """Return the chunks to load: the index of the first one, their number, and a ticket for them instead of one for
-        all."""
+        """Cut the ticket to the chunks that the plan loads. Return the first chunk's index, the number of chunks, and
+        the lookup with the new ticket."""
         if plan is None or request.mode != "on":
             return 0, found.hit_count, found
         first = -(-plan.chosen.load_start // spec.chunk_tokens)
@@ -189,7 +190,7 @@ class PartialPrefills:
 
 
 def _stored(found: LookupResult, chunk_tokens: int) -> Iterator[tuple[int, Tier]]:
-    """Runs of tokens of the prefix, and the tier of each."""
+    """Give the token count and the tier of each run of the prefix."""
     left = found.hit_count
     for run in found.runs:
         count = min(run.chunk_count, left)

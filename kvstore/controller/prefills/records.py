@@ -1,4 +1,4 @@
-"""The last plans, and what became of them: for operators, who want to see how well plans were right."""
+"""The last plans, and their results: with these operators see how accurate plans are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.planning.loading import LoadPlan, Prefill
 
 PLANS_KEPT = 256
 MODES = ("off", "observe", "on")
-"""How a client takes plans: not at all, to look at them, or to follow them."""
+"""A client's use of plans: none, only to look at them, or to follow them."""
 
 
 class PlanState(StrEnum):
@@ -20,15 +20,15 @@ class PlanState(StrEnum):
     ON_ITS_WAY = "on its way"
     DONE = "done"
     GIVEN_UP = "given up"
-    """Its load took too long, or was lost, and was computed."""
+    """The load took too long or was lost, and the engine computed those tokens."""
     GONE = "gone"
-    """Its client ended it, or died, before it had told anything."""
+    """The client dropped it, or died, without reporting measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnd:
-    """A client's measurements: seconds from the request to the first token; of these, those in which it waited for
-    bytes and computed nothing; and the prefill that it computed, where that says something."""
+    """A client's measurements. ``ttft_s``: seconds from the request to the first token. ``wait_s``: seconds of these in
+    which it waited for bytes and computed nothing. ``computed``: the prefill that it computed; None: it tells none."""
 
     ttft_s: float
     wait_s: float
@@ -53,22 +53,22 @@ class PlanRecord:
 
 
 class Records:
-    """The last ``PLANS_KEPT``."""
+    """The last ``PLANS_KEPT`` records."""
 
     def __init__(self) -> None:
         self._kept: deque[PlanRecord] = deque(maxlen=PLANS_KEPT)
         self._count = 0
 
     def number(self) -> int:
-        """The number of the next one, from 1 on."""
+        """Return the number for the next record, from 1 on."""
         self._count += 1
         return self._count
 
     def keep(self, record: PlanRecord) -> None:
-        """Keep one, instead of the oldest where there are too many."""
+        """Keep a record. Past ``PLANS_KEPT`` it replaces the oldest."""
         self._kept.append(record)
 
     def last(self, count: int) -> Sequence[PlanRecord]:
-        """The newest, as many as ``count``, the newest first; 0: all that are kept."""
+        """Return the last ``count`` records, the newest first; 0: all that are kept."""
         found = list(self._kept)[::-1]
         return found[:count] if count else found

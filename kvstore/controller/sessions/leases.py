@@ -50,19 +50,19 @@ class Leases:
         return sum(len(held.leases) for held in self._held.values())
 
     def of(self, session: Session) -> list[int]:
-        """The ids of a session's leases."""
+        """Return the ids of a session's leases."""
         held = self._held.get(session)
         return list(held.leases) if held else []
 
     def holding(self, row: int) -> int:
-        """Return the number of leases that hold a row."""
+        """Count the leases that hold a row."""
         return sum(row in lease.rows for held in self._held.values() for lease in held.leases.values())
 
     def grant(self, session: Session, rows: tuple[int, ...], byte_count: int) -> Lease:
-        """Hold these rows. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
+        """Hold these rows by a new lease. Raises Exhausted past limits.leased_bytes_max or lease_count_max."""
         held = self._held.get(session) or _Held()
         if self._refusal(held, byte_count):
-            self.revoke_stale([session])  # a caller that went before its reply came knows of no lease to give back
+            self.revoke_stale([session])  # a caller that gave up before its reply came knows no lease to give back
             held = self._held.get(session) or _Held()
         if refusal := self._refusal(held, byte_count):
             raise Exhausted(refusal)
@@ -76,14 +76,14 @@ class Leases:
         return lease
 
     def extend(self, lease: Lease, row: int) -> None:
-        """Hold one row more, whose bytes the lease had counted before there was a row. Does nothing once it ended."""
+        """Hold one more row by a lease. The lease already counts the row's bytes. Does nothing for an ended lease."""
         held = self._held.get(lease.session)
         if held is not None and lease.lease_id in held.leases:
             lease.rows += (row,)
             self._catalog.table.hold(row)
 
     def release(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """Give leases back. Ids that are not this session's are ignored: released or revoked before."""
+        """Give leases back. Ids that are not this session's are ignored: they were released or revoked before."""
         held = self._held.get(session)
         if held is None:
             return
@@ -98,8 +98,8 @@ class Leases:
             self._held.pop(session, None)
 
     def revoke_stale(self, sessions: Iterable[Session] | None = None) -> bool:
-        """Take back leases older than limits.lease_age_s_max, of all sessions by default. Their readers notice by the
-        generation. Returns whether there were any."""
+        """Revoke leases older than limits.lease_age_s_max, of all sessions by default. Their readers notice by the
+        chunk's generation. Return True when there were any."""
         born_before = self._clock.monotonic() - self._limits.lease_age_s_max
         held = [self._held[each] for each in (self._held if sessions is None else sessions) if each in self._held]
         stale = [lease for each in held for lease in each.leases.values() if lease.born_s <= born_before]
@@ -109,7 +109,7 @@ class Leases:
         return bool(stale)
 
     def _refusal(self, held: _Held, byte_count: int) -> str:
-        """Return the reason why a session may not lease so many bytes more; empty when it may."""
+        """Return the reason why a session may not lease ``byte_count`` bytes more; empty: it may."""
         if held.byte_count + byte_count > self._limits.leased_bytes_max:
             return (
                 f"this session would lease {held.byte_count + byte_count} bytes: release some, or raise "

@@ -30,7 +30,7 @@ class Sessions:
         return iter(list(self._by_secret.values()))
 
     def open(self) -> Session:
-        """A new session. Raises Exhausted past limits.session_count_max."""
+        """Open a session. Raises Exhausted past limits.session_count_max."""
         if len(self._by_secret) >= self._limits.session_count_max:
             raise Exhausted(f"{len(self)} sessions are open: raise limits.session_count_max")
         session = Session(next(self._ids), self._random.bytes(SECRET_BYTES))
@@ -38,14 +38,14 @@ class Sessions:
         return session
 
     def find(self, secret: bytes) -> Session:
-        """The session a call belongs to. Raises Unauthenticated: its client must connect again."""
+        """Return the session that a call belongs to. Raises Unauthenticated: its client must connect again."""
         session = self._by_secret.get(secret)
         if session is None:
             raise Unauthenticated("no such session: connect again")
         return session
 
     def forget(self, session: Session) -> None:
-        """Its secret opens nothing any more. Idempotent."""
+        """Close a session: its secret is not accepted any more. Idempotent."""
         session.is_open = False
         self._by_secret.pop(session.secret, None)
 
@@ -58,7 +58,8 @@ class Sessions:
         return sum(len(session.stagings) for session in self._by_secret.values())
 
     def create_staging(self, session: Session, byte_count: int) -> Staging:
-        """Memory the session may write. Raises Exhausted past a limit, naming it."""
+        """Make memory that the session may write. Raises Exhausted past a limit, naming it; InvalidRequest for a size
+        that is no positive multiple of 4096 bytes."""
         limits = self._limits
         if byte_count <= 0 or byte_count % 4096:
             raise InvalidRequest(f"staging of {byte_count} bytes: ask for a positive multiple of 4096")

@@ -1,4 +1,4 @@
-"""One client process."""
+"""A session: one client process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(eq=False)
 class Session:
-    """Ids of what one session owns mean nothing in another."""
+    """One client process. The ids of its staging, leases and reservations mean nothing in another session."""
 
     session_id: int
     secret: bytes = field(repr=False)
@@ -25,7 +25,7 @@ class Session:
         return sum(staging.byte_count for staging in self.stagings.values())
 
     def staging(self, staging_id: int) -> Staging:
-        """Raises InvalidRequest for staging that this session does not have."""
+        """Return the session's staging of this id. Raises InvalidRequest for one that it does not have."""
         try:
             return self.stagings[staging_id]
         except KeyError:

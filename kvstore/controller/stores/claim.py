@@ -1,4 +1,4 @@
-"""Reserve: who stores which chunk of a chain, and where it will lie."""
+"""Reserve: claim the chunks of a chain that a store will write, and allocate room for them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvstore.spec import Durability, MissReason, StoreState
 
 SHARD_COUNT_MAX = 1024
 TAILS_BESIDE_MAX = 64
-"""Of how many chunks of a store its writer is told what partial chunks are beside them: at most 8 KiB each."""
+"""Chunks of a store for which its writer is told the lengths of the partial chunks beside: at most 8 KiB each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The means by which room for chunks is made: ``keep`` are rows that stay, ``patience`` is how long the device may
-    take to write what is in the way."""
+    """Bounds on making room for chunks. ``keep``: rows that are not evicted. ``patience``: the time that the device may
+    take to write chunks that are in the way."""
 
     keep: frozenset[int]
     patience: Deadline
@@ -51,10 +51,11 @@ class Claims:
         self._replacement = Replacement(parts)
 
     async def reserve(self, session: Session, request: ReserveRequest, deadline: Deadline) -> StoreResult:
-        """Claim the chunks of a chain that nobody has or is storing. Stops at the first that finds no room: a chunk
-        without its parent is of no use. Where only unwritten chunks could make room it waits for the device, at most
-        policy.demotion_wait_s. Raises Exhausted past limits.reservation_count_max or limits.namespace_count_max;
-        Unavailable when a value that is to be replaced is in use until the deadline."""
+        """Claim the chunks of a chain that are neither stored nor being stored. Stops at the first chunk that finds no
+        room: a chunk without its parent is of no use. Where only the eviction of unwritten chunks would make room, it
+        waits for the device to write them, at most policy.demotion_wait_s. Raises Exhausted past
+        limits.reservation_count_max or limits.namespace_count_max; Unavailable when a value that is to be replaced is
+        in use until the deadline, or when the session ends meanwhile."""
         with self._reservations.making(session):
             spaces = self._spaces(request)
             if request.replaces:
@@ -62,7 +63,7 @@ class Claims:
             return await self._reserve(session, request, spaces, deadline)
 
     def _spaces(self, request: ReserveRequest) -> list[Namespace]:
-        """The namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""
+        """Return the namespaces of a request's parts. Raises InvalidRequest for a request that contradicts itself."""
         query = request.query
         spec = self._catalog.model(query.fingerprint).spec
         if not query.digests or len(request.token_digests) != len(query.digests):
@@ -81,7 +82,7 @@ class Claims:
     async def _reserve(
         self, session: Session, request: ReserveRequest, spaces: list[Namespace], deadline: Deadline
     ) -> StoreResult:
-        """The reservation is known only once all of it is claimed: before that nobody can fill, end or join it."""
+        """Claim, and register the reservation after the last claim: before that nobody can fill, end or join it."""
         reservation = Reservation(
             next(self._parts.ids),
             [session],
@@ -163,8 +164,7 @@ class Claims:
         self._catalog.claim(space, entry.digest, entry)
 
     def _is_elsewhere(self, entry: Entry) -> bool:
-        """Return True when the chunk is resident (then it is kept until the reservation ends) or another's store in
-        flight."""
+        """True when the chunk is stored (then it is held until the reservation ends) or another store writes it."""
         space = entry.namespace
         entry.held = space.index.get(entry.digest)
         if entry.held is not None:
@@ -204,14 +204,14 @@ class Claims:
 
 
 def _check_open(session: Session) -> None:
-    """A session may end while its call waits. Nobody could give back what it would claim after that."""
+    """Raises Unavailable when the session ended while its call waited: nobody could free what it claims after that."""
     if not session.is_open:
         raise Unavailable("the session ended while its store was being reserved")
 
 
 def _tails_beside(reservation: Reservation, token_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The wanted chunks that have partial chunks beside them: each one's place in the chain, and which lengths the
-    partial chunks have."""
+    """Give the wanted chunks that have partial chunks beside them: the chunk's index in the chain, and the lengths of
+    the partial chunks as a bitmap."""
     entries = reservation.entries[:: reservation.part_count]
     for index, entry in enumerate(entries):
         tails = entry.namespace.tails

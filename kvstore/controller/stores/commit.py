@@ -1,4 +1,4 @@
-"""Commits stores: whole chunks become visible."""
+"""Commit: complete chunks of a store become visible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.seams import Deadline
 from kvstore.spec import Durability, StoreState
 
 SUPERSEDES_MAX = 4096
-"""How many partial chunks one store may put behind all others."""
+"""Partial chunks that one store may name as superseded."""
 
 
 class Commits:
@@ -37,11 +37,11 @@ class Commits:
         self, session: Session, reservation_id: int, fills: Sequence[Fill], shard: int = 0,
         supersedes: Sequence[bytes] = (), *, deadline: Deadline,
     ) -> StoreResult:  # fmt: skip
-        """Do the fills that came along, publish every complete chunk whose parent is visible as soon as its bytes are
-        there, and tell how far the chain is resident now. Waits for other writers' chunks of the chain, at most half of
-        what is left of the deadline. Of several shards the last one publishes; the others wait for it, as long as a
-        store may take. ``supersedes``: digests of partial chunks that chunks of this store begin with. Raises
-        DeadlineExceeded while bytes still move, or other shards are not committed, at the deadline."""
+        """Start ``fills``, publish every complete chunk whose parent is visible as soon as its bytes are moved, and
+        return how much of the chain is stored now. Waits for other writers' chunks of the chain, at most half of the
+        time to the deadline. Of several shards the last one publishes; the others wait for it while the store lasts.
+        ``supersedes``: digests of partial chunks that chunks of this store begin with. Raises DeadlineExceeded while
+        bytes still move at the deadline, or when other shards do not commit in time."""
         reservation = self._reservations.find(session, reservation_id)
         if len(reservation.supersedes) + len(supersedes) > SUPERSEDES_MAX:
             raise InvalidRequest(f"supersedes: more than {SUPERSEDES_MAX} digests in one store")
@@ -54,7 +54,7 @@ class Commits:
         try:
             await self._publish_all(reservation, deadline)
         finally:
-            reservation.is_publishing = False  # where this was cancelled, a commit that comes again goes on
+            reservation.is_publishing = False  # after a cancellation, a repeated commit goes on
         return self._outcome(reservation)
 
     async def _publish_all(self, reservation: Reservation, deadline: Deadline) -> None:
@@ -77,8 +77,8 @@ class Commits:
         self._reservations.end(reservation)
 
     def _supersede(self, reservation: Reservation) -> None:
-        """Partial chunks that chunks of this store begin with leave before others. Only shorter ones beside a chunk
-        that was committed here do: a writer that names any other chunk changes nothing."""
+        """Mark superseded partial chunks: they leave before others. Only a shorter chunk beside a chunk that was
+        committed here is marked: a writer that names any other chunk changes nothing."""
         if not reservation.supersedes:
             return
         for space in {entry.namespace for entry in reservation.entries}:
@@ -93,8 +93,8 @@ class Commits:
                     self._movement.superseded(row)
 
     async def _is_last(self, reservation: Reservation, shard: int, deadline: Deadline) -> bool:
-        """Return True when this shard's commit completes the store. If not, wait for the one that does, or for its
-        end."""
+        """Return True when this shard's commit is the last one. Otherwise wait until the store has ended, and return
+        False."""
         await self._reservations.idle(reservation, deadline)
         if reservation.has_ended:
             return False
@@ -133,7 +133,7 @@ class Commits:
         self._movement.write_down(row)
 
     def _outcome(self, reservation: Reservation) -> StoreResult:
-        """Return the result by what the catalog holds now, whatever this store intended."""
+        """Return the result as the catalog has the chain now, whoever stored its chunks."""
         for entry in reservation.entries:
             here = entry.digest in entry.namespace.index
             if entry.state is StoreState.PENDING:
@@ -160,7 +160,7 @@ class Commits:
 
 
 def _missing(entry: Entry) -> str:
-    """Return the reason why a chunk is not published although no move of it runs any more."""
+    """Return the reason why a chunk is not published though no move of its bytes runs any more."""
     if entry.failure is not None:
         return f"copying from staging failed: {entry.failure.message}"
     missing = int(entry.filled.size - np.count_nonzero(entry.filled))

@@ -1,4 +1,4 @@
-"""Strips on their way from staging into their chunks."""
+"""Fill: byte movers copy strips from staging into their chunks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Fills:
                 raise type(entry.failure)(f"copying from staging failed: {entry.failure.message}") from entry.failure
 
     async def begin(self, session: Session, reservation_id: int, fills: Iterable[Fill]) -> Sequence[Fill]:
-        """Start the moves of a long list; others are answered in between. Returns the last of it, which the ``fill`` or
-        ``commit`` that follows takes along. Raises what ``fill`` raises; what was begun before counts."""
+        """Start the moves of a long list, and answer others in between. Return the last fills, not yet started, for the
+        ``fill`` or ``commit`` that follows. Raises as ``fill``; moves that were started before an error count."""
         pauses = self._parts.long_work.begin()
         batch: list[Fill] = []
         for each in fills:
@@ -53,9 +53,9 @@ class Fills:
         return batch
 
     def start(self, session: Session, reservation: Reservation, fills: Sequence[Fill]) -> None:
-        """Have the bytes moved, without waiting for them. A move that has started is finished even if its caller is
-        gone: until then the memory is in use. Once the first job has begun nothing raises: a job that the movers refuse
-        has failed, and the caller hears of it when the others have ended."""
+        """Start the moves, without waiting for them. A move that has started is finished even if its caller is gone:
+        until then the memory is in use. Once the first job has begun nothing raises: a job that the movers refuse
+        counts as failed, and the caller hears of it when the others have ended."""
         jobs: list[tuple[Entry, Move, MoveJob]] = []
         claimed: list[tuple[Entry, int, int]] = []
         try:

@@ -16,8 +16,8 @@ from kvstore.spec import MissReason
 
 @dataclass(eq=False)
 class Filling:
-    """A chunk on its way to memory from its writers. ``landed`` are the slabs that are filled. They are provisional
-    until the chunk is committed, which is when it ``has_landed``. ``leases``: of those who read it."""
+    """A chunk on its way to memory from its writers. ``landed``: a bitmap of the filled slabs. They are provisional
+    until the chunk is committed; then it ``has_landed``. ``leases``: those of its readers."""
 
     layout: ChunkLayout
     header: ChunkHeader
@@ -37,7 +37,7 @@ class Filling:
         return not self.has_landed
 
     def filled(self, strips: NDArray[np.bool_]) -> None:
-        """These strips are filled by now: whole slabs of them can be read."""
+        """Take note of the strips filled so far (a flag per strip): slabs whose strips are all filled can be read."""
         whole = np.logical_and.reduceat(strips, self.layout.slab_firsts)
         landed = sum(1 << int(slab) for slab in np.flatnonzero(whole))
         if landed != self.landed:
@@ -45,19 +45,19 @@ class Filling:
             self._changed()
 
     def write_header(self) -> None:
-        """Say whose chunk it is. The checksums follow when it is committed."""
+        """Write the header, so that readers see which chunk lies here. The commit writes the checksums."""
         packed = pack_header(self.header, self.layout)
         np.copyto(self.placement.pieces[0], np.frombuffer(packed, np.uint8))
 
     def committed(self, leases: Leases, row: int) -> None:
-        """Its readers hold the chunk's row from now on."""
+        """Take note of the commit: the readers' leases hold the chunk's row from now on."""
         self.landed, self.has_landed = (1 << self.slab_count) - 1, True
         for lease in self.leases:
             leases.extend(lease, row)
         self._changed()
 
     def aborted(self) -> None:
-        """It will not be committed: what was read of it is nothing."""
+        """Take note that the chunk will not be committed: readers must discard the slabs that they read."""
         self.lost = MissReason.UNAVAILABLE
         self._changed()
 

@@ -23,9 +23,9 @@ class Joins:
     def fetch(
         self, session: Session, reservation: Reservation, layers: frozenset[int], hidden_layers: tuple[int, ...]
     ) -> FetchResult:
-        """The chunks of a store in flight, and those that were there before, under a lease: its KV part, and the hidden
-        layers that are named. Raises InvalidRequest for one that it does not store; Exhausted where what is cold finds
-        no room."""
+        """Lease the chunks of a store in flight, and those of its chain that were stored before: their KV part, and the
+        E of ``hidden_layers``. Raises InvalidRequest for a part that the store does not have; Exhausted where memory
+        has no room for chunks that are not in memory."""
         places = _places(reservation, hidden_layers)
         every = [
             reservation.entries[start + place]
@@ -56,21 +56,22 @@ class Joins:
         )
 
     def _hold_if_stored(self, entry: Entry) -> None:
-        """Hold the chunk if another store has published it by now."""
+        """Hold the chunk if another store was writing it and has published it by now."""
         row = entry.namespace.index.get(entry.digest)
         if entry.state is StoreState.PENDING and entry.held is None and row is not None:
             self._catalog.table.hold(row)
             entry.held, entry.state = row, StoreState.PRESENT
 
     def _chunk_count(self, entries: list[Entry], part_count: int) -> int:
-        """Return the number of leading chunks that are there or being written."""
+        """Count the leading chunks that are stored or being written."""
         for start in range(0, len(entries), part_count):
             if not all(self._source(entry) for entry in entries[start : start + part_count]):
                 return start // part_count
         return len(entries) // part_count
 
     def _source(self, entry: Entry) -> Entry | None:
-        """The entry of the chunk's writer; None when nobody writes or wrote it."""
+        """Return the entry that has the chunk, or that its writer fills; None: the chunk is neither stored nor being
+        written."""
         if entry.state is StoreState.PENDING:
             other = entry.namespace.pending.get(entry.digest)
             return other if isinstance(other, Entry) else None
@@ -98,8 +99,8 @@ class Joins:
 
 
 def _places(reservation: Reservation, hidden_layers: tuple[int, ...]) -> list[int]:
-    """Return the positions of the wanted parts among a chunk's entries: the KV first, then the hidden layers in the
-    order asked for. Raises InvalidRequest for one that the store does not have."""
+    """Return the indices of the wanted parts among a chunk's entries: the KV first, then the hidden layers in the order
+    asked for. Raises InvalidRequest for a part that the store does not have."""
     layers = [entry.namespace.layer for entry in reservation.entries[: reservation.part_count]]
     missing = [layer for layer in (None, *hidden_layers) if layer not in layers]
     if missing:

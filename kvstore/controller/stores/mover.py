@@ -21,7 +21,7 @@ MoveJob = tuple[StripRun, Bytes, Bytes]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Strips ``first .. stop`` of a chunk, back to back in ``source`` and in ``target``."""
+    """A copy of the strips ``first .. stop`` of a chunk, which lie back to back in ``source`` and in ``target``."""
 
     layout: ChunkLayout
     header: ChunkHeader
@@ -32,7 +32,7 @@ class Move:
 
     @property
     def job(self) -> MoveJob:
-        """The arguments of ``move``."""
+        """The arguments for ``move``."""
         header = self.header
         return (
             strip_run(self.layout, header.storage_key, header.write_id, self.first, self.stop),
@@ -41,13 +41,13 @@ class Move:
         )
 
     def wrong(self, rows: bytes) -> KVStoreError | None:
-        """Return the reason why the answer of ``move`` cannot be the checksums of its strips; None when it can."""
+        """Return the error for ``rows`` that cannot be the checksums of the strips; None: they can be."""
         if len(rows) == (self.stop - self.first) * CHECKSUM_BYTES:
             return None
         return Internal(f"a byte mover gave {len(rows)} bytes of checksums for {self.stop - self.first} strips")
 
     def moved(self, rows: bytes) -> int:
-        """``rows`` are what ``move`` found: they are the header's from now on. Returns the bytes checksummed."""
+        """Put the checksums that ``move`` returned into the header. Return the number of bytes checksummed."""
         found = np.frombuffer(rows, np.uint8).reshape(-1, CHECKSUM_BYTES)
         self.header.checksums[self.first : self.stop] = found
         return int(self.layout.strip_lengths[self.first : self.stop].sum(dtype=np.uint64))
@@ -56,7 +56,8 @@ class Move:
 def moves_of(
     layout: ChunkLayout, header: ChunkHeader, placement: Placement, first: int, stop: int, source: Bytes
 ) -> Iterator[Move]:
-    """Cut strips ``first .. stop``, whose bytes begin ``source``, where extents end and at about JOB_BYTES."""
+    """Cut the strips ``first .. stop`` into moves, at the ends of extents and at about JOB_BYTES. ``source`` begins
+    with the first strip's bytes."""
     base = int(layout.strip_offsets[first])
     for span in placement.spans:
         start = 0
@@ -82,8 +83,8 @@ def moves_of(
 
 
 def _end_of(layout: ChunkLayout, slab_index: int, stop: int) -> int:
-    """Return the offset at which the bytes of the strips before ``stop`` end: at the slab's end for its last, gap
-    included."""
+    """Return the offset at which the strips before ``stop`` end. For the slab's last strip that is the slab's end,
+    alignment gap included."""
     slab = layout.slabs[slab_index]
     if stop == slab.strip_first + slab.strip_count:
         return slab.offset + slab.byte_count
@@ -91,6 +92,6 @@ def _end_of(layout: ChunkLayout, slab_index: int, stop: int) -> int:
 
 
 def move(strips: StripRun, source: Bytes, target: Bytes) -> bytes:
-    """Blocking. Copy, and checksum the copy: 16 bytes per strip. Alignment gaps get zeros, whatever the client left
-    there: copies of a chunk are the same to the byte."""
+    """Copy, and return the checksums of the copy, 16 bytes per strip. Blocking. Alignment gaps get zeros, whatever the
+    client left there: so copies of a chunk are the same to the byte."""
     return strips.copy(source, target)

@@ -16,14 +16,14 @@ STEP_S = 0.005
 
 
 class Replacement:
-    """Removes what a store takes the place of, from every tier."""
+    """Removes the chunks that a store replaces, from every tier."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def remove(self, space: Namespace, digests: Sequence[bytes], deadline: Deadline) -> None:
-        """Remove what is stored under these digests, once nobody reads or stores it. Raises InvalidRequest where a
-        digest has one meaning for ever; Unavailable when reads or stores of it do not end within the deadline."""
+        """Remove the chunks of these digests, once nobody reads or stores them. Raises InvalidRequest for a namespace
+        whose digests have one meaning for ever; Unavailable when reads or stores do not end within the deadline."""
         if space.kind is not CacheKind.OPAQUE:
             raise InvalidRequest("replaces: only chunks of an opaque namespace can be replaced")
         while True:
@@ -31,22 +31,22 @@ class Replacement:
             if busy is None:
                 for row in [space.index[each] for each in digests if each in space.index]:
                     self._parts.movement.remove(row, MissReason.STALE)
-                return  # and the claim follows without a pause
-            while self._is_in_use(space, busy):  # one name is looked at while it is waited for, however many there are
+                return  # the claim follows without a pause, so nobody can read or store them in between
+            while self._is_in_use(space, busy):  # only this digest is checked while waiting: there may be many
                 if deadline.has_passed:
                     raise Unavailable("the value that is to be replaced is being read or written: try again")
                 await self._parts.clock.sleep(STEP_S)
 
     def _is_in_use(self, space: Namespace, digest: bytes) -> bool:
-        """Return True when a chunk is being read or stored."""
+        """True when the digest's chunk is being read or stored."""
         row = space.index.get(digest)
         return digest in space.pending or (row is not None and self._parts.catalog.table.is_held(row))
 
     async def supersede(
         self, space: Namespace, replaced: Sequence[bytes], headers: Iterable[ChunkHeader], deadline: Deadline
     ) -> None:
-        """After this nothing older than ``headers``, or under the names ``replaced``, can come back. Only then may what
-        is claimed be filled. Raises KVStoreError."""
+        """Ensure that no tier can bring back an older value of the chunks of ``headers``, or any value of the digests
+        ``replaced``. Only after this may the claimed chunks be filled. Raises KVStoreError."""
         if space.kind is not CacheKind.OPAQUE:
             return
         writes = dict.fromkeys((self._parts.storage_key(space, digest) for digest in replaced), NOTHING)

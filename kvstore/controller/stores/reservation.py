@@ -1,4 +1,4 @@
-"""A store in flight: its chunks, and what of them is there."""
+"""A store in flight: its chunks, and their filled strips."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ class Entry:
     parent: bytes
     state: StoreState
     ended: asyncio.Future[None] | None = None
-    """Resolved when the writer's reservation ends, whichever way. Set on WANTED, shared by PENDING entries."""
+    """Resolved when the chunk is committed or the writer's reservation ends. Made for a WANTED entry, and shared by the
+    PENDING entries of other stores."""
     held: int | None = None
-    """The row of a PRESENT or COMMITTED entry: kept until the reservation ends, for the chunks after it."""
+    """The row of a PRESENT or COMMITTED entry: held until the reservation ends, because later chunks need their
+    parent."""
     moving: set[asyncio.Future[bytes]] = field(default_factory=set)
     failure: KVStoreError | None = None
-    """Why some of its bytes were not moved: it is never published."""
+    """The error of a failed move: such a chunk is never published."""
     layout: ChunkLayout | None = None
     placement: Placement | None = None
     header: ChunkHeader | None = None
     filling: Filling | None = None
-    """Set once somebody reads it while it is written."""
+    """Set once somebody reads the chunk while it is written."""
     claimed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """The strips that a fill has named: no other may."""
+    """The strips that a fill has named: no other fill may name them."""
     filled: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """The strips whose bytes are there, and whose checksums are in the header: a mover said so."""
+    """The strips whose bytes a mover has copied, and whose checksums are in the header."""
 
     def moved(self, move: Move, rows: bytes) -> int:
-        """A move has ended well, and found these checksums. Returns the bytes moved. Nothing else fills a strip."""
+        """Take note of a successful move, which returned the checksums ``rows``. Return the bytes moved. Nothing else
+        marks strips as filled."""
         byte_count = move.moved(rows)
         self.filled[move.first : move.stop] = True
         if self.filling is not None:
@@ -60,8 +63,8 @@ class Entry:
 
 @dataclass(eq=False)
 class Reservation:
-    """A store in flight. ``busy`` counts the movers' jobs that run: nothing is freed under them. ``sessions`` write it
-    together, and ``shard_count`` commits publish it. It ends with the first of its sessions that ends."""
+    """A store in flight. ``busy`` counts the movers' jobs that run: no memory is freed meanwhile. ``sessions`` write
+    the store together, and ``shard_count`` commits publish it. It ends with the first of its sessions that ends."""
 
     reservation_id: int
     sessions: list[Session]
@@ -78,12 +81,12 @@ class Reservation:
     supersedes: list[bytes] = field(default_factory=list)
     """Digests of partial chunks that chunks of this store begin with, as its writers say."""
     levels: set[Durability] = field(default_factory=set)
-    """Beyond the node, which its writers asked for."""
+    """The levels beyond the node that its writers asked for."""
     is_publishing: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def want(self, level: Durability) -> None:
-        """A writer asked for this level."""
+        """Take note of the durability that a writer asked for; only levels beyond the node matter here."""
         if level > Durability.LOCAL:
             self.levels.add(level)
 
@@ -93,6 +96,6 @@ class Reservation:
 
     @property
     def result(self) -> StoreResult:
-        """The result that writers get before the commit."""
+        """The result that its writers get before the commit."""
         states = tuple(entry.state for entry in self.entries)
         return StoreResult(self.reservation_id, states, refusal=self.refusal, ticket=self.ticket)

@@ -1,4 +1,4 @@
-"""All stores in flight, and how they end."""
+"""All stores in flight: their beginning and their end."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Reservations:
         self._by_ticket: dict[bytes, Reservation] = {}
         self._making: Counter[Session] = Counter()
         self.reserved_bytes = 0
-        """Room of chunks that are being stored."""
+        """Bytes allocated for chunks that are being stored."""
 
     def of(self, session: Session) -> list[Reservation]:
-        """The stores that a session writes, alone or with others."""
+        """Return the stores that a session writes, alone or with others."""
         return list(self._of.get(session, {}).values())
 
     def are_moving(self, session: Session) -> bool:
-        """Return True when byte movers may still read the session's staging."""
+        """True when byte movers may still read the session's staging."""
         return any(each.busy for each in self.of(session))
 
     def find(self, session: Session, reservation_id: int) -> Reservation:
-        """Raises InvalidRequest for a store that this session does not write."""
+        """Return a session's store by its id. Raises InvalidRequest for a store that this session does not write."""
         try:
             return self._of[session][reservation_id]
         except KeyError:
@@ -47,7 +47,7 @@ class Reservations:
             ) from None
 
     def by_ticket(self, ticket: bytes) -> Reservation | None:
-        """The store in flight that a ticket names."""
+        """Return the store in flight that a ticket names, if there is one."""
         return self._by_ticket.get(ticket)
 
     # ------------------------------------------------------------ begin
@@ -65,15 +65,15 @@ class Reservations:
                 del self._making[session]
 
     def add(self, reservation: Reservation) -> None:
-        """All of it is claimed: from now on it can be filled, joined and ended."""
+        """Register a reservation whose chunks are all claimed: from now on it can be filled, joined and ended."""
         for session in reservation.sessions:
             self._of.setdefault(session, {})[reservation.reservation_id] = reservation
         self._by_ticket[reservation.ticket] = reservation
         self._parts.counters.add("store_reservations")
 
     def join(self, session: Session, ticket: bytes, fingerprint: bytes, durability: Durability) -> StoreResult:
-        """Another process writes some shards of a store. Raises InvalidRequest for a store that ended, or of another
-        model; Exhausted past limits.reservation_count_max."""
+        """Have another session write some shards of a store. Raises InvalidRequest for a store that ended, or of
+        another model; Exhausted past limits.reservation_count_max."""
         reservation = self.by_ticket(ticket)
         if reservation is None:
             raise InvalidRequest(
@@ -98,7 +98,7 @@ class Reservations:
     # ------------------------------------------------------------ end
 
     async def abort(self, session: Session, reservation_id: int, deadline: Deadline) -> None:
-        """Drop a reservation. Unknown ids are fine: it ended before."""
+        """Drop a reservation. An unknown id is no error: it ended before."""
         reservation = self._of.get(session, {}).get(reservation_id)
         if reservation is not None:
             self._parts.counters.add("store_aborted_reservations")
@@ -113,13 +113,14 @@ class Reservations:
                 self.end(reservation)
 
     async def abandon(self, reservation: Reservation, deadline: Deadline) -> None:
-        """End a reservation once no byte mover works for it. Raises DeadlineExceeded when one does not end."""
+        """End a reservation once no byte mover works for it. Raises DeadlineExceeded when a mover is not done in
+        time."""
         await self.idle(reservation, deadline)
         self.end(reservation)
 
     async def idle(self, reservation: Reservation, deadline: Deadline) -> None:
-        """Wait until no byte mover works for a store. Their jobs are finite copies in memory, which end without outside
-        help. Raises DeadlineExceeded when one does not in time."""
+        """Wait until no byte mover works for a store. The jobs are finite copies in memory, which end without outside
+        help. Raises DeadlineExceeded when a job does not end in time."""
         while reservation.busy:
             try:
                 await asyncio.wait_for(reservation.idle.wait(), deadline.left_s)
@@ -127,7 +128,7 @@ class Reservations:
                 raise DeadlineExceeded("bytes of this store are still moving: wait and try again") from None
 
     def end(self, reservation: Reservation) -> None:
-        """Free what was not committed, and wake who waited."""
+        """End a reservation: free its chunks that were not committed, and wake the calls that wait for it."""
         assert not reservation.busy, "byte movers still write to it"
         reservation.ended.set()
         self._by_ticket.pop(reservation.ticket, None)

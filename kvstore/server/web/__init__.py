@@ -1,12 +1,12 @@
-"""The operators' page and the metrics for Prometheus: one port, read-only, HTTP in a thread of its own.
+"""The page that operators read in a browser, and the metrics that Prometheus scrapes: one port, read-only HTTP.
 
-The thread has an event loop of its own and a bounded number of connections, each with a bound on its time: a thousand
-browsers wait, or are told to come again. The service's loop is asked for counts, at most a few times a second however
-many ask; it renders nothing. A page names no resource outside itself, and scripts and styles come from files of this
-room alone.
+HTTP runs in a thread with an event loop of its own. The number of connections is bounded, and so is the time of each:
+past the bound, browsers wait or are told to try again. The service's loop is asked for counts at most a few times a
+second, however many readers there are; it renders nothing. The page names no resource outside itself, and scripts and
+styles come from files of this room alone.
 
-- ``listener``  requests, bounds, who may read what
+- ``listener``  requests, their bounds, and the readers' rights
 - ``history``   the last hour, in rings
-- ``facts``     what the page shows, as JSON
+- ``facts``     the page's content, as JSON
 - ``page.*``    the page itself
 """

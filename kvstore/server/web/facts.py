@@ -1,4 +1,4 @@
-"""The content of the page as plain values: bounded however many tenants and models there are."""
+"""The page's content as plain values. Its size is bounded however many tenants and models there are."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from kvstore.server.web.history import INTERVAL_S, HealthEvent, History, health_
 
 HOT_COUNT = 32
 HOT_AGE_S = 10.0
-"""The tree of the hottest prefixes is made anew when it is so old and somebody asks."""
+"""Seconds after which a request has the tree of the hottest prefixes made anew."""
 DIGEST_DIGITS = 16
 MODEL_COUNT_MAX = 50
-"""The page lists so many models of a tenant: those that take most."""
+"""Models of a tenant that the page lists: those with the most bytes."""
 TENANT_COUNT_MAX = 32
 NAME_CHARACTERS_MAX = 200
 
 
 class Watched:
-    """One tenant, as the page has it. Runs on the event loop's thread."""
+    """One tenant on the page. Runs on the event loop's thread."""
 
     def __init__(self, controller: Controller, operators: Operators, clock: Clock, *, shows_digests: bool) -> None:
-        """``shows_digests``: whoever reads them can tell whether a prompt that he guesses was fetched."""
+        """``shows_digests``: True to show prefixes' digests. A reader of digests can tell whether a prompt that he
+        guesses was fetched."""
         self._controller = controller
         self._operators = operators
         self._clock = clock
@@ -41,11 +42,11 @@ class Watched:
         self._hot_since_s = -math.inf
 
     def note(self) -> None:
-        """Note what the interval that has just ended brought. Cost: some 50 us."""
+        """Record the interval that has just ended in the history. Cost: some 50 us."""
         self._history.note(self._controller.stats().counters, self._operators.tiers(), self._clock.wall())
 
     async def facts(self) -> dict[str, Any]:
-        """Return all that the page tells of the tenant, as plain values."""
+        """Return the page's content for the tenant, as plain values."""
         if self._clock.monotonic() - self._hot_since_s >= HOT_AGE_S:
             self._hot_since_s = self._clock.monotonic()
             self._hot = [self._prefix(each) for each in await self._operators.hottest(HOT_COUNT)]
@@ -82,7 +83,7 @@ class Watched:
 
 
 class Overview:
-    """All tenants, as the page has them."""
+    """All tenants on the page."""
 
     def __init__(
         self, tenants: Iterable[tuple[Controller, Operators]], clock: Clock, *, shows_digests: bool = False
@@ -93,7 +94,7 @@ class Overview:
         self._tenants = [Watched(*each, clock, shows_digests=shows_digests) for each in tenants]
 
     async def run(self) -> None:
-        """Note what each interval brought, for ever."""
+        """Record each interval in the tenants' histories, for ever."""
         while True:
             await self._clock.sleep(INTERVAL_S)
             for tenant in self._tenants:
@@ -101,7 +102,7 @@ class Overview:
                 await asyncio.sleep(0)
 
     async def facts(self) -> dict[str, Any]:
-        """Gather the content of the page. Others are answered between two tenants."""
+        """Return the page's content now. Other requests are answered between two tenants."""
         tenants = []
         for tenant in self._tenants[:TENANT_COUNT_MAX]:
             tenants.append(await tenant.facts())
@@ -114,7 +115,8 @@ class Overview:
 
 
 def _together(models: Iterable[ModelCount]) -> list[tuple[int, int, int, float]]:
-    """Of each hour: when it began, fetches, tokens, and the seconds that computing these would have taken."""
+    """Return for each hour: its beginning (seconds since 1970), fetches, tokens, and the seconds that computing these
+    tokens would have taken."""
     hours: dict[int, Saving] = {}
     for model in models:
         for hour in model.served.hours:

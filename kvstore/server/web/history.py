@@ -1,4 +1,4 @@
-"""The last hour of one tenant, in rings: what came and went in each interval, and what was wrong from when on."""
+"""The last hour of one tenant, in rings: the growth of counters in each interval, and changes of the tiers' health."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SAMPLE_COUNT_MAX = 360
 """An hour of intervals."""
 EVENT_COUNT_MAX = 64
 WORDS_MAX = 300
-"""What a tier says is wrong is cut after so many characters."""
+"""Characters after which a tier's problem is cut."""
 FLOWS = ("fetch_hit_chunks", "fetch_miss_chunks", "fetch_bytes", "store_committed_bytes")
-"""The history keeps how much each of these counters grew in each interval."""
+"""Counters whose growth in each interval the history keeps."""
 STALLED_S = 2.0
 
 
@@ -28,7 +28,8 @@ class HealthEvent(NamedTuple):
 
 
 class History:
-    """Runs on the event loop's thread. Bounded: ``SAMPLE_COUNT_MAX`` intervals and ``EVENT_COUNT_MAX`` events."""
+    """The history of one tenant. Runs on the event loop's thread. Bounded: ``SAMPLE_COUNT_MAX`` intervals and
+    ``EVENT_COUNT_MAX`` events."""
 
     def __init__(self) -> None:
         self._flows: deque[tuple[int, ...]] = deque(maxlen=SAMPLE_COUNT_MAX)
@@ -38,7 +39,7 @@ class History:
         self.events: deque[HealthEvent] = deque(maxlen=EVENT_COUNT_MAX)
 
     def note(self, counters: Mapping[str, int], accounts: Iterable[TierAccount], wall_s: float) -> None:
-        """Keep what the interval that has just ended brought."""
+        """Record the interval that has just ended: the counters' growth, the tiers' rates, and changes of health."""
         before, self._last = self._last, counters
         if before is not None:
             self._flows.append(tuple(counters.get(name, 0) - before.get(name, 0) for name in FLOWS))
@@ -52,7 +53,7 @@ class History:
             self._said[name] = said
 
     def flows(self) -> dict[str, list[int]]:
-        """Return by counter how much it grew in each interval, the oldest first."""
+        """Return, by counter, its growth in each interval, the oldest first."""
         return {name: [each[place] for each in self._flows] for place, name in enumerate(FLOWS)}
 
     def rates(self, tier: str) -> tuple[float, float]:
@@ -62,7 +63,7 @@ class History:
 
 
 def health_of(account: TierAccount) -> str:
-    """Return "up", or what is wrong with the tier."""
+    """Return "up", or words for the tier's problem."""
     if account.is_draining:
         return "draining"
     if account.stalled_s > STALLED_S:
@@ -73,8 +74,8 @@ def health_of(account: TierAccount) -> str:
 
 
 def _moved(tier: str, before: Mapping[str, int], after: Mapping[str, int]) -> tuple[int, int]:
-    """Return the bytes that came into a tier, and that left it. Stores and slower tiers bring memory's; fetches take
-    them."""
+    """Return the bytes that came into a tier, and the bytes read from it. Into memory they come by stores and from
+    slower tiers; fetches read them."""
 
     def grown(*names: str) -> int:
         return sum(after.get(name, 0) - before.get(name, 0) for name in names)

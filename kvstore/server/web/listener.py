@@ -1,4 +1,4 @@
-"""Requests of browsers and scrapers: HTTP/1.1, one a connection, in a thread and an event loop of its own."""
+"""HTTP/1.1 for browsers and scrapers, one request per connection, in a thread with an event loop of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CONNECTION_COUNT_MAX = 64
 BACKLOG_COUNT = 128
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX, REPLY_S_MAX = 5.0, 10.0
-"""A client may take so long to send its request, and to take its reply."""
+"""Seconds that a client may take to send its request, and to take the reply."""
 ANSWER_S_MAX = 5.0
-"""A request waits no longer than this for the service's counts."""
+"""Seconds that a request waits at most for the service's counts."""
 HEADERS = (
     "Connection: close",
     "Cache-Control: no-store",
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvstore.web")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply. ``kind``: its content type; ``headers``: whole lines beside those that every reply has."""
+    """One reply. ``kind``: its content type; ``headers``: whole header lines beside those of every reply."""
 
     status: int
     body: bytes
@@ -53,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. ``headers`` has their names in lower case."""
+    """One request. ``headers``: by name in lower case."""
 
     method: str
     path: str
@@ -62,8 +62,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The answer for a path, and who may have it. ``is_open``: everybody, for it says nothing; ``is_page``:
-    not without a token where ``Gate.page_reason`` says why."""
+    """The answer to a path, and its readers. ``is_open``: everybody may read it, because it tells nothing. ``is_page``:
+    a token is needed where ``Gate.page_reason`` is set."""
 
     answer: Callable[[Request], Awaitable[Reply]]
     is_open: bool = False
@@ -72,15 +72,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The readers that are let in. ``tokens``: digests of which one is needed; empty: none is. ``page_reason``: why the
-    page cannot be had without one. ``is_local``: it listens on loopback, and other sites' names for it are refused."""
+    """The rights to read. ``tokens``: digests of the tokens, one of which a reader needs; empty: no token is needed.
+    ``page_reason``: why the page cannot be read while there are no tokens. ``is_local``: it listens on loopback, and
+    refuses requests under other hosts' names."""
 
     tokens: tuple[bytes, ...]
     page_reason: str
     is_local: bool
 
     def refusal(self, request: Request, route: Route) -> Reply | None:
-        """Return why the request is refused; None: it is answered."""
+        """Return the reply that refuses a request; None: the request may be answered."""
         if self.is_local and not _is_own_name(request.headers.get("host", "")):
             return _said(421, "this address answers to localhost only")
         if route.is_open:
@@ -106,7 +107,7 @@ class Gate:
 
 
 class Web:
-    """The listener. ``routes``: by path."""
+    """The listener. ``routes``: the routes by path."""
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Route], gate: Gate) -> None:
         self._listener = listener
@@ -115,7 +116,7 @@ class Web:
         self._open_count = 0
 
     def start(self) -> None:
-        """Answer for ever, until the process ends. Raises Unavailable where no thread can be had."""
+        """Start answering in a thread, until the process ends. Raises Unavailable where no thread can be started."""
         start_thread(self._run, "web")
 
     def _run(self) -> None:
@@ -131,7 +132,7 @@ class Web:
         await server.serve_forever()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request. The connection ends, whatever comes."""
+        """Answer one request, and close the connection in any case."""
         self._open_count += 1
         try:
             is_full = self._open_count > CONNECTION_COUNT_MAX
@@ -179,7 +180,7 @@ def _said(status: int, words: str) -> Reply:
 
 
 def _parsed(data: bytes) -> Request | None:
-    """Return the request; None for bytes that are none."""
+    """Return the request; None for bytes that are no request."""
     first, *lines = data.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -206,24 +207,24 @@ def _rendered(reply: Reply, request: Request | None) -> bytes:
 
 @lru_cache(maxsize=16)
 def _zipped(body: bytes) -> bytes:
-    """Kept, because one rendering is sent to all that read within a second."""
+    """Return the body as gzip. Results are cached, because one rendering is sent to all who read within a second."""
     return gzip.compress(body, 1)
 
 
 def _is_own_name(host: str) -> bool:
-    """Return True when a browser was sent here by a name of this host: another site's name for 127.0.0.1 would make its
-    scripts ours."""
+    """True when the Host header names loopback. If another site's name for 127.0.0.1 were answered, that site's scripts
+    could read the page."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return is_loopback(name.strip("[]"))
 
 
 def port_of(listener: socket.socket) -> int:
-    """Return the port that a listener has."""
+    """Return the port of a listening socket."""
     return int(listener.getsockname()[1])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
+    """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if _is_six(host) else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG_COUNT)
 

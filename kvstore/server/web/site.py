@@ -1,4 +1,4 @@
-"""The port of the page: which paths there are, what each gives, and who may have it."""
+"""The port of the page: its paths, their answers, and the rights to read them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOKEN_SETTING = "server.metrics_token_file"  # noqa: S105 - a setting's name
 TOKEN_CHARACTERS_MIN = 16
 FILE_BYTES_MAX = 1 << 16
 FACTS_AGE_S, SCRAPE_AGE_S = 1.0, 0.25
-"""An answer of the service serves everybody who asks within so many seconds."""
+"""Seconds for which one answer of the service serves every reader."""
 FORM_COUNT_MAX = 8
-"""So many forms of an answer are kept; Prometheus' readers know four."""
+"""Renderings of an answer that are kept, one per form; Prometheus' readers know four forms."""
 HERE = Path(__file__).parent
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -38,9 +38,9 @@ Told = TypeVar("Told")
 
 
 class Asked(Generic[Told]):
-    """A question of the web's thread to the service's loop. One answer, and one rendering of it in each form, serves
-    all that wait for it, and all that ask before it is ``age_s`` old: many readers take no more of the processor from
-    the service than one does."""
+    """A question of the web's thread to the service's loop. One answer, rendered once in each form, serves all readers
+    that wait for it and all that ask before it is ``age_s`` seconds old. So many readers cost the service no more
+    processor time than one."""
 
     def __init__(
         self, ask: Callable[[], Coroutine[Any, Any, Told]], render: Callable[[Told, str], Reply],
@@ -56,7 +56,7 @@ class Asked(Generic[Told]):
         self._replies: dict[str, Reply] = {}
 
     async def get(self, form: str = "") -> Reply:
-        """Return the answer, rendered in a form. It runs in the web's thread, and whoever calls it bounds the wait."""
+        """Return the answer, rendered in a form. Runs in the web's thread; the caller bounds the wait."""
         async with self._gate:
             now_s = self._clock.monotonic()
             if self._told is None or now_s - self._told[0] >= self._age_s:
@@ -71,7 +71,8 @@ class Asked(Generic[Told]):
 
 
 class Site:
-    """The routes, for one service. ``is_ready`` is set once all of it is served, and cleared when it stops."""
+    """The routes of one service. ``is_ready`` is set once all tenants are served, and cleared when the service
+    stops."""
 
     def __init__(
         self, controllers: Mapping[str, Controller], overview: Overview, loop: asyncio.AbstractEventLoop, clock: Clock
@@ -160,7 +161,7 @@ def start_web(loaded: LoadedSettings, site: Site) -> str:
 
 
 def gate_of(loaded: LoadedSettings) -> Gate:
-    """Return who may read what, as the settings say."""
+    """Return the rights to read, as the settings say."""
     settings = loaded.settings.server
     is_local = is_loopback(settings.metrics_host)
     reason = ""
