@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them. They are parsed once, at the edge; inside, bytes and seconds are numbers."""
+"""Sizes and durations as people write them. They are parsed once, at the edge; inside, they are numbers."""
 
 from __future__ import annotations
 

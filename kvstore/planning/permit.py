@@ -61,8 +61,8 @@ class Permit:
     run_count_max: int = 0
 
     def within(self, token_count: int, run_count: int) -> Permit:
-        """Return the permit for a prompt of ``token_count`` tokens and ``run_count`` reused runs. It has no setting when
-        the profile was measured on smaller prompts only."""
+        """Return the permit for a prompt of ``token_count`` tokens and ``run_count`` reused runs. It has no setting
+        when the profile was measured on smaller prompts only."""
         for what, count, most in (
             ("tokens", token_count, self.token_count_max), ("reused runs", run_count, self.run_count_max)
         ):  # fmt: skip
