@@ -74,7 +74,7 @@ class StripRun:
             yield part
 
     def zero_gaps(self, data: Bytes) -> None:
-        """Zero the gaps between strips, as they are in every copy of a chunk. ``data`` ends where the run's bytes do."""
+        """Zero the gaps between strips, as they are in every copy of a chunk. ``data`` ends with the run's bytes."""
         nexts = np.append(self.starts[1:], data.size)
         for gap in np.flatnonzero(self.stops < nexts).tolist():
             data[self.stops[gap] : nexts[gap]] = 0
