@@ -1,7 +1,8 @@
-"""KV deviation: how far a token's cached KV lies from what the receiver computes now, at the same positions.
+"""KV deviation: the distance between a token's cached KV and the KV that the receiver computes now, at the same
+position.
 
-Source: CacheBlend (EuroSys '25), section 4.2. Both K are compared after their rotation to the same position; either
-plane alone, as some implementations take it, is a choice here and named.
+Source: CacheBlend (EuroSys '25), section 4.2. Cached and fresh K are compared after their rotation to the same
+position. Some implementations compare one plane only: ``Metric`` chooses the planes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BLOCK_TOKENS = 512
 
 
 class Metric(StrEnum):
-    """Which planes count."""
+    """The planes whose deviation counts."""
 
     K = "k"
     V = "v"
@@ -28,7 +29,7 @@ def deviation_of(
     cached: tuple[torch.Tensor, torch.Tensor],
     metric: Metric = Metric.BOTH,
 ) -> torch.Tensor:
-    """Squared L2 distance per token, summed over heads and dims: fp32 [tokens].
+    """Return the squared L2 distance per token, summed over heads and dims: fp32 [tokens].
 
     Shapes: (K, V) of one layer each, [kv_heads, tokens, dim]. Cost: one fp32 temporary of 512 tokens per plane.
     Raises: InvalidRequest for planes of different shapes.

@@ -1,4 +1,4 @@
-"""Selection: which rows are recomputed. A selector gives each context token a score, the highest are taken.
+"""Selection of the rows to recompute. A selector gives each context token a score, and the highest are taken.
 
 Ties go to the earlier token, and a score that is no number counts as the highest, so that one input has one answer.
 Sources: deviation and gradual filtering, CacheBlend (EuroSys '25); first tokens of each chunk, EPIC (2024); deviation
@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 
 
 class Selector(StrEnum):
-    """What a token is chosen by. RANDOM is a control."""
+    """The score by which tokens are chosen. RANDOM is a control."""
 
     DEVIATION = "deviation"
     SUFFIX_ATTENTION = "suffix_attention"
@@ -35,11 +35,12 @@ def scores_of(
     token_count: int = 0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """One fp32 score per context token, the higher the sooner taken.
+    """Return one fp32 score per context token; the highest are taken first.
 
-    Shapes: ``deviation`` and ``attention`` (the suffix's attention mass) [tokens], needed by those that use them.
-    FIRST: ``chunk_starts`` int64, ascending from 0, and ``token_count``; RANDOM: ``token_count`` and ``seed``.
-    Raises: InvalidRequest naming what the selector needs.
+    Shapes: ``deviation`` and ``attention`` (the suffix's attention mass) [tokens], needed by the selectors that use
+    them. FIRST needs ``chunk_starts`` int64, ascending from 0, and ``token_count``; RANDOM ``token_count`` and
+    ``seed``.
+    Raises: InvalidRequest naming the argument that the selector needs.
     """
     if selector is Selector.DEVIATION:
         return _needed(deviation, "deviation", selector).float()
@@ -54,7 +55,7 @@ def scores_of(
 
 
 def row_count(ratio: float, token_count: int) -> int:
-    """How many of ``token_count`` context tokens a ratio is: rounded up, so that only 0 is none.
+    """Return the number of ``token_count`` context tokens that a ratio is, rounded up: only a ratio of 0 gives none.
 
     Raises: InvalidRequest for a ratio outside [0, 1].
     """
@@ -64,11 +65,11 @@ def row_count(ratio: float, token_count: int) -> int:
 
 
 def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-    """The ``count`` tokens of the highest scores: int64, ascending.
+    """Return the ``count`` tokens of the highest scores: int64, ascending.
 
     Shapes: ``scores`` [tokens], one per token, or one per entry of ``among`` (int64, ascending: the survivors of an
     earlier choice), whose entries are then returned.
-    Raises: InvalidRequest when there are fewer.
+    Raises: InvalidRequest when there are fewer scores than ``count``.
     """
     if among is not None and scores.shape != among.shape:
         raise InvalidRequest(f"scores has shape {tuple(scores.shape)}, among {tuple(among.shape)}")
@@ -80,8 +81,8 @@ def highest(scores: torch.Tensor, count: int, among: torch.Tensor | None = None)
 
 
 def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[float]:
-    """Ratios of gradual filtering, one per layer: from ``ratio`` (1 + ``excess``) at the check layer down to ``ratio``
-    (1 - ``excess``) at the last, in equal steps, so that their mean is ``ratio``; none above 1."""
+    """Return the ratios of gradual filtering, one per layer: from ``ratio`` (1 + ``excess``) at the check layer down to
+    ``ratio`` (1 - ``excess``) at the last, in equal steps, so that their mean is ``ratio``. They are capped at 1."""
     row_count(ratio, 0)
     if layer_count <= 1:
         return [ratio] * layer_count
@@ -90,7 +91,7 @@ def gradual_ratios(ratio: float, layer_count: int, excess: float = 0.2) -> list[
 
 
 def _first_scores(chunk_starts: torch.Tensor, token_count: int) -> torch.Tensor:
-    """Minus each token's place in its chunk: the first tokens of all chunks come before any second."""
+    """Return minus each token's place in its chunk: the first tokens of all chunks score above any second token."""
     if not len(chunk_starts) or int(chunk_starts[0]) != 0 or bool((chunk_starts.diff() <= 0).any()):
         raise InvalidRequest("chunk_starts must ascend from 0")
     tokens = torch.arange(token_count, device=chunk_starts.device)

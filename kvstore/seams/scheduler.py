@@ -67,7 +67,8 @@ class OwnThreads:
 
 MOVER_NICE = 10
 """Niceness of byte movers: they yield to the thread that answers, and to the engine. On two full cores a lookup waits
-half as long as with 5, and as much is moved. On a machine with every core busy, each mover still gets a tenth of one."""
+half as long as with 5, and as much is moved. On a machine with every core busy, each mover still gets a tenth of a
+core."""
 
 
 def lower_priority(nice: int) -> None:
