@@ -45,14 +45,14 @@ EXIT_CODES: dict[type[KVStoreError], int] = {
     Exhausted: 7,
     DataLoss: 8,
 }
-"""What a command ends with, by the kind of its error; 1 for any other. docs/operations.md has the table."""
+"""Exit codes of commands by the class of their error; 1 for any other. docs/operations.md has the table."""
 
 
 def load_settings(config: Path | None, flags: dict[str, object] | None = None) -> LoadedSettings:
-    """The settings as ``kvstore serve`` would have them."""
+    """Load the settings as ``kvstore serve`` does."""
     return load(config, os.environ, flags or {})
 
 
 def exit_code_of(error: KVStoreError) -> int:
-    """What a command ends with that failed so."""
+    """Return the exit code of a command that failed with this error."""
     return EXIT_CODES.get(type(error), 1)
