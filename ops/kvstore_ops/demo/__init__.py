@@ -1,6 +1,5 @@
-"""The demo: a real decoder model behind a real sidecar answers the same long prompt four times: cold; warm; after engine
-and sidecar were both restarted, when only the device still has the cache; and on another node, which gets it from
-Redis.
+"""The demo: a real decoder model behind a real sidecar answers one long prompt four times: cold; warm; after engine and
+sidecar were both restarted, when only the device still has the cache; and on another node, which gets it from Redis.
 
 Each scene is an engine process of its own: it builds the model from its seed, connects, and answers. A later scene
 shares data with the first only through the sidecar. ``scene`` is the engine process, ``stage`` runs the scenes,
